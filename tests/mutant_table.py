@@ -404,6 +404,7 @@ MUTANTS: list[Mutant] = [
             "if counts else (after, step)",
             "feedback counts twice",
         ),
+        ("elastic_optimizer.py", "forget(error)\n        self", "self", "a generation that has failed is not freed"),
         ("megatron.py", "return  # a step of another", "pass  # a step of another", "experts' weights are sent twice"),
         ("megatron.py", "own.clone()) for bucket", "own) for bucket", "weights that change by nothing"),
         (
@@ -619,7 +620,7 @@ LIKELY = {
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
     "elastic/forming.py": "elastic/test_forming.py",
     "elastic/members.py": "elastic/test_processes.py",
-    "integrations/elastic_optimizer.py": "elastic/test_processes.py",
+    "integrations/elastic_optimizer.py": "elastic/test_lifetimes.py elastic/test_processes.py",
     "publishing/folder.py": "publishing/test_folder.py",
     "publishing/follower.py": "publishing/test_tcp.py",
     "publishing/frames.py": "publishing/test_tcp.py",

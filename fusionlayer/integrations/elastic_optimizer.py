@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .. import context
 from ..elastic import Members
-from ..errors import ConfigError, TransportError, UsageError
+from ..errors import ConfigError, TransportError, UsageError, forget
 from ..plan import FusionPlan
 from ..planning.codec_rules import AUTO
 from ..scheduler import Engine
@@ -132,10 +132,11 @@ class ElasticallyStepping(Distributed):
         """Do as ``GradientReduction``. If a rank was lost, let backward go on: ``step`` makes good for it."""
         try:
             GradientReduction._fl_take(optimizer, parameter)
-        except TransportError:
+        except TransportError as error:
             self = optimizer()
             if self is None or self._fl_engine is None or self._fl_engine.failure is None:
                 raise
+            forget(error)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -216,6 +217,7 @@ class ElasticallyStepping(Distributed):
         """
         members = self._fl_members
         engine.abandon()
+        forget(error)
         self._fl_state = StepState.IDLE
         before, after = engine.memory.state_before(), engine.memory.state_dict()
         done = members.step + has_results
@@ -229,6 +231,7 @@ class ElasticallyStepping(Distributed):
             except TransportError as again:
                 if not members.can_go_on(again):
                     raise
+                forget(again)
                 error = again
 
     # ---- between two steps ------------------------------------------------------------------------------------------
@@ -251,6 +254,7 @@ class ElasticallyStepping(Distributed):
             except TransportError as again:
                 if not members.can_go_on(again):
                     raise
+                forget(again)
                 error = again
 
     def _fl_more(self) -> dict[str, Any]:
