@@ -405,6 +405,9 @@ MUTANTS: list[Mutant] = [
             "feedback counts twice",
         ),
         ("elastic_optimizer.py", "forget(error)\n        self", "self", "a generation that has failed is not freed"),
+        ("handover.py", "known.digest == digest_of(x)", "True", "a tensor with the same checksum stays"),
+        ("handover.py", "if native.crc32c(out) != crc:", "if False:", "a newcomer takes a damaged state"),
+        ("handover.py", "near = any(", "near = True or any(", "a state is not compressed between hosts"),
         ("megatron.py", "return  # a step of another", "pass  # a step of another", "experts' weights are sent twice"),
         ("megatron.py", "own.clone()) for bucket", "own) for bucket", "weights that change by nothing"),
         (
@@ -620,6 +623,7 @@ LIKELY = {
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
     "elastic/forming.py": "elastic/test_forming.py",
     "elastic/members.py": "elastic/test_processes.py",
+    "integrations/handover.py": "integrations/test_handover.py",
     "integrations/elastic_optimizer.py": "elastic/test_lifetimes.py elastic/test_processes.py",
     "publishing/folder.py": "publishing/test_folder.py",
     "publishing/follower.py": "publishing/test_tcp.py",
