@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -91,3 +93,49 @@ def test_a_newcomer_gets_what_it_lacks_to_the_bit_and_again_if_it_was_damaged(tm
     assert ends[0]["states"] and all(end["states"] == ends[0]["states"] for end in ends)
     assert [end["damaged"] for end in ends] == [0, 0, 1] and ends[0]["changes"] == 2
     assert ends[0]["lacked"] / 2 < ends[0]["sent"] < 0.92 * ends[0]["lacked"], ends[0]
+
+
+# ---- a newcomer is watched, too -------------------------------------------------------------------------------------
+
+
+LATE = re.compile(r"rank 2 is late: it is at \S*test_newcomers\.py:\d+; ranks? 0.* wait")
+
+
+def watched(rank: int, world: int, folder: str) -> tuple[tuple[int, int], tuple[int, int], bool]:
+    """Train until the last rank has joined and is late, which rank 0 tells; return where the watcher was and is."""
+    told, end = Path(folder, "told"), Path(folder, "end")
+    while rank == world - 1 and not Path(folder, "begun").exists():
+        time.sleep(0.01)
+    begin(rank, folder, world - 1)
+    watcher = fl.watch(patience=1.5)
+    assert watcher is not None
+    first = watcher.place
+
+    def look() -> None:
+        while not told.exists():
+            if rank == 0 and any(map(LATE.match, watcher.lines)):
+                told.touch()
+            time.sleep(0.05)
+
+    threading.Thread(target=look, daemon=True).start()
+    members = fl.membership()
+    model = nn.Linear(40, 8)
+    optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, codec="int8")
+    while not end.exists() or members.step < int(end.read_text()):
+        model(torch.ones(2, 40)).square().mean().backward()
+        if rank == world - 1 and members.size == world and members.has_joined and not end.exists():
+            while not told.exists():
+                time.sleep(0.05)
+            end.with_name("draft").write_text(str(members.step + 3))
+            end.with_name("draft").rename(end)
+        optimizer.step()
+        optimizer.zero_grad()
+        Path(folder, "begun").touch()
+    last = watcher.place
+    fl.shutdown()
+    return first, last, watcher.is_closed
+
+
+def test_a_newcomer_is_watched_and_named_where_it_is_late(tmp_path: Path) -> None:
+    places = run_ranks(watched, 3, str(tmp_path), backend=None, timeout=90)
+    assert places == [((0, 2), (0, 3), True), ((1, 2), (1, 3), True), ((0, 1), (2, 3), True)]
