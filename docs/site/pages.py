@@ -366,13 +366,13 @@ def kernels() -> str:
         "## What the CUDA kernels are made of",
         "Machine instructions of a thread for each element, counted in what nvcc makes\n"
         "(`python -m benchmarks.instructions`): those of the elements, and in a sum of eight those of each message\n"
-        "besides. Bytes are read and written for each element; for `recode` they are those of nine messages. A kernel\n"
-        "is held by whichever takes longer on an H100: to issue its instructions, or to move its bytes at the rate of a\n"
-        "copy. Latency, which this does not show, holds decoders and sums of many messages below either. The share of\n"
-        "copy's rate was measured on an H100, of whole calls: of `thc`, `tahquant` and `dynamiq` they have more than\n"
-        "this kernel. `not run` stands where the kernel is newer than that measurement. Registers are those of the\n"
-        "library for the three architectures; no kernel spills one to memory. Not counted are kernels whose\n"
-        "instructions depend on the data: those of sparse codecs, `delta` and decoding of `zip`.",
+        "besides. Bytes are read and written for each element; for `recode` they are those of nine messages. A\n"
+        "kernel is held by whichever takes longer on an H100: to issue its instructions, or to move its bytes at the\n"
+        "rate of a copy. Latency, which this does not show, holds decoders and sums of many messages below either.\n"
+        "The share of copy's rate was measured on an H100, of whole calls: of `thc`, `tahquant` and `dynamiq` they\n"
+        "have more than this kernel. `not run` stands where the kernel is newer than that measurement. Registers are\n"
+        "those of the library for the three architectures; no kernel spills one to memory. Not counted are kernels\n"
+        "whose instructions depend on the data: those of sparse codecs, `delta` and decoding of `zip`.",
         "<!-- table: instructions -->\n<!-- end of table -->",
     )
     return tables.fill(page)
