@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -113,12 +113,13 @@ class Board:
             return None
         return Diagnosis(*told, True)
 
-    def leave(self) -> None:
-        """Count this rank as left. The last one deletes all keys: nobody reads them any more."""
+    def leave(self, has_time: Callable[[], bool]) -> None:
+        """Count this rank as left. The last one deletes all keys while it has time: nobody reads them any more."""
         if self._store.add("left", 1) == self._size:
             mine = [f"{kind}/{rank}" for kind in ("at", "who") for rank in range(self._size)]
             for key in ("ask", "cause", "left", *mine, *self.keys):
-                self._store.delete_key(key)
+                if has_time():
+                    self._store.delete_key(key)
 
     def is_left(self) -> bool:
         """Return whether all ranks have left."""

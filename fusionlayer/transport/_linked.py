@@ -255,6 +255,7 @@ class LinkedTransport(Transport):
             for device, link in self._make_links(connecting):
                 links[device] = link
                 self._queues = self._queues or link.only_queues
+            connecting.run(self._await_links)
         except (LinkError, RuntimeError) as error:
             finding = connecting.find_cause(error)
             failure = connecting.error(finding)
@@ -275,6 +276,16 @@ class LinkedTransport(Transport):
         """Tell the other ranks this one's node and its common settings; return those of all ranks."""
         store.set(f"told/{self.rank}", json.dumps([self._node, self._common()]))
         return [json.loads(store.get(f"told/{rank}")) for rank in range(self.size)]
+
+    def _await_links(self, store: dist.Store) -> None:
+        """Return once all ranks have their links.
+
+        A rank whose links are complete may end its transport at once. Others are then still connecting among
+        themselves, and for them a connection that closes means that the whole has failed.
+        """
+        if store.add("linked", 1) == self.size:
+            store.set("all linked", "")
+        store.wait(["all linked"])
 
     def _settle(self, nodes: Sequence[str], commons: Sequence[Mapping[str, object]]) -> None:
         """Decide whose messages carry a checksum, from what each rank has told: its node and its common settings.

@@ -86,6 +86,8 @@ class _Monitor:
         self._stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
         self._meeting_stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
         self._has_stumbled = False
+        # When the thread begins no more requests, as the process is about to end.
+        self._ends_at = float("inf")
 
     def begin_child(self) -> None:
         """Forget the parent's watches: this process was forked, and its copy of the lock may be held for ever."""
@@ -158,6 +160,10 @@ class _Monitor:
             watches = list(self._watches)
         return [watch.where() for watch in watches]
 
+    def has_time(self) -> bool:
+        """Return whether the thread may begin another request. On the thread."""
+        return time.monotonic() < self._ends_at
+
     def wake(self) -> None:
         """Let the thread tick all watches now. Any thread may call it."""
         self._woken.put(None)
@@ -174,9 +180,11 @@ class _Monitor:
                     self._thread = None
                     return
             for watch in leaving:
-                self._attempt(watch.leave_store, lambda: None)
+                if self.has_time():
+                    self._attempt(watch.leave_store, lambda: None)
             for watch in watches:
-                self._attempt(watch.tick, watch.store_failed)
+                if self._ends_at == float("inf"):
+                    self._attempt(watch.tick, watch.store_failed)
             with suppress(Empty):
                 self._woken.get(timeout=min((watch.pause() for watch in watches), default=0))
 
@@ -193,7 +201,10 @@ class _Monitor:
             self._has_stumbled = True
 
     def _stop(self) -> None:
-        """Let the thread write all final states and end. At exit it must not be inside one of torch's calls.
+        """Let the thread write all final states and end.
+
+        A thread that returns from a call of torch while Python ends makes C++ abort the process. Over a link of 50 ms
+        the final states take seconds. So the thread begins no request after a time, and this waits for the last one.
 
         If this process has failed and keeps the store, it then stays until the other ranks have read why.
         """
@@ -202,11 +213,12 @@ class _Monitor:
             self._leaving += leaving
             self._kept += leaving
             self._watches = []
+            self._ends_at = time.monotonic() + STORE_PATIENCE
         for watch in leaving:
             watch.end()
         self.wake()
         if thread is not None:
-            thread.join(STORE_PATIENCE)
+            thread.join(2 * STORE_PATIENCE + 0.5)
         end = time.monotonic() + _LINGER
         while any(watch.is_awaited() for watch in self._kept) and time.monotonic() < end:
             time.sleep(_LINGER_POLL)

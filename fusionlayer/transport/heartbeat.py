@@ -328,7 +328,7 @@ class Watch:
     def leave_store(self) -> None:
         """Write the final state, and leave nothing in the store that nobody needs."""
         self.write_state()
-        self.board.leave()
+        self.board.leave(monitor.has_time)
 
     def _hear(self, cause: bytes) -> None:
         """Take what the store has as the first cause; b"" is none."""

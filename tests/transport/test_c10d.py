@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import logging
@@ -21,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer.errors import ConfigError, TransportError, UsageError
-from fusionlayer.transport import C10dTransport, Transport, _linked
+from fusionlayer.transport import C10dTransport, Transport, _linked, _rendezvous
 from fusionlayer.transport._board import Board
 from fusionlayer.transport._monitor import STORE_PATIENCE
 from tests.harness import run_ranks
 from tests.tiers import tiered
 
+from . import relays
 from .conformance import CHECKS
 
 pytestmark = pytest.mark.medium
@@ -112,6 +114,59 @@ def test_ranks_meet_though_their_store_is_slow() -> None:
             assert run_ranks(meet_by_a_slow_store, 2, port, store_rank.pid, backend=None) == [10.0, 10.0]
         finally:
             store_rank.kill()
+
+
+ENDS = """
+import datetime, sys, torch, torch.distributed as dist
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=30), wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+from fusionlayer.transport import C10dTransport
+transport = C10dTransport(timeout=30)
+transport.barrier()
+transport._watch.board.keys.update(f"more/{number}" for number in range(800))
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_process_ends_well_though_its_store_is_far_away() -> None:
+    """At its end the last rank deletes keys. That would take eight seconds here, and C++ aborts a process in which a
+    thread returns from a request while Python ends."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+    relay = relays.Relay(("127.0.0.1", store.port))
+    is_far = threading.Event()
+
+    def delay(place: int, from_caller: bool, passed: int, data: bytes) -> bytes:
+        if is_far.is_set() and not from_caller:
+            time.sleep(0.01)
+        return data
+
+    relay.alter = delay
+    command = [sys.executable, "-c", ENDS]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(relay.address[1])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "\n"
+        is_far.set()
+        ends = [rank.communicate("\n", timeout=60) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], ends
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        relay.close()
 
 
 def use_groups(rank: int, world: int) -> list[float]:
@@ -210,6 +265,27 @@ def drop_it(rank: int, world: int) -> None:
 
 def test_a_transport_that_nobody_holds_is_closed() -> None:
     run_ranks(drop_it, 2)
+
+
+def drop_while_others_connect(rank: int, world: int) -> None:
+    store, get = dist.distributed_c10d._get_default_store(), _rendezvous._EndingStore.get
+
+    def late(self: _rendezvous._EndingStore, key: str) -> bytes:
+        if key == "gloo/0/2":  # rank 0 has all its connections by now, and ranks 1 and 2 have none to each other
+            with contextlib.suppress(RuntimeError):
+                store.wait(["dropped"], datetime.timedelta(seconds=1))
+        return get(self, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(_rendezvous._EndingStore, "get", late)
+        assert C10dTransport(timeout=20).size == world
+        gc.collect()
+    store.set("dropped", "")
+
+
+def test_a_transport_can_be_dropped_as_soon_as_it_is_made() -> None:
+    run_ranks(drop_while_others_connect, 3)
 
 
 def file_size(rank: int, world: int) -> tuple[int, int]:

@@ -26,34 +26,38 @@ pytestmark = pytest.mark.medium
 
 TIMEOUT = 3.0
 
-# Where the lost rank is when the signal comes: the function that it is about to call, and how often it has before.
-PHASES: dict[str, tuple[object, str, int]] = {
-    "rendezvous": (launch, "_await_all", 0),
-    "meeting for the group": (Watch, "meet", 0),
-    "group": (dist, "init_process_group", 0),
-    "group, at its end": (Watch, "end", 0),
-    "meeting": (Watch, "meet", 1),
-    "mesh, before its address is known": (_rendezvous._EndingStore, "set", 0),
-    "mesh": (_rendezvous._EndingStore, "wait", 0),
-    "mesh, half connected": (_rendezvous._EndingStore, "get", 1),
-    "invitation": (_shared_memory.Invitation, "accept", 0),
-    "welcome": (_shared_memory.Invitation, "welcome", 0),
-    "star": (star, "connect", 0),
-    "duplicate": (C10dTransport, "duplicate", 0),
-    "lane's mesh": (_rendezvous._EndingStore, "wait", 3),
-    "subset": (C10dTransport, "subset", 0),
+# Where the lost rank is when the signal comes: the function that it is about to call, what stands in its arguments, and
+# how often it has called it so before.
+PHASES: dict[str, tuple[object, str, str, int]] = {
+    "rendezvous": (launch, "_await_all", "", 0),
+    "meeting for the group": (Watch, "meet", "", 0),
+    "group": (dist, "init_process_group", "", 0),
+    "group, at its end": (Watch, "end", "", 0),
+    "meeting": (Watch, "meet", "", 1),
+    "settings": (_rendezvous._EndingStore, "wait", "told/", 0),
+    "mesh, before its address is known": (_rendezvous._EndingStore, "set", "gloo/", 0),
+    "mesh": (_rendezvous._EndingStore, "wait", "gloo/", 0),
+    "mesh, half connected": (_rendezvous._EndingStore, "get", "gloo/", 1),
+    "mesh, at its end": (_rendezvous._EndingStore, "wait", "all linked", 0),
+    "invitation": (_shared_memory.Invitation, "accept", "", 0),
+    "welcome": (_shared_memory.Invitation, "welcome", "", 0),
+    "star": (star, "connect", "", 0),
+    "duplicate": (C10dTransport, "duplicate", "", 0),
+    "lane's mesh": (_rendezvous._EndingStore, "get", "gloo/", 3),
+    "subset": (C10dTransport, "subset", "", 0),
 }
 
 
 def stop_before(patch: pytest.MonkeyPatch, phase: str) -> None:
-    place, name, before = PHASES[phase]
+    place, name, key, before = PHASES[phase]
     original: Callable[..., Any] = getattr(place, name)
     calls: list[None] = []
 
     def wrapped(*args: Any, **options: Any) -> Any:
-        calls.append(None)
-        if len(calls) == before + 1:
-            checkpoint(phase)
+        if key in str(args[1:]):
+            calls.append(None)
+            if len(calls) == before + 1:
+                checkpoint(phase)
         return original(*args, **options)
 
     patch.setattr(place, name, wrapped)
