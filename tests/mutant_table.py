@@ -117,6 +117,8 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "csrc/cpu/",
+        ("int_codec.h", "_mm512_srli_epi32(both, 4), values[m]", "both, values[m]", "sums of high nibbles (AVX-512)"),
+        ("small_numbers.h", "-0.0f, -0.5f", "0.0f, -0.5f", "a negative zero of mxfp4 loses its sign (AVX-512)"),
         ("qsdp_codec.h", "values[count - 1];", "0.0f;", "zeros behind the end make the last group's step longer"),
         ("code_runs.h", "<< j / kParts * kLowBits", "<< j % 4 * kLowBits", "codes of 2 bits without a vector unit"),
         ("delta_decode.h", "number[i] = v;", "number[i] = T(v + kBits * (v > 3));", "layers without a vector unit"),
@@ -137,6 +139,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "csrc/cuda/",
+        ("block_codes.cuh", "0xc0800000u, 0xc0804000u", "0xc0800000u, 0xc0800000u", "3 of mxfp4 decodes to 2"),
         ("delta.cuh", "kCrcOrder + 32 - 8 * zeros", "kCrcOrder + 32 - 4 * zeros", "digests of ragged blocks"),
         (
             "delta_decode.cu",
@@ -553,6 +556,8 @@ LIKELY = {
     "csrc/core/residual.h": "codecs/test_isa.py native/test_cpu_core.py",
     "csrc/core/chunked.h": "codecs/test_chunked_topk.py",
     "csrc/core/qsdp.h": "codecs/test_qsdp.py",
+    "csrc/cpu/int_codec.h": "native/test_cpu_core.py",
+    "csrc/cpu/small_numbers.h": "native/test_cpu_core.py",
     "csrc/cpu/qsdp_codec.h": "native/test_cpu_core.py",
     "csrc/core/int_group.h": "codecs/test_int.py native/test_cpu_core.py",
     "csrc/cpu/code_runs.h": "codecs/test_isa.py native/test_cpu_core.py",
@@ -560,6 +565,7 @@ LIKELY = {
     "csrc/cpu/delta_lists.h": "codecs/test_delta.py",
     "csrc/cpu/delta_verbs.cpp": "codecs/test_delta.py",
     "csrc/cpu/crc32c.cpp": "native/test_cpu_core.py",
+    "csrc/cuda/block_codes.cuh": "native/test_cuda_core.py",
     "csrc/cuda/delta.cuh": "native/test_cuda_delta.py",
     "csrc/cuda/delta_decode.cu": "native/test_cuda_delta.py",
     "csrc/cuda/delta_bits.cuh": "native/test_cuda_delta.py",
