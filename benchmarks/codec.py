@@ -36,6 +36,7 @@ from fusionlayer.codecs import Codec
 from fusionlayer.codecs.delta import Delta
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.codecs.zip import window_base
+from fusionlayer.collectives.two_shot import summing
 from fusionlayer.integrations.weights import Weights
 from fusionlayer.wire import aligned
 
@@ -96,6 +97,10 @@ def codec_rows(name: str, codec: Codec, x: Tensor) -> Iterator[Row]:
     again = torch.zeros(capacity, dtype=torch.uint8, device=x.device)
     recode = partial(codec.recode, payloads, again, part, dtype=x.dtype)
     yield Row(name, f"recode x{FAN_IN}", dtype, (FAN_IN + 1) * stride, recode, waits=waits)
+    rotated, _ = summing(codec)
+    if rotated is not codec:  # what two_shot calls without error feedback
+        recode = partial(rotated.recode, payloads, again, part, dtype=x.dtype)
+        yield Row(name, f"recode x{FAN_IN}, rotated", dtype, (FAN_IN + 1) * stride, recode)
     if not codec.lossless:
         residual = torch.zeros(numel, device=x.device)
         fed = partial(codec.encode, x, payload, residual=residual)

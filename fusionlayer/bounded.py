@@ -73,7 +73,7 @@ def bounded(
                 forks.at_exit(_join_all)
             _given_up.append(thread)
     if errors:
-        raise errors[0]
+        raise errors.pop()  # a list that stays would be in its traceback, and keep it for ever
     return results[0]
 
 

@@ -109,3 +109,19 @@ def again(error: _Error) -> _Error:
     copy.args = error.args
     copy.__cause__ = error.__cause__
     return copy.with_traceback(error.__traceback__)
+
+
+def forget(error: BaseException | None) -> None:
+    """Let go of where an error was raised, and those that led to it: it has been dealt with, and the program goes on.
+
+    A traceback holds all that its functions held, often the error itself too: a cycle that would keep a job's memory,
+    threads and connections until Python's collector of cycles comes by.
+    """
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += each.__cause__, each.__context__

@@ -14,6 +14,7 @@ from textwrap import dedent
 import torch
 import yaml
 
+from benchmarks.pages import tables
 from fusionlayer import cli, codecs, collectives, config, launch
 from fusionlayer.cli import environment, fusionrun
 from fusionlayer.codecs import Codec, PartsCodec, StatefulCodec, TensorState, VariableSizeCodec
@@ -346,7 +347,7 @@ def kernels() -> str:
         name = re.search(r"\b(fl_\w+)\(", declaration)
         if name:
             rows.append([f"`{name[1]}`", _plain(comment).rstrip(".")])
-    return as_page(
+    page = as_page(
         "# Kernels",
         "Codecs compute in a core of C++17 behind a C ABI. One library for the CPU holds drivers for AVX-512, AVX2\n"
         "and plain x86-64, and chooses when it is loaded; one for CUDA holds the kernels. Both are compiled from the\n"
@@ -362,7 +363,19 @@ def kernels() -> str:
         "## The functions",
         "`encode` and `decode` are those of the codec in `spec`.",
         table(["function", "what it does"], rows),
+        "## What the CUDA kernels are made of",
+        "Machine instructions of a thread for each element, counted in what nvcc makes\n"
+        "(`python -m benchmarks.instructions`): those of the elements, and in a sum of eight those of each message\n"
+        "besides. Bytes are read and written for each element; for `recode` they are those of nine messages. A\n"
+        "kernel is held by whichever takes longer on an H100: to issue its instructions, or to move its bytes at the\n"
+        "rate of a copy. Latency, which this does not show, holds decoders and sums of many messages below either.\n"
+        "The share of copy's rate was measured on an H100, of whole calls: of `thc`, `tahquant` and `dynamiq` they\n"
+        "have more than this kernel. `not run` stands where the kernel is newer than that measurement. Registers are\n"
+        "those of the library for the three architectures; no kernel spills one to memory. Not counted are kernels\n"
+        "whose instructions depend on the data: those of sparse codecs, `delta` and decoding of `zip`.",
+        "<!-- table: instructions -->\n<!-- end of table -->",
     )
+    return tables.fill(page)
 
 
 def _plain(comment: str) -> str:

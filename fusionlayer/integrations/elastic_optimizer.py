@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import json
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 
 from .. import context
 from ..elastic import Members
-from ..errors import ConfigError, TransportError, UsageError
+from ..errors import ConfigError, TransportError, UsageError, WireError, forget
 from ..plan import FusionPlan
 from ..planning.codec_rules import AUTO
 from ..scheduler import Engine
 from ..transport import Transport
 from ..wire import digest
+from . import handover
 from .distributed import Distributed
+from .handover import Fingerprint
 from .local import Local
 from .parameters import local_part
 from .reduction import WITH_RESULTS, GradientReduction, StepState
@@ -132,10 +134,11 @@ class ElasticallyStepping(Distributed):
         """Do as ``GradientReduction``. If a rank was lost, let backward go on: ``step`` makes good for it."""
         try:
             GradientReduction._fl_take(optimizer, parameter)
-        except TransportError:
+        except TransportError as error:
             self = optimizer()
             if self is None or self._fl_engine is None or self._fl_engine.failure is None:
                 raise
+            forget(error)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -216,6 +219,7 @@ class ElasticallyStepping(Distributed):
         """
         members = self._fl_members
         engine.abandon()
+        forget(error)
         self._fl_state = StepState.IDLE
         before, after = engine.memory.state_before(), engine.memory.state_dict()
         done = members.step + has_results
@@ -229,6 +233,7 @@ class ElasticallyStepping(Distributed):
             except TransportError as again:
                 if not members.can_go_on(again):
                     raise
+                forget(again)
                 error = again
 
     # ---- between two steps ------------------------------------------------------------------------------------------
@@ -240,17 +245,20 @@ class ElasticallyStepping(Distributed):
         if self._fl_engine is not None:
             self._fl_kept = self._fl_engine.memory.state_dict()
         while True:
+            # Before this process asks to join: while the state is sent, all others wait.
+            own = handover.fingerprints(handover.parted(_state_of(self))[1]) if fresh else {}
             try:
                 members.change(-1 if fresh else members.step, between=True, error=error)
                 if self._fl_engine is not None:
                     self._fl_engine.abandon()  # not before: others may still have been in the last step
-                self._fl_bring(members.transport)
+                self._fl_bring(members.transport, own)
                 fresh = False
                 self._fl_connect_anew()
                 return
             except TransportError as again:
                 if not members.can_go_on(again):
                     raise
+                forget(again)
                 error = again
 
     def _fl_more(self) -> dict[str, Any]:
@@ -276,16 +284,28 @@ class ElasticallyStepping(Distributed):
             if plan is not None and alike[0]:
                 self.adopt_plan(plan)
 
-    def _fl_bring(self, transport: Transport) -> None:
-        """Give newcomers the state of the first member, without loss; all others only wait."""
+    def _fl_bring(self, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
+        """Give newcomers the state of the first member, without loss; all others only wait.
+
+        Args:
+            transport: over the members.
+            own: of a newcomer, the fingerprints of the tensors that it has.
+
+        Raises:
+            TransportError: a member was lost, or a message was damaged.
+        """
         members = self._fl_members
         if not members.fresh:
             return
-        if transport.rank in members.fresh:
-            _receive_state(self, transport)
-        elif transport.rank == 0:
-            for rank in members.fresh:
-                _send_state(self, transport, rank)
+        try:
+            if transport.rank in members.fresh:
+                _receive_state(self, transport, own)
+            elif transport.rank == 0:
+                for rank in members.fresh:
+                    _send_state(self, transport, rank)
+        except WireError as error:
+            transport.close()  # so that the others do not wait, and it is sent once more
+            raise TransportError(f"rank {transport.rank}: {error}") from error
         transport.barrier()
         members.all_have_state()
 
@@ -302,7 +322,8 @@ def _is_known_to_all(plan: FusionPlan | None, transport: Transport) -> bool:
 def _tensors_of(optimizer: ElasticallyStepping) -> list[Tensor]:
     """Return the tensors that all members hold alike, in the same order on all of them."""
     replicas = optimizer._fl_replicas
-    return [local_part(x.detach()) for x in (*replicas.named.values(), *replicas.buffers.values())]
+    every = (*replicas.named.values(), *replicas.buffers.values())
+    return [local_part(x.detach()).as_subclass(Tensor) for x in every]
 
 
 def _facts_of(optimizer: ElasticallyStepping) -> Tensor:
@@ -312,25 +333,34 @@ def _facts_of(optimizer: ElasticallyStepping) -> Tensor:
     return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
 
 
-def _send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -> None:
-    """Send parameters, buffers, the optimizer's state and those of shared objects."""
+def _state_of(optimizer: ElasticallyStepping) -> dict[str, Any]:
+    """Return what members hold alike: parameters, buffers, the optimizer's state and those of shared objects."""
     members = optimizer._fl_members
-    state = super(Distributed, optimizer).state_dict()
-    told = {"optimizer": state, "shared": members.states(), "step": members.step, "at": optimizer._fl_at}
-    told["more"] = optimizer._fl_more()
-    buffer = io.BytesIO()
-    torch.save(told, buffer)
-    whole = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return {
+        "tensors": _tensors_of(optimizer),
+        "optimizer": super(Distributed, optimizer).state_dict(),
+        "shared": members.states(),
+        "more": optimizer._fl_more(),
+        "step": members.step,
+        "at": optimizer._fl_at,
+    }
+
+
+def _send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -> None:
+    """Send a newcomer the state, as far as it has another one."""
     transport.send(_facts_of(optimizer), to)
-    transport.send(torch.tensor([whole.numel()]), to)
-    transport.send(whole, to)
-    for x in _tensors_of(optimizer):
-        if x.numel():
-            transport.send(x.contiguous(), to)
+    theirs = json.loads(handover.receive_bytes(transport, to))
+    known = {name: handover.Fingerprint(*each) for name, each in theirs.items()}
+    handover.send(_state_of(optimizer), known, transport, to)
 
 
-def _receive_state(optimizer: ElasticallyStepping, transport: Transport) -> None:
+def _receive_state(optimizer: ElasticallyStepping, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
     """Receive what ``_send_state`` sends.
+
+    Args:
+        optimizer: of this process.
+        transport: over the members.
+        own: fingerprints of the tensors that it has.
 
     Raises:
         ConfigError: this process has another model, or shares other objects.
@@ -343,18 +373,12 @@ def _receive_state(optimizer: ElasticallyStepping, transport: Transport) -> None
             f"this process has other parameters, options or settings than the members ({len(tensors)} parameters and "
             f"buffers of {sum(x.numel() for x in tensors)} elements); start it with their script and environment"
         )
-    size = torch.zeros(1, dtype=torch.int64)
-    transport.recv(size, 0)
-    whole = torch.empty(int(size), dtype=torch.uint8)
-    transport.recv(whole, 0)
+    handover.send_bytes(json.dumps(own).encode(), transport, 0)
+    told = handover.receive(handover.parted(_state_of(optimizer))[1], transport, 0)
     with torch.no_grad():
-        for x in tensors:
-            if x.numel():
-                into = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-                transport.recv(into, 0)
-                if into is not x:
-                    x.copy_(into)
-    told = torch.load(io.BytesIO(whole.numpy().tobytes()), map_location="cpu", weights_only=True)
+        for x, came in zip(tensors, told["tensors"], strict=True):
+            if came.data_ptr() != x.data_ptr():
+                x.copy_(came)
     super(Distributed, optimizer).load_state_dict(told["optimizer"])
     members.load_states(told["shared"])
     members.step, optimizer._fl_at = told["step"], told["at"]

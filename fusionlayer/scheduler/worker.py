@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from .. import forks
-from ..errors import FusionLayerError, again
+from ..errors import FusionLayerError, again, forget
 
 __all__ = ["Job", "Jobs", "Worker"]
 
@@ -108,7 +108,8 @@ class Jobs:
         self._closed = True
 
     def join(self) -> None:
-        """Wait until no job runs any more; call ``close`` before."""
+        """Wait until no job runs any more, and let go of what a failed one has held; call ``close`` before."""
+        forget(self.error)
 
     def run(self, job: Job) -> None:
         """Run a job on the calling thread, out of turn; it fails if an earlier job has failed. No other job may run."""
@@ -140,9 +141,10 @@ class Worker(Jobs):
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
-        """Wait until the thread has ended, if it ever began; call ``close`` before."""
+        """Wait until the thread has ended, if it ever began; then as ``Jobs.join``."""
         if self._thread.ident is not None:
             self._thread.join()
+        super().join()
 
     def close(self) -> None:
         """Let queued jobs end, then the thread; do not wait for that. A second call does nothing."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import forks
-from ..errors import PlanMismatch, TransportError, UsageError
+from ..errors import PlanMismatch, TransportError, UsageError, again
 from ..processes import node_name
 from ..timeline import here
 from ._base import Transport
@@ -384,10 +384,8 @@ class LinkedTransport(Transport):
             self._shut(TransportError(text, [self.rank], sequence=self.sequence), finding)
 
     def _check_open(self) -> None:
-        if isinstance(self._failure, TransportError):
-            raise TransportError(str(self._failure), self._failure.ranks, sequence=self._failure.sequence)
         if self._failure is not None:
-            raise self._failure
+            raise again(self._failure)
 
     def _fail(self, error: LinkError, what: str) -> TransportError:
         """Close the transport after a failure of its link, find the cause, and return the error that names it."""
@@ -409,7 +407,7 @@ class LinkedTransport(Transport):
 
     def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:
         """Make every later call raise ``failure``, and tell the other ranks the finding; None: this rank closed it."""
-        self._failure = failure
+        self._failure = again(failure)  # not what is raised here: its traceback holds this transport
         _close_all(self._links)
         if self._watch is not None:
             self._watch.end(finding)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +16,7 @@ import pytest
 import torch
 from setuptools.errors import SetupError
 
+from benchmarks import instructions
 from fusionlayer import libraries, native
 from tests.tiers import exhaustive
 
@@ -31,12 +30,7 @@ PTX, CUBIN = 1, 2  # kinds of entries of a fat binary
 @pytest.fixture(scope="module")
 def setup_script() -> ModuleType:
     """Return setup.py as a module: the one place that knows flags and architectures."""
-    spec = importlib.util.spec_from_file_location("fusionlayer_setup", ROOT / "setup.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return instructions.build_script()
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,12 @@ class IntCodec {
         continue;
       }
 #endif
+#if defined(FL_AVX512)
+      if constexpr (kBits == 4 && !kHadamard) {
+        codec.sum_nibbles(messages, count, n, ahead, share, v);
+        continue;
+      }
+#endif
       codec.with_parts([&](auto parts) FL_LAMBDA {
         codec.template sum_parts<decltype(parts)::value>(messages, count, n, ahead, share, v);
       });
@@ -191,6 +197,52 @@ class IntCodec {
         in_order(sum, b);
         for (int k = 0; k < N; ++k) store_block(v + begin + k * apart() + i, b[k]);
       }
+    }
+  }
+#endif
+
+#if defined(FL_AVX512)
+  // Codes of a group have 16 values, level * scale, which a register holds: one operation looks up those of its lanes by their
+  // lowest four bits, in place of the four that widen, convert and multiply.
+  FL_INLINE void sum_nibbles(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
+    const vf levels = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+    const int reach = group_ / 2, lines = lines_of_group(count, share), steps = reach >= 64 ? reach / 64 : 1;
+    float scales[kTogether];
+    vf values[kTogether];
+    for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
+      load_scales(messages, count, g, scales);
+      for (int m = 0; m < count; ++m) values[m] = levels * scales[m];
+      const int codes = g * group_bytes();
+      int i = 0;
+      for (; i + 64 <= reach; i += 64) {
+        ahead.fetch((lines + steps - 1) / steps);
+        sum_looked_up<4>(messages, count, codes + i, values, reach, v + begin + i);
+      }
+      if (i == reach) continue;
+      ahead.fetch(lines);
+      for (; i < reach; i += kLanes) sum_looked_up<1>(messages, count, codes + i, values, reach, v + begin + i);
+    }
+  }
+
+  // The low nibbles of kWide times 16 bytes, and the high ones, whose elements lie so many further on.
+  template <int kWide>
+  static FL_INLINE void sum_looked_up(const Message *messages, int count, int codes, const vf *values, int apart,
+                                      float *v) {
+    vf low[kWide], high[kWide];
+    for (int w = 0; w < kWide; ++w) {
+      low[w] = load(v + w * kLanes);
+      high[w] = load(v + apart + w * kLanes);
+    }
+    for (int m = 0; m < count; ++m)
+      for (int w = 0; w < kWide; ++w) {
+        const uint8_t *bytes = messages[m].codes + codes + w * kLanes;
+        const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
+        low[w] += (vf)_mm512_permutexvar_ps(both, values[m]);
+        high[w] += (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), values[m]);
+      }
+    for (int w = 0; w < kWide; ++w) {
+      store(v + w * kLanes, low[w]);
+      store(v + apart + w * kLanes, high[w]);
     }
   }
 #endif

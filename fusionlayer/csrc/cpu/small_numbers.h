@@ -153,10 +153,18 @@ class Float4 {
   }
 
   FL_INLINE Block decode(const uint8_t *bytes) const {
+#if defined(FL_AVX512)
+    // All 16 values fit into a register, which a lane's lowest four bits choose from.
+    const vf values = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
+    return {{_mm512_permutexvar_ps(both, values), _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), values)}};
+#else
     const Bytes16 both = load_bytes16(bytes);
     vh codes[kHalfVectors];
     widen_bytes(both & 15, both >> 4, codes);
     return lanes_.values(codes);
+#endif
   }
 
  private:

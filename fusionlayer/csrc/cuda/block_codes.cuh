@@ -202,11 +202,27 @@ FL_DEVICE uint32_t four_codes(float a, float b, float c, float d) {
   }
 }
 
+// What four codes of E2M1 stand for: the two upper bytes of each value are looked up for all four at once, by the codes as
+// nibbles.
+FL_DEVICE void fp4_values(uint32_t codes, float *v) {
+  const uint32_t magnitudes = codes & 0x07070707u, nibbles = __byte_perm(magnitudes | magnitudes >> 4, 0, 0x4420);
+  const uint32_t upper = __byte_perm(0x3f3f3f00u, 0x40404040u, nibbles) | (codes & 0x08080808u) << 4;
+  const uint32_t lower = __byte_perm(0xc0800000u, 0xc0804000u, nibbles);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t two = __byte_perm(lower, upper, i ? 0x7362 : 0x5140);
+    v[2 * i] = bits_float(two << 16);
+    v[2 * i + 1] = bits_float(two & 0xffff0000u);
+  }
+}
+
 // What four codes stand for.
 template <uint32_t kFormat>
 FL_DEVICE void four_values(uint32_t codes, float *v) {
   constexpr FloatFormat kNumber = float_format(kFormat);
-  if constexpr (kFormat == FL_INT8) {
+  if constexpr (kFormat == FL_E2M1) {
+    fp4_values(codes, v);
+  } else if constexpr (kFormat == FL_INT8) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = unsigned_byte(codes ^ 0x80808080u, i, 128.0f);
   } else if constexpr (hardware_converts(kFormat)) {
