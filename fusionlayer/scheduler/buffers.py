@@ -45,7 +45,8 @@ class Buffer(ABC):
         remember: called with names of tensors before encoding changes what is kept of them; None: nobody asks.
         graceful: sums without ranks that are late, once it has found out who is there; None: all are waited for.
         nbytes: of the gradients, uncompressed.
-        full: every gradient of the bucket has been put, and ``run`` has not summed them yet.
+        full: every gradient of the bucket has been put, and it was not sent since. The thread that sends changes it,
+            not a lane: a bucket that is still under way, with an earlier step's gradients, must not leave again.
     """
 
     def __init__(
@@ -106,7 +107,6 @@ class Buffer(ABC):
             self._note_work()
             self._owners = [*self._owners[:1], *self._arrivals]
             self._arrivals.clear()
-        self.full = False
         self._gradients.clear()
 
     def read(self) -> Mapping[str, Tensor]:

@@ -78,6 +78,7 @@ class Sender:
             roll = self._rolls.put(buffer.graceful.attend)
         work = partial(self._run, index, buffer, step, seed, ready, done, roll)
         self.nbytes += buffer.nbytes
+        buffer.full = False
         self.jobs[index] = lane.put(work, abandoned=done)
 
     def _run(

@@ -110,6 +110,39 @@ def test_a_result_that_nobody_took_is_not_overwritten() -> None:
     over_threads(WORLD, body)
 
 
+def test_what_is_under_way_does_not_leave_again() -> None:
+    """As where the next forward leaves a module out: a step begins while that module's bucket still travels."""
+    has_begun = threading.Event()
+
+    def body(transport: Transport) -> None:
+        engine = make_engine(
+            transport, codec=codecs.get("raw"), planner=planners.get("wfbp"), overlap_forward=True, lanes=1
+        )
+        take_all(engine, gradients(transport.rank, 0))
+        assert engine.plan is not None
+        first, *others = (name for bucket in engine.plan.buckets for name in bucket.names)
+        values, later = gradients(transport.rank, 1), gradients(transport.rank, 2)
+        engine.submit(first, values[first])
+        if transport.rank > 0:
+            assert has_begun.wait(20)
+        for name in others:
+            engine.submit(name, values[name])
+        engine.end_step()
+        engine.take(0)
+        engine.submit(first, later[first])
+        has_begun.set()
+        for index in sorted(engine.untaken):
+            engine.take(index)
+        for name in others:
+            engine.submit(name, later[name])
+        engine.end_step()
+        results = {name: x for index in sorted(engine.untaken) for name, x in engine.take(index).items()}
+        assert all(torch.allclose(results[n].double(), exact_sum(WORLD, 2)[n], atol=1e-6) for n in results)
+        engine.close()
+
+    over_threads(WORLD, body)
+
+
 @pytest.mark.parametrize("failing_bucket", [0, 1])
 def test_a_failure_in_one_lane_ends_all_lanes_on_all_ranks(failing_bucket: int) -> None:
     numels: list[int] = []
