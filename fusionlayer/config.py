@@ -92,6 +92,11 @@ class Config:
     congestion: str | None = _setting(
         "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
     )
+    peer_memory_mb: int = _setting(
+        "MiB of each GPU for sums in one launch, in which the kernels of one host's ranks write into each other's "
+        "memory; 0: sums travel by NCCL",
+        0,
+    )
     rates: tuple[str, ...] = _setting(
         "rates of the ranks' links, in rank order, such as `[1gbit, 1gbit, 500mbit]`, or `[measured]`: in `two_shot` "
         "each rank sums a share that its link can carry; none: equal shares",
@@ -144,6 +149,8 @@ class Config:
             raise ConfigError(f"check_replicas={self.check_replicas}; expected a number of steps, or 0 for never")
         if self.feedback_bits not in (32, 8):
             raise ConfigError(f"feedback_bits={self.feedback_bits}; expected 32 or 8")
+        if self.peer_memory_mb < 0:
+            raise ConfigError(f"peer_memory_mb={self.peer_memory_mb}; expected a number of MiB, or 0 for none")
         if not 1 <= self.connections <= MOST_CONNECTIONS:
             raise ConfigError(f"connections={self.connections}; expected a number from 1 to {MOST_CONNECTIONS}")
         if self.connections < len(self.interfaces):

@@ -387,5 +387,6 @@ def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node
                     node=None if each is None else f"node {dist.get_rank() // each}",
                     checksum=settings.checksum,
                     sockets=chosen(settings),
+                    peer_bytes=settings.peer_memory_mb << 20,
                 )
         return job.transports[group, each]

@@ -19,6 +19,7 @@ from .errors import ConfigError, FusionLayerError
 
 __all__ = [
     "ABI_VERSION",
+    "MAX_PEERS",
     "MAX_PLANES",
     "NO_CUDA_LIBRARY",
     "SEEDS",
@@ -27,19 +28,22 @@ __all__ = [
     "LinkMessage",
     "LinkResult",
     "Messages",
+    "Peers",
     "Spec",
     "build_info",
     "cpu",
     "cuda",
     "declare",
+    "declare_cuda",
     "isa",
     "library_path",
     "select_isa",
     "set_threads",
 ]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 MAX_PLANES = 5
+MAX_PEERS = 16
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
 SEEDS = (1 << 64) - 1  # the bits of a seed
 
@@ -70,6 +74,19 @@ class Messages(ctypes.Structure):
         ("plane", ctypes.c_void_p * MAX_PLANES),
         ("stride", ctypes.c_int64),
         ("count", ctypes.c_int64),
+    ]
+
+
+class Peers(ctypes.Structure):
+    """``fl_peers`` of ``fusionlayer_codec.h``."""
+
+    _fields_ = [
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("warps", ctypes.c_int32),
+        ("bytes", ctypes.c_int64),
+        ("memory", ctypes.c_void_p * MAX_PEERS),
+        ("stop", ctypes.c_void_p),
     ]
 
 
@@ -173,6 +190,15 @@ def declare(library: ctypes.CDLL) -> None:
     library.fl_workspace_bytes.restype = ctypes.c_int64
 
 
+def declare_cuda(library: ctypes.CDLL) -> None:
+    """Declare those functions to ctypes that the CUDA library alone has."""
+    spec = ctypes.POINTER(Spec)
+    library.fl_two_shot.argtypes = [spec, ctypes.c_uint64, _I64, *[_POINTER] * 3, ctypes.POINTER(Peers), _POINTER]
+    library.fl_two_shot_bytes.argtypes = [spec, _I64, ctypes.c_int32, ctypes.c_int32]
+    library.fl_two_shot_bytes.restype = _I64
+    library.fl_most_warps.argtypes = []
+
+
 def _facts(library: ctypes.CDLL) -> dict[str, str]:
     lines = library.fl_build_info().decode().splitlines()
     return dict(line.split("=", 1) for line in lines if "=" in line)
@@ -216,7 +242,9 @@ _cuda_lock = threading.Lock()
 def cuda() -> ctypes.CDLL:
     """Return the CUDA library. This needs no driver."""
     with _cuda_lock:
-        return _open("cuda")
+        library = _open("cuda")
+        declare_cuda(library)
+        return library
 
 
 def _select_isa(library: ctypes.CDLL, name: str, given_as: str = "") -> None:

@@ -22,6 +22,7 @@ from .libraries import (
     BuildInfo,
     Chooser,
     Messages,
+    Peers,
     Spec,
     build_info,
     cpu,
@@ -37,6 +38,7 @@ __all__ = [
     "Chooser",
     "MagnitudeStats",
     "Messages",
+    "Peers",
     "Spec",
     "accumulate",
     "accumulate_momentum",
@@ -61,6 +63,7 @@ __all__ = [
     "kth_magnitude",
     "library_path",
     "magnitude_stats",
+    "most_warps",
     "norm",
     "recode",
     "recode_from",
@@ -70,6 +73,8 @@ __all__ = [
     "sparse_decode_sum",
     "sparse_encode",
     "token_keys",
+    "two_shot",
+    "two_shot_bytes",
 ]
 
 CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS, CHUNKED, DELTA, ONEBIT, QSDP = range(13)
@@ -188,6 +193,28 @@ def recode_from(
     """``fl_recode_from``: encode the sum of all ``bodies`` (count, nbytes) of ``source`` into ``body`` (nbytes,)."""
     given = source, _messages(bodies, source_offsets), spec, _pointer(residual)
     _call("fl_recode_from", body, *given, _messages(body, offsets))
+
+
+def two_shot(
+    spec: Spec, sum_seed: int, chunk: int, x: Tensor, out: Tensor, residual: Tensor | None, peers: Peers
+) -> None:
+    """``fl_two_shot``: fill ``out`` (n,) with the sum over ranks of ``x`` (n,), in one launch; ``out`` may be ``x``."""
+    given = x.data_ptr(), out.data_ptr(), _pointer(residual), peers
+    _call("fl_two_shot", x, spec, sum_seed, chunk, *given)
+
+
+def two_shot_bytes(spec: Spec, chunk: int, size: int, warps: int) -> int:
+    """Return the bytes of each rank's memory that ``two_shot`` needs, or -1: it has no such codec. CUDA alone."""
+    return int(cuda().fl_two_shot_bytes(spec, chunk, size, warps))
+
+
+def most_warps(device: torch.device) -> int:
+    """Return how many warps of ``two_shot`` a CUDA device runs at a time."""
+    with torch.cuda.device(device):
+        warps = int(cuda().fl_most_warps())
+    if warps < 0:
+        _raise("fl_most_warps", DEVICE_ERROR, f": {cuda().fl_last_error().decode()}")
+    return warps
 
 
 def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor, body: Tensor) -> None:

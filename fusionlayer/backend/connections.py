@@ -60,6 +60,7 @@ def connect(
         node=None if each is None else f"node {rank // each}",
         checksum=settings.checksum,
         sockets=chosen(settings),
+        peer_bytes=settings.peer_memory_mb << 20,
         nccl=device is not None,
         place=alone,
     )

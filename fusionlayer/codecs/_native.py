@@ -26,6 +26,10 @@ class NativeCodec(Codec):
         """Return the core's spec for elements of ``dtype`` and messages that were encoded from type ``encoded``."""
         return self._params(encoded).spec(numel, dtype)
 
+    def core_spec(self, numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> native.Spec:
+        """Return the core's spec to encode ``numel`` elements of ``dtype``; for what calls the core past the verbs."""
+        return self._spec(numel, dtype, dtype).seeded(seed, offset)
+
     def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
         native.encode(self._seeded(form, x.dtype, how), form.offsets, x, how.residual, bodies)
 

@@ -10,6 +10,7 @@ from ..codecs import AgreeingCodec, Codec, TransformCodec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import collective, split_evenly
+from ._one_launch import sum_in_one_launch
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
 __all__ = ["summing", "two_shot"]
@@ -38,6 +39,9 @@ def two_shot(
     what step 3 loses, so error feedback covers both quantisations. Without ``residual``, and without headers, step 3
     sums transformed values as they are, so that no message is transformed back before step 5.
 
+    On GPUs of one host that reach each other's memory all of it is one launch, where the setting ``peer_memory_mb``
+    allows it. The result is the same.
+
     With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go through the steps at a
     time, and others are encoded, recoded or decoded meanwhile (TACO, section 4.4.2). Blocks stay the same, so the
     result stays the same with codecs that quantise by blocks and round to nearest.
@@ -46,6 +50,8 @@ def two_shot(
         codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, size = transport.rank, transport.size
     out = x if out is None else out
+    if sum_in_one_launch(x, codec, transport, seed=seed, residual=residual, out=out):
+        return
     sums, run_length = (codec, 1) if residual is not None else summing(codec)
 
     def run(index: int, part: slice) -> Piece:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import cast
 
@@ -46,6 +46,7 @@ class Transport(ABC):
             them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
             nothing to what is sent. Over NCCL, which cannot tell messages apart, only calls on CPU tensors differ.
         why: what led this rank to the next exchanges, for the errors of ranks that make other calls.
+        peer_bytes: bytes of each rank's device that sums in one launch may take; the same on all ranks.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Transport(ABC):
     sequence: int = 0
     purpose: str = ""
     why: str = ""
+    peer_bytes: int = 0
     _nodes: tuple[tuple[int, ...], ...] | None = None
 
     @abstractmethod
@@ -141,6 +143,18 @@ class Transport(ABC):
     def has_posted(self) -> bool:
         """Whether ``post`` was called: then ``drain`` before an orderly ``close``, or messages may be cut off."""
         return False
+
+    def can_launch(self, device: torch.device) -> bool:
+        """Return whether there is ``launching`` for ``device``."""
+        return False
+
+    def launching(self, what: str, device: torch.device) -> AbstractContextManager[Tensor]:
+        """Let the body queue one kernel on the current stream that waits for the like of it on all other ranks.
+
+        All ranks call it together. ``what`` says for errors what the kernel does, with all that must be equal. Yields
+        (1,) int32 in memory that the device reads: not 0 once the transport is closed, and the kernel has to end.
+        """
+        raise NotImplementedError
 
     def drain(self) -> None:  # noqa: B027 - most calls end with their work
         """Wait until devices have done the work of all calls that have returned; at most for ``timeout`` seconds.

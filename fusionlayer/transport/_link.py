@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -61,11 +62,13 @@ class Link(ABC):
         device: the device on which tensors must be.
         only_queues: whether calls only queue their work on the device's current stream, and wait for no other rank.
         can_post: whether there is ``post``.
+        can_launch: whether there is ``launching``.
     """
 
     device: torch.device
     only_queues = False
     can_post = False
+    can_launch = False
 
     @abstractmethod
     def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
@@ -81,6 +84,13 @@ class Link(ABC):
 
     def post(self, message: LinkMessage) -> None:
         """Send a copy of a message (uint8, not empty) and do not wait until its peer receives it; ``drain`` does."""
+        raise NotImplementedError
+
+    def launching(self) -> AbstractContextManager[Tensor]:
+        """Let the body queue a kernel that waits for kernels of other ranks.
+
+        Yields (1,) int32 in memory that the device reads: not 0 once the link is closed, and the kernel has to end.
+        """
         raise NotImplementedError
 
     @property

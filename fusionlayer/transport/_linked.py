@@ -11,6 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
@@ -204,6 +205,15 @@ class LinkedTransport(Transport):
     @property
     def has_posted(self) -> bool:
         return self._has_posted
+
+    def can_launch(self, device: torch.device) -> bool:
+        link = self._links.get(device.type)
+        return link is not None and link.can_launch
+
+    @contextmanager
+    def launching(self, what: str, device: torch.device) -> Iterator[Tensor]:
+        with self._exchanging(Call(what, purpose=self.purpose)), self._links[device.type].launching() as stop:
+            yield stop
 
     def duplicate(self: Self) -> Self:
         self._check_open()

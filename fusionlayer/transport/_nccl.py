@@ -57,6 +57,7 @@ class NcclLink(RowLink):
     """
 
     only_queues = True
+    can_launch = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, device: torch.device) -> None:
         options = dist.ProcessGroupNCCL.Options()
@@ -75,6 +76,7 @@ class NcclLink(RowLink):
         self._pending: deque[_Pending] = deque()
         self._last: torch.cuda.Event | None = None
         self._is_drained = False
+        self._stop: Tensor | None = None
         # Why no call can be made any more, and what is_overdue has found.
         self._lost: LinkError | None = None
         self._found: LinkError | None = None
@@ -107,6 +109,13 @@ class NcclLink(RowLink):
         options.rootRank = root
         with self._operation():
             self._group.broadcast([x], options).wait()
+
+    @contextmanager
+    def launching(self) -> Iterator[Tensor]:
+        with self._operation():
+            if self._stop is None:
+                self._stop = _word()
+            yield self._stop
 
     def is_overdue(self) -> bool:
         if self._pending and self._found is None:
@@ -145,6 +154,8 @@ class NcclLink(RowLink):
         if self._lost is not None:
             return
         self._lost = self._found or LinkError(self._rank, "the connections are closed")
+        if self._stop is not None:
+            self._stop.fill_(1)
         if self._is_drained:
             # NCCL's threads may still have to send what the device has handed over, and abort() would drop it.
             with suppress(Overdue, RuntimeError):
@@ -184,6 +195,11 @@ class NcclLink(RowLink):
     def _check_open(self) -> None:
         if self._lost is not None:
             raise again(self._lost) from None
+
+
+def _word() -> Tensor:
+    """Return (1,) int32, 0, in memory of the host that the device reads."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
 
 @contextmanager

@@ -40,12 +40,14 @@ class _GroupRendezvous(Rendezvous):
         gloo: whether CPU tensors travel by gloo.
         sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
         pays: whether they are faster than gloo; None: that was not measured yet.
+        peer_bytes: as of ``Transport``.
     """
 
     nccl: bool
     gloo: bool
     sockets: SocketOptions | None = None
     pays: bool | None = None
+    peer_bytes: int = 0
 
 
 class C10dTransport(LinkedTransport):
@@ -65,6 +67,7 @@ class C10dTransport(LinkedTransport):
             so with True CUDA tensors travel through pinned host memory.
         sockets: makes all tensors travel by connections of our own, those of CUDA through pinned host memory. Given on
             all ranks, with one number of connections; None: by gloo and NCCL.
+        peer_bytes: bytes of each rank's device that sums in one launch may take; 0: there are none.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -80,8 +83,10 @@ class C10dTransport(LinkedTransport):
         node: str | None = None,
         checksum: bool | None = None,
         sockets: SocketOptions | None = None,
+        peer_bytes: int = 0,
     ) -> None:
-        self._open(replace(_next_rendezvous(group), sockets=sockets), timeout, stall_warning, node, checksum)
+        place = replace(_next_rendezvous(group), sockets=sockets, peer_bytes=peer_bytes)
+        self._open(place, timeout, stall_warning, node, checksum)
 
     @classmethod
     def among(
@@ -94,6 +99,7 @@ class C10dTransport(LinkedTransport):
         node: str | None = None,
         checksum: bool | None = None,
         sockets: SocketOptions | None = None,
+        peer_bytes: int = 0,
         nccl: bool = False,
         place: tuple[dist.Store, int] | None = None,
         known: Mapping[int, Identity] = MappingProxyType({}),
@@ -111,6 +117,7 @@ class C10dTransport(LinkedTransport):
             node: as for the constructor.
             checksum: as for the constructor.
             sockets: as for the constructor.
+            peer_bytes: as for the constructor.
             nccl: whether CUDA tensors travel by NCCL.
             place: the store by which the ranks find each other, and this process's rank; None: those of the default
                 group.
@@ -131,6 +138,7 @@ class C10dTransport(LinkedTransport):
             gloo=True,
             known=known,
             sockets=sockets,
+            peer_bytes=peer_bytes,
         )
         made = cls.__new__(cls)
         made._open(rendezvous, timeout, stall_warning, node, checksum)
@@ -141,7 +149,14 @@ class C10dTransport(LinkedTransport):
     def _common(self) -> dict[str, object]:
         sockets = self._rendezvous.sockets
         name = "c10d" if sockets is None else "auto" if sockets.only_if_faster else "sockets"
-        return {**super()._common(), "transport": name, "connections": sockets and sockets.connections}
+        connections = sockets and sockets.connections
+        common = {"transport": name, "connections": connections, "peer_bytes": self.peer_bytes}
+        return super()._common() | common
+
+    @property
+    def peer_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of each rank's device that sums in one launch may take."""
+        return self._rendezvous.peer_bytes
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         sockets = self._rendezvous.sockets

@@ -41,6 +41,10 @@ def test_subsets_duplicates_and_messages() -> None:
     assert over_nccl(two_ranks.in_parts) == by_gloo(two_ranks.in_parts)
 
 
+def test_sums_in_one_launch() -> None:
+    assert over_nccl(two_ranks.in_one_launch) == by_gloo(two_ranks.in_one_launch)
+
+
 @pytest.mark.parametrize("body, options", TRAINERS, ids=lambda value: getattr(value, "__name__", None) or str(value))
 def test_trainers_have_the_bits_of_gloo(body: Any, options: dict[str, Any]) -> None:
     by_nccl = over_nccl(body, options)

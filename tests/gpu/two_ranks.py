@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
+from fusionlayer import codecs, collectives
 from fusionlayer.transport import C10dTransport
 from tests.gpu.place import TensorsOn
 from tests.harness import checkpoint
@@ -114,6 +115,20 @@ def in_parts(rank: int, world: int, device: str) -> list[float]:
     for each in (turned, alone, twin, transport):
         each.close()
     return torch.cat(kept).tolist()
+
+
+def in_one_launch(rank: int, world: int, device: str) -> list[float]:
+    """Sums whose kernels write into each other's memory, several in a row. Over gloo they travel as messages."""
+    on = place(rank, device)
+    transport = C10dTransport(timeout=30.0, peer_bytes=8 << 20)
+    kept = []
+    for number, (name, numel) in enumerate((("int4", 5_000_001), ("tlq_hs", 100), ("int8", 70_000), ("taco", 300_000))):
+        x, residual = gradient(numel, 10 * number + rank).to(on), torch.zeros(numel, device=on) if number < 2 else None
+        collectives.get("two_shot")(x, codecs.get(name).bare, transport, seed=number, residual=residual)
+        kept.append(x if residual is None else torch.cat([x, residual]))
+    transport.drain()
+    transport.close()
+    return torch.cat(kept)[::7].tolist()
 
 
 def beyond_32_bits(rank: int, world: int, device: str, numel: int) -> list[float]:

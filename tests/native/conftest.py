@@ -52,6 +52,7 @@ def host_kernels() -> Callable[[str], ctypes.CDLL]:
                     made_of.write_text(wanted)
         loaded = ctypes.CDLL(str(library))
         libraries.declare(loaded)
+        libraries.declare_cuda(loaded)
         for name in ("fl_build_info", "fl_last_error"):
             getattr(loaded, name).restype = ctypes.c_char_p
         return loaded

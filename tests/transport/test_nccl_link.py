@@ -170,3 +170,18 @@ def test_a_device_that_fails_is_told_as_itself(
     with pytest.raises(DeviceError, match=f"^the device of rank 1 has failed: {text}$") as told:
         sum_once(link)
     assert told.value.ranks == (1,)
+
+
+def test_kernels_that_wait_for_others_end_with_the_link(
+    device: Device, link: NcclLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_nccl, "_word", lambda: torch.zeros(1, dtype=torch.int32))
+    words = []
+    for _ in range(2):
+        with link.launching() as stop:
+            words.append(stop)
+    assert words[0] is words[1] and not stop.item() and not link.is_overdue()
+    link.close()
+    assert stop.item(), "a kernel would wait for ever"
+    with pytest.raises(LinkError), link.launching():
+        pass

@@ -3,6 +3,7 @@
 
 #include "arguments.h"
 #include "launch.cuh"
+#include "two_shot.cuh"
 
 #define FL_QUOTE(text) #text
 #define FL_STRING(macro) FL_QUOTE(macro)
@@ -132,6 +133,26 @@ int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base
   if (const int bad = fl::check_array(workspace, spec->numel, fl::kPlaneAlignment)) return bad;
   if (const int bad = fl::check_array(status, 1, 4)) return bad;
   return finish(fl::delta_decode(*spec, *in, base, out, static_cast<uint8_t *>(workspace), status, as_stream(stream)));
+}
+
+int fl_two_shot(const fl_spec *spec, uint64_t sum_seed, int64_t chunk, const void *x, void *out, float *residual,
+                const fl_peers *peers, void *stream) {
+  if (const int bad = fl::check_two_shot(spec, chunk, x, out, residual, peers)) return bad;
+  if (spec->numel == 0) return FL_OK;
+  const auto two_shot = spec->codec == FL_INT ? fl::int_two_shot : fl::block_two_shot;
+  const fl::TwoShot call = {{spec->numel, chunk}, sum_seed, x, out, residual};
+  return finish(two_shot(*spec, call, fl::Peers(*spec, chunk, *peers), as_stream(stream)));
+}
+
+int64_t fl_two_shot_bytes(const fl_spec *spec, int64_t chunk, int32_t size, int32_t warps) {
+  return fl::check_two_shot_spec(spec, chunk, size, warps) ? -1 : fl::two_shot_bytes(*spec, chunk, size, warps);
+}
+
+int32_t fl_most_warps(void) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (!error) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  return finish(error) ? -1 : multiprocessors * fl::kResident * fl::kWarps;
 }
 
 int64_t fl_workspace_bytes(int verb, int64_t numel) {

@@ -1,167 +1,36 @@
 // encode, encode_difference, recode and recode_from of the `int` codec.
-#include "int_group.cuh"
-#include "owned.cuh"
+#include "int_encode.cuh"
 
 namespace fl {
 namespace {
 
-// What is encoded: x; x and messages; messages of another layout; x, f32, less a base of dtype.
-enum class Input { kValues, kSum, kForeign, kDifference };
-
-struct EncodeArguments {
-  IntLayout layout;
-  IntMessages in;           // added to x
-  IntLayout source;         // kForeign: of `in`
-  bool source_transformed;  // likewise
-  IntMessages out;
-  uint32_t dtype;
-  const void *x;
-  int64_t x_stride;  // bytes of the elements of a message
-  const void *base;  // kDifference
-  float *residual;
-  IntLevels levels;
-  bool stochastic;
-  RngKey key;
-  int64_t offset;
-};
-
-// bytes = codes of a lane's block, whose first element has the number `number`: int_code of core/int_group.h, but for the
-// order of its steps. In the low byte of v + kMagic stands v rounded. Without noise 4 and 8 bits need limits with the full range alone.
-FL_DEVICE void quantize(const EncodeArguments &a, const float (&v)[kBlock], float inverse, uint64_t number,
-                        uint32_t (&bytes)[kWords]) {
-  constexpr float kMagic = 12582912.0f;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) bytes[i] = 0;
-  if (inverse == 0.0f) return;
-  const int32_t middle = int32_t(float_bits(kMagic)), most = middle + a.levels.most, least = middle + a.levels.least;
-  const auto limited = [&](float t) {
-    const int32_t q = int32_t(float_bits(t - a.levels.below + kMagic));
-    return uint32_t(q > most ? most : q < least ? least : q);
+template <IntInput kInput, bool kTransform, bool kResidual>
+FL_DEVICE void encode_message(const IntEncoding &a, int64_t message) {
+  const int64_t start = message * a.layout.numel;
+  const bool difference = kInput == IntInput::kDifference;
+  const IntPiece piece = {
+      a.layout,
+      byte_offset(a.x, difference ? start * 4 : message * a.x_stride),
+      difference ? byte_offset(a.base, message * a.x_stride) : nullptr,
+      kResidual ? a.residual + start : nullptr,
+      byte_offset(a.out.scales, message * a.out.stride),
+      a.out.codes + message * a.out.stride,
+      uint64_t(a.offset) + uint64_t(message * a.layout.groups << a.layout.log2_group),
   };
-  if (a.stochastic) {
-    const RngKey key = near_key(a.key, number);
-    const auto code = [&](int i) {
-      return limited(v[i] * inverse + rounding_noise(random_bits(key, uint32_t(number) + i)));
-    };
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
-  } else if (between_integers(a.layout.bits) || a.levels.span > float(a.levels.most)) {
-    const auto code = [&](int i) { return limited(v[i] * inverse); };
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
-  } else {
-    const auto code = [&](int i) { return float_bits(v[i] * inverse + kMagic); };
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
-  }
+  const int64_t spans = a.layout.spans();
+  for (int64_t span = warp_index(); span < spans; span += warp_count())
+    encode_span<kTransform, kInput, kResidual>(a, piece, span);
 }
 
-// What the receiver will make of a lane's codes, which are still a byte each.
-template <bool kTransform>
-FL_DEVICE void decode_own(int bits, const uint32_t (&bytes)[kWords], float scale, float (&v)[kBlock]) {
-  const bool between = between_integers(bits);  // int_level of core/int_group.h, on four codes at once
-  uint32_t biased[kWords];
-#pragma unroll
-  for (int i = 0; i < kWords; ++i)
-    biased[i] = (between ? (bytes[i] << 1 & 0xfefefefeu) | 0x01010101u : bytes[i]) ^ 0x80808080u;
-  dequantize<kTransform>(biased, code_bias(8), scale, v);
+template <bool kTransform, IntInput kInput, bool kResidual>
+__global__ void __launch_bounds__(kThreads) encode_kernel(const IntEncoding a) {
+  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) encode_message<kInput, kTransform, kResidual>(a, m);
 }
 
-// One message. A group larger than a tile is gone through twice, the second time without its last tile, which is still in
-// registers.
-template <bool kTransform, Input kInput, bool kResidual>
-FL_DEVICE void encode_message(const EncodeArguments &a, int64_t message) {
-  const IntLayout &layout = a.layout;
-  const int lane = lane_index(), tiles = layout.tiles();
-  const int64_t start = message * layout.numel, spans = layout.spans();
-  const void *x = byte_offset(a.x, message * a.x_stride);
-  float *scales = byte_offset(a.out.scales, message * a.out.stride);
-  uint8_t *codes = a.out.codes + message * a.out.stride;
-
-  for (int64_t span = warp_index(); span < spans; span += warp_count()) {
-    uint32_t amax = 0;
-    GroupScale scale = {};
-#pragma unroll 1
-    for (int step = 0; step < 2 * tiles - 1; ++step) {
-      const int tile = step & (tiles - 1);
-      const Place at = place_of(layout, span, tile, lane);
-
-      float v[kBlock];
-      if (kInput == Input::kSum) {
-        load_or_zero(a.dtype, a.x, layout.numel, at.first, lane, v);
-        add_messages<kTransform>(layout, a.in, at, v);
-        clear_padding(v, layout.numel - at.first);
-      } else if (kInput == Input::kForeign) {
-        load_or_zero(a.dtype, nullptr, layout.numel, at.first, lane, v);
-        add_foreign_messages(a.source, a.source_transformed, a.in, at, v);
-        clear_padding(v, layout.numel - at.first);
-      } else if (kInput == Input::kDifference) {
-        float base[kBlock];
-        load_block(FL_F32, byte_offset(a.x, start * 4), layout.numel, at.first, lane, v);
-        load_block(a.dtype, byte_offset(a.base, message * a.x_stride), layout.numel, at.first, lane, base);
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) v[i] -= base[i];
-      } else {
-        load_block(a.dtype, x, layout.numel, at.first, lane, v);
-      }
-      if (kResidual) add_residual(a.residual + start, layout.numel, at.first, lane, v);
-      float wanted[kBlock];
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) wanted[i] = v[i];
-      if (kTransform) hadamard32(v);
-
-      if (step < tiles) {
-        const uint32_t largest = largest_of(v);
-        amax = largest > amax ? largest : amax;
-      }
-      if (step == tiles - 1) scale = make_scale(max_over_lanes(amax, layout.lanes()), a.levels.units, a.levels.span);
-      if (step < tiles - 1) continue;
-
-      uint32_t bytes[kWords];
-      const uint64_t number = uint64_t(a.offset) + uint64_t(message * layout.groups << layout.log2_group) + at.first;
-      quantize(a, v, scale.inverse, number, bytes);
-      store_codes(layout, codes, at, bytes);
-      if (at.exists && at.block == 0) scales[at.group] = scale.scale;
-      if (kResidual) {
-        decode_own<kTransform>(layout.bits, bytes, scale.scale, v);
-        update_residual(a.residual + start, layout.numel, at.first, lane, wanted, v);
-      }
-    }
-  }
-}
-
-template <bool kTransform, Input kInput, bool kResidual>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments a) {
-  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) encode_message<kTransform, kInput, kResidual>(a, m);
-}
-
-EncodeArguments arguments(const fl_spec &spec, const void *x, float *residual, const fl_messages &out) {
-  return {
-      int_layout(spec),
-      {},
-      {},
-      false,
-      int_messages(out),
-      spec.dtype,
-      x,
-      spec.numel * element_size(spec.dtype),
-      nullptr,
-      residual,
-      int_levels(int(spec.param[0]), int(spec.param[1]), (spec.param[2] & FL_INT_STOCHASTIC) != 0,
-                 (spec.param[2] & FL_INT_FULL) != 0),
-      (spec.param[2] & FL_INT_STOCHASTIC) != 0,
-      make_key(spec.seed),
-      spec.offset,
-  };
-}
-
-template <Input kInput>
-cudaError_t launch(const EncodeArguments &a, bool hadamard, cudaStream_t stream) {
+template <IntInput kInput>
+cudaError_t launch(const IntEncoding &a, bool hadamard, cudaStream_t stream) {
   auto kernel = hadamard ? encode_kernel<true, kInput, false> : encode_kernel<false, kInput, false>;
-  if constexpr (kInput != Input::kDifference)
+  if constexpr (kInput != IntInput::kDifference)
     if (a.residual) kernel = hadamard ? encode_kernel<true, kInput, true> : encode_kernel<false, kInput, true>;
   const Grid grid(a.layout.spans(), a.out.count);
   if (grid.error) return grid.error;
@@ -173,30 +42,30 @@ cudaError_t launch(const EncodeArguments &a, bool hadamard, cudaStream_t stream)
 
 cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                        cudaStream_t stream) {
-  return launch<Input::kValues>(arguments(spec, x, residual, out), spec.param[2] & FL_INT_HADAMARD, stream);
+  return launch<IntInput::kValues>(int_encoding(spec, x, residual, out), spec.param[2] & FL_INT_HADAMARD, stream);
 }
 
 cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                        const fl_messages &out, cudaStream_t stream) {
-  EncodeArguments a = arguments(spec, x, residual, out);
+  IntEncoding a = int_encoding(spec, x, residual, out);
   a.in = int_messages(in);
-  return launch<Input::kSum>(a, spec.param[2] & FL_INT_HADAMARD, stream);
+  return launch<IntInput::kSum>(a, spec.param[2] & FL_INT_HADAMARD, stream);
 }
 
 cudaError_t int_recode_from(const fl_spec &source, const fl_messages &in, const fl_spec &spec, float *residual,
                             const fl_messages &out, cudaStream_t stream) {
-  EncodeArguments a = arguments(spec, nullptr, residual, out);
+  IntEncoding a = int_encoding(spec, nullptr, residual, out);
   a.in = int_messages(in);
   a.source = int_layout(source);
   a.source_transformed = (source.param[2] & FL_INT_HADAMARD) != 0;
-  return launch<Input::kForeign>(a, spec.param[2] & FL_INT_HADAMARD, stream);
+  return launch<IntInput::kForeign>(a, spec.param[2] & FL_INT_HADAMARD, stream);
 }
 
 cudaError_t int_encode_difference(const fl_spec &spec, const float *x, const void *base, const fl_messages &out,
                                   cudaStream_t stream) {
-  EncodeArguments a = arguments(spec, x, nullptr, out);
+  IntEncoding a = int_encoding(spec, x, nullptr, out);
   a.base = base;
-  return launch<Input::kDifference>(a, spec.param[2] & FL_INT_HADAMARD, stream);
+  return launch<IntInput::kDifference>(a, spec.param[2] & FL_INT_HADAMARD, stream);
 }
 
 }  // namespace fl

@@ -21,8 +21,9 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 8
+#define FL_ABI_VERSION 9
 #define FL_MAX_PLANES 5
+#define FL_MAX_PEERS 16
 
 enum fl_status {
   FL_OK = 0,
@@ -327,6 +328,36 @@ FL_API int fl_delta_encode(const fl_spec *spec, const void *x, const void *base,
  * later messages are not looked at. These two statuses the CPU returns; CUDA leaves in `status` what would be returned. */
 FL_API int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out, void *workspace,
                            int32_t *status /* device; CUDA alone */, void *stream);
+
+/* Sums over ranks in one launch, CUDA library only --------------------------------------------------------------------- */
+
+/* The memory of all ranks of a host. Each rank's begins as zeros, has the same size on all ranks, and holds nothing else. It
+ * is aligned to 16 bytes. */
+typedef struct fl_peers {
+  int32_t rank, size;         /* size <= FL_MAX_PEERS */
+  int32_t warps;              /* that a launch has at most, the same on all ranks; a multiple of 4. Not more than
+                                 fl_most_warps: all of them must run at a time, since they wait for those of others */
+  int64_t bytes;              /* of each memory, at least fl_two_shot_bytes */
+  void *memory[FL_MAX_PEERS]; /* of each rank, as this device addresses it, this rank's own included */
+  const uint32_t *stop; /* as this device addresses it. Where it is not 0, launches end without waiting any longer;
+                                 their results, and the memory, are then worth nothing */
+} fl_peers;
+
+/* out = the sum of x over all ranks, to the bit what the collective two_shot makes of it, and the same bits on every rank.
+ * Rank r sums elements chunk * r .. of all ranks; chunk is a multiple of the group or block, and chunk * size >= numel. Values
+ * are encoded as fl_encode does, one message for each share, and sums as fl_recode does, with sum_seed and this rank's share's
+ * own elements' numbers. Without a residual rotated values are summed as they are. With a residual (f32, as long as x, may be
+ * NULL) both encodings add it, and leave there what they lose. out may be x. All ranks make the same calls in the same
+ * order, each on one stream. FL_INT of 4 and 8 bits, and FL_BLOCK with a scale for each block and codes of 4 or 8 bits;
+ * FL_UNSUPPORTED for any other. Nothing of a launch depends on how many there were before: a CUDA graph may repeat it. */
+FL_API int fl_two_shot(const fl_spec *spec, uint64_t sum_seed, int64_t chunk, const void *x, void *out, float *residual,
+                       const fl_peers *peers, void *stream);
+
+/* Bytes of each rank's memory that such a call needs; -1 where an argument makes no sense, or fl_two_shot has no such codec. */
+FL_API int64_t fl_two_shot_bytes(const fl_spec *spec, int64_t chunk, int32_t size, int32_t warps);
+
+/* How many warps of fl_two_shot the current device runs at a time; -1: fl_last_error() says why that is not known. */
+FL_API int32_t fl_most_warps(void);
 
 /* What this library is: "key=value" lines (abi, kind, compiler, isas or archs). Static storage. */
 FL_API const char *fl_build_info(void);

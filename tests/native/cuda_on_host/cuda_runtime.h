@@ -1,9 +1,11 @@
 // As much of CUDA as csrc/cuda uses, for a CPU: the tests compile the kernels with g++ and this header in place of
 // CUDA's own. A warp is 32 cooperating fibers that meet at every shuffle, so lanes exchange values as on a GPU; a lane
 // that leaves the others alone at a shuffle, which on a GPU would be undefined behaviour, ends the process with a message.
-// Warps run one after the other, so shared memory is static, and an atomic operation a plain one.
+// Warps run one after the other, so shared memory is static, and an atomic operation a plain one. Launches of several
+// devices that wait for each other run together: devices.h.
 #pragma once
 
+#include <sched.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -11,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 
 #define __global__
@@ -57,6 +60,9 @@ inline cudaError_t take_error() {
   return error;
 }
 
+class Warp;
+inline Warp *running = nullptr;
+
 class Warp {
  public:
   // Runs body once in each lane; lane 0 has thread index first_thread.
@@ -69,9 +75,20 @@ class Warp {
       prepare(&context_[lane], stacks_.get() + lane * kStackBytes);
     }
     lane_ = 0;
-    thread.x = first_thread;
-    swapcontext(&caller_, &context_[0]);
+    go_on();
   }
+
+  // Gives its turn back from within a lane, until go_on.
+  void pause() { swapcontext(&context_[lane_], &caller_); }
+
+  void go_on() {
+    running = this;
+    thread.x = first_thread_ + lane_;
+    swapcontext(&caller_, &context_[lane_]);
+  }
+
+  bool is_done() const { return finished_ == kLanes; }
+  int lane() const { return lane_; }
 
   uint32_t shuffle_xor(uint32_t value, int mask) { return take_from(meet(value), lane_ ^ mask); }
 
@@ -84,10 +101,7 @@ class Warp {
     return votes;
   }
 
-  static Warp &current() {
-    static Warp warp;
-    return warp;
-  }
+  static Warp &current() { return *running; }
 
  private:
   static void prepare(ucontext_t *context, char *stack) {
@@ -142,15 +156,20 @@ class Warp {
   std::unique_ptr<char[]> stacks_{new char[kLanes * kStackBytes]};
 };
 
+inline bool is_deferred(dim3 blocks, unsigned threads, const std::function<void()> &body);
+inline void has_met(int lane);
+
 inline void launch(dim3 blocks, unsigned threads, const std::function<void()> &body) {
   if (blocks.x == 0 || blocks.y == 0 || blocks.y > 65535 || threads == 0 || threads % kLanes) {
     next_error = cudaErrorInvalidConfiguration;
     return;
   }
+  if (is_deferred(blocks, threads, body)) return;
+  static Warp warp;
   grid = blocks;
   for (block.y = 0; block.y < blocks.y; ++block.y)
     for (block.x = 0; block.x < blocks.x; ++block.x)
-      for (unsigned first = 0; first < threads; first += kLanes) Warp::current().run(first, body);
+      for (unsigned first = 0; first < threads; first += kLanes) warp.run(first, body);
 }
 
 }  // namespace cuda_on_host
@@ -173,7 +192,10 @@ inline uint32_t __ballot_sync(unsigned, int vote) { return cuda_on_host::Warp::c
 
 inline void __threadfence() {}
 
-inline void __syncwarp() { cuda_on_host::Warp::current().shuffle_xor(0, 0); }
+inline void __syncwarp() {
+  cuda_on_host::has_met(cuda_on_host::Warp::current().lane());
+  cuda_on_host::Warp::current().shuffle_xor(0, 0);
+}
 
 inline long long __double_as_longlong(double v) {
   long long bits;
@@ -254,4 +276,16 @@ inline const char *cudaGetErrorString(cudaError_t) { return "simulated"; }
 // Lets a test see what a failing CUDA call comes to.
 extern "C" __attribute__((visibility("default"), used)) inline void fail_next_cuda_call() {
   cuda_on_host::next_error = cudaErrorNoDevice;
+}
+
+#include "devices.h"
+
+inline bool cuda_on_host::is_deferred(dim3 blocks, unsigned threads, const std::function<void()> &body) {
+  if (launching < 0) return false;
+  devices->add(launching, {blocks, threads, body});
+  return true;
+}
+
+inline void cuda_on_host::has_met(int lane) {
+  if (devices) devices->met(lane);
 }

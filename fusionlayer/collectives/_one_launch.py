@@ -1,0 +1,127 @@
+"""Sums over the ranks of one host in one launch on each: kernels write into the memory of the other ranks' devices."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing  # lets ForkingPickler send the memory of tensors
+from torch import Tensor
+
+from .. import native
+from ..codecs import Codec, NativeCodec
+from ..libraries import MAX_PEERS
+from ..seeds import derive_seed
+from ..transport import Transport
+from ._base import split_evenly
+from ._pieces import cut
+
+__all__ = ["PeerMemory", "sum_in_one_launch"]
+
+_logger = logging.getLogger("fusionlayer")
+
+
+class PeerMemory:
+    """One rank's memory for such sums, and that of all other ranks. All ranks make it together.
+
+    Args:
+        transport: the ranks; all of them are on one host.
+        device: of this rank.
+        nbytes: of each rank's memory.
+        warps: that this rank's device runs at a time.
+
+    Attributes:
+        peers: what a launch is told.
+        is_whole: whether every rank reaches the memory of all; the same on all ranks. Without it there are no peers.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, nbytes: int, warps: int) -> None:
+        self._own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # before another rank writes there
+        self._all: list[Tensor] = []
+        offers, problem = _gather(transport, bytes(ForkingPickler.dumps(self._own))), ""
+        try:
+            for rank, offer in enumerate(offers):
+                self._all.append(self._own if rank == transport.rank else ForkingPickler.loads(offer))
+        except (RuntimeError, OSError, EOFError) as error:
+            problem = str(error).splitlines()[0]
+        # What differs over ranks: whether one cannot reach another's memory, and how many warps run at a time.
+        worst = torch.tensor([bool(problem), -warps])
+        transport.all_reduce_max(worst)
+        failed, least = worst.tolist()
+        self.is_whole = not failed
+        if failed:
+            self._all.clear()
+            _logger.warning(
+                "sums travel by NCCL: a rank cannot reach the memory of another's device%s", problem and f" ({problem})"
+            )
+            return
+        memory = (ctypes.c_void_p * MAX_PEERS)(*[each.data_ptr() for each in self._all])
+        self.peers = native.Peers(transport.rank, transport.size, -least, nbytes, memory, None)
+
+
+def sum_in_one_launch(
+    x: Tensor, codec: Codec, transport: Transport, *, seed: int, residual: Tensor | None, out: Tensor
+) -> bool:
+    """Sum as ``two_shot`` does, with its arguments, if that can be one launch; return whether, the same on all ranks.
+
+    The bits are those of ``two_shot``. A tensor for which the memory is too small is summed in pieces.
+    """
+    if not transport.peer_bytes or not transport.can_launch(x.device) or not isinstance(codec, NativeCodec):
+        return False
+    # What a codec does besides its core's verbs, such as a header or scales that ranks agree on, no kernel does.
+    if codec.header or type(codec)._encode_rows is not NativeCodec._encode_rows:
+        return False
+    rank, size = transport.rank, transport.size
+    if size > MAX_PEERS or len(transport.nodes) > 1:
+        return False
+    known = _known.setdefault(transport, {})
+    if x.device not in known:
+        known[x.device] = PeerMemory(transport, x.device, transport.peer_bytes, native.most_warps(x.device))
+    memory = known[x.device]
+    piece = _fitting(x, codec, memory) if memory.is_whole else None
+    if piece is None:
+        return False
+    for part in cut(x.numel(), piece, size * codec.block):
+        numel = part.stop - part.start
+        chunk = split_evenly(numel, size, codec.block)
+        spec = codec.core_spec(numel, x.dtype, derive_seed(seed, rank, 0), part.start)
+        kept = None if residual is None else residual[part]
+        with transport.launching(f"a sum in one launch of {numel} x {x.dtype} by {codec}", x.device) as stop:
+            memory.peers.stop = stop.data_ptr()
+            native.two_shot(spec, derive_seed(seed, rank, 1), chunk, x[part], out[part], kept, memory.peers)
+            transport.bytes_sent += 2 * (size - 1) * codec.wire(chunk, x.dtype).capacity
+    return True
+
+
+def _fitting(x: Tensor, codec: NativeCodec, memory: PeerMemory) -> int | None:
+    """Return how many elements of ``x`` the memory has room for at a time; None: there is no such sum of this codec."""
+    peers, numel = memory.peers, max(1, x.numel())
+    spec = codec.core_spec(x.numel(), x.dtype)
+    while True:
+        chunk = split_evenly(numel, peers.size, codec.block)
+        needed = native.two_shot_bytes(spec, chunk, peers.size, peers.warps)
+        if needed < 0 or needed > peers.bytes and chunk == codec.block:
+            return None
+        if needed <= peers.bytes:
+            return numel
+        numel = -(-numel // 2)
+        spec.numel = numel
+
+
+def _gather(transport: Transport, mine: bytes) -> list[bytes]:
+    """Return what every rank gives, in rank order."""
+    lengths = torch.zeros(transport.size, 1, dtype=torch.int64)
+    transport.all_gather(torch.tensor([len(mine)]).view(torch.uint8), lengths.view(torch.uint8))
+    every = torch.zeros(transport.size, int(lengths.max()), dtype=torch.uint8)
+    padded = mine.ljust(every.size(1), b"\0")
+    transport.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8), every)
+    return [bytes(row[:length].tolist()) for row, length in zip(every, lengths.view(-1).tolist(), strict=True)]
+
+
+# Each thread that makes calls has a transport of its own, so nothing here is shared by threads.
+_known: weakref.WeakKeyDictionary[Transport, dict[torch.device, PeerMemory]] = weakref.WeakKeyDictionary()
