@@ -18,7 +18,7 @@ from .errors import WireError
 
 __all__ = ["ALIGN", "WIRE_VERSION", "Header", "Plane", "Section", "WireFormat", "aligned", "digest", "lay_out"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 ALIGN = 128
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

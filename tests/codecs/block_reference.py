@@ -13,6 +13,8 @@ from fusionlayer.codecs.fp8 import FP8, FP8Block
 from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
 from fusionlayer.codecs.taco import Taco
 
+from .int_reference import cut, short_scales
+
 F32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
@@ -75,6 +77,11 @@ def bits_of(name: str) -> int:
 
 def largest(name: str) -> np.float32:
     return np.float32(127) if name == "int8" else np.float32(np.max(finite(name)))
+
+
+def bound(name: str) -> np.float32:
+    """Return the largest finite magnitude of any code; -128 is in no message that was encoded."""
+    return np.float32(128) if name == "int8" else largest(name)
 
 
 def finite(name: str) -> F32:
@@ -157,9 +164,8 @@ def encode(codec: Codec, x: F32) -> tuple[Bytes, Bytes]:
         groups = v.reshape(1, -1) if form.scale == "message" else v
         amax = np.abs(groups).max(axis=1, initial=0)
         broken = ~np.isfinite(groups).all(axis=1)
-        scales, inverse = make_scales(form, groups, amax, broken)
+        scales, inverse, broken = make_scales(form, groups, amax, broken)
         if form.scale == "dual":
-            broken |= np.isnan(scales[:, 1])
             groups = groups * (scales[:, 1] * root(form))[:, None]
         dead = broken | (amax < TINY)
         codes = nearest_codes(form.format, np.where(dead[:, None], np.float32(0), groups) * inverse[:, None])
@@ -167,24 +173,23 @@ def encode(codec: Codec, x: F32) -> tuple[Bytes, Bytes]:
     return scales.reshape(-1).view(np.uint8), pack(form.format, codes.reshape(-1))
 
 
-def make_scales(form: Layout, v: F32, amax: F32, broken: NDArray[np.bool_]) -> tuple[NDArray[np.generic], F32]:
-    """Return the scales as they travel, and what values are multiplied by."""
+def make_scales(
+    form: Layout, v: F32, amax: F32, broken: NDArray[np.bool_]
+) -> tuple[NDArray[np.generic], F32, NDArray[np.bool_]]:
+    """Return the scales as they travel, what values are multiplied by, and which blocks are not finite."""
     tiny, top, nan = amax < TINY, largest(form.format), np.uint32(0x7FC00000).view(np.float32)
-    scale = np.where(broken, nan, np.where(tiny, np.float32(0), amax / top)).astype(np.float32)
-    inverse = (top / amax).astype(np.float32)
-    if form.scale == "folded":
-        return scale, inverse
-    if form.scale == "message":
-        return np.where(broken, nan, amax).astype(np.float32), inverse
+    if form.scale in ("folded", "message", "bf16"):
+        scale = short_scales(amax, top, 16 if form.scale == "bf16" else 8)
+        broken = broken | ~np.isfinite(scale * bound(form.format))
+        inverse = np.float32(1) / scale
+        wire = np.where(broken, nan, np.where(tiny, np.float32(0), scale)).astype(np.float32)
+        if form.scale == "message":
+            wire = np.where(broken, nan, amax).astype(np.float32)
+        return (wire.view(np.uint32) >> 16).astype(np.uint16) if form.scale == "bf16" else wire, inverse, broken
     if form.scale == "e8m0":
         power = np.frexp(amax)[1] - 1 - (np.frexp(top)[1] - 1)
         code = np.where(broken, 255, np.where(tiny, 0, power + 127)).astype(np.uint8)
-        return code, np.ldexp(np.float32(1), -power).astype(np.float32)
-    if form.scale == "bf16":
-        up = (amax / top).astype(np.float32).view(np.uint32)
-        up = np.where(up % 65536, up // 65536 + 1, up // 65536)
-        wire = np.where(broken, 0x7FC0, np.where(tiny, 0, up)).astype(np.uint16)
-        return wire, np.float32(1) / (up.astype(np.uint32) << 16).astype(np.uint32).view(np.float32)
+        return code, np.ldexp(np.float32(1), -power).astype(np.float32), broken
     size = np.float32(form.block)
     mean, unrotated = np.float32(1) / size, (np.float32(1) / size if form.rotated else np.float32(1))
     energy = sum_of_pairs(v * v) * mean * unrotated
@@ -192,8 +197,9 @@ def make_scales(form: Layout, v: F32, amax: F32, broken: NDArray[np.bool_]) -> t
     most = amax * (alpha * root(form))
     broken = broken | ~(alpha > 0) | ~np.isfinite(most)
     alpha = np.where(broken, nan, alpha).astype(np.float32)
-    s = np.where(broken, nan, np.where(tiny, np.float32(0), most / top))
-    return np.stack([s, alpha], axis=1).astype(np.float32), (top / most).astype(np.float32)
+    short = short_scales(most.astype(np.float32), top, 8)
+    s = np.where(broken, nan, np.where(tiny, np.float32(0), short))
+    return np.stack([s, alpha], axis=1).astype(np.float32), np.float32(1) / short, broken
 
 
 def root(form: Layout) -> np.float32:
@@ -217,11 +223,16 @@ def decoded_scales(form: Layout, wire: Bytes, blocks: int) -> F32:
     elif form.scale == "bf16":
         scale = (wire.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     elif form.scale == "message":
-        amax = wire.view(np.float32)
-        scale = np.repeat(np.where(np.abs(amax) < TINY, np.float32(0), amax / largest(form.format)), blocks)
+        amax = np.abs(wire.view(np.float32))
+        scale = np.where(amax < TINY, np.float32(0), short_scales(amax, largest(form.format), 8))
+        scale = np.repeat(np.where(np.isfinite(amax), scale, np.float32(np.nan)), blocks)
     elif form.scale == "dual":
         s, alpha = wire.view(np.float32).reshape(-1, 2).T
         scale = s / alpha * root(form)
     else:
         scale = wire.view(np.float32) * np.float32(1 / form.block if form.rotated else 1)
-    return np.where(np.isfinite(scale), scale, np.float32(np.nan)).astype(np.float32)
+    scale = cut(scale.astype(np.float32), 8)
+    if form.scale != "e8m0":
+        least = 2.0**-117 / (form.block if form.rotated else 1)
+        scale = np.where(np.abs(scale) < least, np.float32(0), scale)
+    return np.where(np.isfinite(scale * bound(form.format)), scale, np.float32(np.nan)).astype(np.float32)

@@ -25,14 +25,20 @@ def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDA
             v = hadamard32(v)
         v = v.reshape(groups, codec.group_size)
         amax = np.abs(v).max(axis=1, initial=0)
-        broken = ~np.isfinite(v).all(axis=1)
+        scales = short_scales(amax, units, clear_bits(codec.bits))
+        broken = ~np.isfinite(v).all(axis=1) | ~np.isfinite(scales * outermost(codec.bits))
         dead = broken | (amax < 2.0**-100)
-        scales = np.where(broken, np.float32(np.nan), np.where(dead, np.float32(0), amax / units))
-        inverse = np.where(dead, np.float32(0), span / amax)[:, None]
-        scaled = np.where(dead[:, None], np.float32(0), v) * inverse
+        inverse = np.where(dead, np.float32(0), span / units / scales)[:, None]
+        scales = np.where(broken, np.float32(np.nan), np.where(dead, np.float32(0), scales))
+        v = np.where(dead[:, None], np.float32(0), v)
         if codec.rounding == "stochastic":
-            scaled = scaled + uniform(seed, offset, v.size).reshape(v.shape)
-    codes = np.clip(np.rint(scaled - below), -top - below - codec._full, top - below).astype(np.int8)
+            parts = np.rint(v * (inverse * np.float32(65536))).astype(np.int64)
+            random = halves(seed, offset, v.size).reshape(v.shape)
+            codes = parts + random - int(below * 65536) >> 16
+            assert (np.abs(codes + below)[~dead] <= top).all()
+        else:
+            codes = np.clip(np.rint(v * inverse - below), -top - below - codec._full, top - below)
+    codes = codes.astype(np.int8)
     codes[dead] = 0
     if codec.bits < 4:
         return scales.astype(np.float32), pack_runs(codes.view(np.uint8).reshape(-1, 32), codec.bits)
@@ -53,6 +59,8 @@ def decode(codec: Int, scales: F32, codes: NDArray[np.uint8], numel: int) -> F32
         signed = np.concatenate([(signed << 4) >> 4, signed >> 4], axis=1)
     values = signed.astype(np.float32)
     with np.errstate(all="ignore"):
+        scales = cut(scales, clear_bits(codec.bits))
+        scales = np.where(np.isfinite(scales * outermost(codec.bits)), scales, np.float32(np.nan))
         if codec.hadamard:
             values = hadamard32(values.reshape(-1)).reshape(values.shape)
             scales = scales * np.float32(1 / 32)
@@ -94,18 +102,48 @@ def hadamard32(v: F32) -> F32:
     return v
 
 
-def uniform(seed: int, offset: int, count: int) -> F32:
-    """Return the noise in [-0.5, 0.5) of elements number ``offset`` to ``offset + count - 1``."""
-    a, b, c = philox_key(seed)
+def clear_bits(bits: int) -> int:
+    """Return how many low bits of a scale are clear."""
+    return 12 if bits == 8 else 8
+
+
+def outermost(bits: int) -> np.float32:
+    """Return the largest magnitude of a level that any bytes have, in scales."""
+    return np.float32({2: 3, 3: 7, 4: 8, 8: 128}[bits])
+
+
+def cut(scales: F32, clear: int) -> F32:
+    """Return ``scales`` without their low bits."""
+    return (scales.view(np.uint32) >> clear << clear).view(np.float32)
+
+
+def short_scales(amax: F32, units: np.float32, clear: int) -> F32:
+    """Return the least scales with clear low bits of which ``units`` are not below ``amax``: found from below."""
+    scales = cut((amax / units).astype(np.float32), clear)
+    for _ in range(2):
+        above = (scales.view(np.uint32) + (1 << clear)).view(np.float32)
+        scales = np.where((amax / units > scales) | (scales * units < amax), above, scales)
+    return scales
+
+
+def halves(seed: int, offset: int, count: int) -> NDArray[np.int64]:
+    """Return 16 random bits of each of ``count`` elements from ``offset`` on: i and i + 16 of 32 share a number's."""
     numbers = offset + np.arange(count, dtype=np.uint64)
+    second = numbers & np.uint64(16)
+    bits = random_bits(seed, numbers - second)
+    return np.where(second > 0, bits >> np.uint32(16), bits & np.uint32(0xFFFF)).astype(np.int64)
+
+
+def random_bits(seed: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """Return the 32 random bits of these elements."""
+    a, b, c = philox_key(seed)
     high, low = (numbers >> np.uint64(32)).astype(np.uint32), numbers.astype(np.uint32)
     h = low * np.uint32(0x9E3779B1) + (np.uint32(a) ^ (high * np.uint32(0x9E3779B9)))
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x7FEB352D)
     h = (h ^ (h >> np.uint32(15))) + np.uint32(b) + high * np.uint32(c)
     h *= np.uint32(0x846CA68B)
-    h ^= h >> np.uint32(16)
-    return (h >> np.uint32(9) | np.uint32(0x3F800000)).view(np.float32) - np.float32(1.5)
+    return h ^ h >> np.uint32(16)
 
 
 def philox_key(seed: int) -> tuple[int, int, int]:

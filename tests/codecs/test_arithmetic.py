@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 
 
 def test_random_numbers_are_those_of_the_core() -> None:
-    """Rounded to whole numbers, one half goes up where its number is at least 0: the core's codes show the numbers."""
+    """Rounded to whole numbers, one half goes up where the highest of its 16 bits is set: the core's codes show it."""
     codec = codecs.get("int", bits=8, group_size=128, rounding="stochastic").bare
     for seed, offset in ((0, 0), (7, 128), ((1 << 64) - 1, (1 << 32) - 128), (3, 5 << 32)):
         x = torch.full((128,), 0.5)
@@ -23,7 +23,8 @@ def test_random_numbers_are_those_of_the_core() -> None:
         payload = torch.zeros(codec.wire(128).capacity, dtype=torch.uint8)
         codec.encode(x, payload, seed=seed, offset=offset)
         codes = codec.wire(128).views(payload)[1].view(torch.int8)
-        up = rounding_noise(seed, offset, 128, HOST) > 0
+        bits = random_bits(seed, offset, 128, HOST).view(4, 2, 16)[:, 0]  # of elements i and i + 16
+        up = torch.stack((bits >> 15 & 1, bits >> 31 & 1), 1).view(-1) == 1
         assert torch.equal(codes[1:] == 1, up[1:])
         assert 30 < int(up.sum()) < 98
 

@@ -244,6 +244,12 @@ class Planes:
         pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
         self.messages = native.Messages(pointers, offsets[-1], count)
 
+    def place_exponents(self, exponent: int) -> None:
+        """Give all f32 scales, which are plane 0, this exponent."""
+        for start in self._starts:
+            words = self.area.data[start : start + self._case.plane_bytes[0]].view(np.uint32)
+            words[:] = (words & 0x807FFFFF) | exponent << 23
+
     def place_widths(self) -> None:
         """Write the planes that an encoder finds in place, and no decoder takes any bytes for."""
         if self._case.codec == native.DYNAMIQ:
@@ -294,6 +300,8 @@ class Run:
     """Makes the messages that are decoded."""
     garbage: bool = False
     """Decode random bytes instead."""
+    exponent: int | None = None
+    """With garbage: that of all f32 scales, whose other bits are random."""
 
     def encode(self, *, residual: bool) -> list[Bytes]:
         x, out, kept = self._values(1), self._planes(), self._residual(residual, self.case.count)
@@ -332,6 +340,8 @@ class Run:
         if self.garbage or (self.case.codec == native.THC and self.case.param[0] >> native.THC_RANKS_SHIFT):
             planes.area.data[:] = np.random.default_rng(5).integers(0, 256, planes.area.data.size, np.uint8)
             planes.place_widths()
+            if self.exponent is not None:
+                planes.place_exponents(self.exponent)
         else:
             source = replace(self.case, dtype=self.case.param[0]) if self.case.codec == native.ZIP else self.case
             x = replace(self, case=source)._values(4)
@@ -374,10 +384,27 @@ def verbs_of(case: Case) -> tuple[tuple[str, dict[str, bool]], ...]:
     return tuple((verb, options) for verb, options in VERBS if verb not in lacking and not options.get("residual"))
 
 
-def results(library: ctypes.CDLL, case: Case, encoder: ctypes.CDLL, garbage: bool = False) -> Iterator[list[Bytes]]:
+def results(
+    library: ctypes.CDLL, case: Case, encoder: ctypes.CDLL, garbage: bool = False, exponent: int | None = None
+) -> Iterator[list[Bytes]]:
     """Yield the bytes of all buffers of each verb that the case's codec has."""
     for verb, options in verbs_of(case):
-        yield getattr(Run(library, case, encoder, garbage), verb)(**options)
+        yield getattr(Run(library, case, encoder, garbage, exponent), verb)(**options)
+
+
+EXPONENTS = (127, 0, 1, 8, 9, 10, 11, 12, 100, 244, 248, 252, 253, 254)
+"""Of scales that hostile messages have: usual, subnormal, about where the smallest and the largest are refused."""
+
+
+def hostile_cases() -> Iterator[tuple[Case, int]]:
+    """Yield messages of arbitrary bytes with scales of one exponent, so that every sum of them rounds."""
+    for exponent in EXPONENTS:
+        for i, (bits, flags) in enumerate(itertools.product((2, 3, 4, 8), (0, HADAMARD))):
+            yield int_case(bits, (128, 32, 64)[i % 3], flags, i % 3, 1500, count=5), exponent
+        for i, (number, flags) in enumerate(itertools.product(native.FORMATS, (0, native.BLOCK_HADAMARD))):
+            for scale in (native.SCALE_F32, native.SCALE_DUAL, native.SCALE_MESSAGE):
+                if flags == 0 or (native.FORMAT_BITS[number] == 8 and scale <= native.SCALE_DUAL):
+                    yield block_case(number, (32, 256)[i % 2], scale, flags, i % 3, 1500, count=5), exponent
 
 
 def assert_same(got: Iterable[list[Bytes]], want: Iterable[list[Bytes]], case: Case) -> None:

@@ -57,13 +57,13 @@ struct IntCodec {
         amax = magnitude > amax ? magnitude : amax;
       }
       const fl::IntLevels levels = fl::int_levels(bits, int(group), stochastic, spec.param[2] & FL_INT_FULL);
-      const fl::GroupScale scale = fl::make_scale(amax, levels.units, levels.span);
+      const fl::GroupScale scale = fl::make_scale(amax, bits, levels);
       reinterpret_cast<float *>(plane(out, 0, m))[g] = scale.scale;
       std::vector<int32_t> code(group);
       for (int64_t i = 0; i < group; ++i) {
         const uint64_t number = uint64_t(spec.offset + (m * groups + g) * group + i);
-        const uint32_t random = fl::random_bits(fl::key_at(key, number), uint32_t(number));
-        code[i] = fl::int_code(v[i], scale.inverse, stochastic ? fl::rounding_noise(random) : 0.0f, levels);
+        code[i] = stochastic ? fl::stochastic_code(v[i], scale.inverse, fl::rounding_half(key, number), levels)
+                             : fl::int_code(v[i], scale.inverse, levels);
       }
       pack(code.data(), plane(out, 1, m) + g * group * bits / 8);
     }
@@ -102,7 +102,7 @@ struct IntCodec {
       const uint8_t *codes = plane(in, 1, m) + g * group * bits / 8;
       for (int64_t i = 0; i < group; ++i) v[i] = float(fl::int_level(bits, code_at(codes, i)));
       transform(v);
-      const float scale = fl::decode_scale(reinterpret_cast<const float *>(plane(in, 0, m))[g], hadamard);
+      const float scale = fl::decode_scale(reinterpret_cast<const float *>(plane(in, 0, m))[g], bits, hadamard);
       for (int64_t i = 0; i < group; ++i) v[i] *= scale;
     }
     values.resize(spec.numel);
@@ -145,7 +145,7 @@ struct BlockCodec {
       std::memcpy(&given, wire, sizeof given);
       const fl::BlockScale scale =
           spec.param[3] & FL_BLOCK_GIVEN
-              ? fl::given_block_scale(given, amax)
+              ? fl::given_block_scale(scaling, given, amax)
               : fl::make_block_scale(scaling, amax, fl::sum_of_block(squares.data(), int(block)));
       std::memcpy(wire, &scale.wire, kind == FL_SCALE_DUAL ? 4 : fl::scale_bytes(kind));
       if (kind == FL_SCALE_DUAL) std::memcpy(wire + 4, &scale.first, 4);
@@ -410,6 +410,20 @@ bool copies(const fl_spec &spec) { return spec.codec == FL_CAST && spec.param[0]
 
 int64_t bytes(const fl_spec &spec) { return spec.numel * (spec.dtype == FL_F32 ? 4 : 2); }
 
+// Scales of every exponent, with few, all and some low bits set.
+template <class Body>
+void for_each_scale(const Body &body) {
+  uint32_t random = 1;
+  for (uint32_t exponent = 0; exponent < 256; ++exponent)
+    for (int i = 0; i < 40; ++i) {
+      random = random * 1664525u + 1013904223u;
+      const uint32_t mantissa = i == 0 ? 0 : i == 1 ? 0x7fffffu : i == 2 ? 0x7fff00u : i == 3 ? 0x7ff000u : random >> 9;
+      body(exponent << 23 | mantissa);
+    }
+}
+
+bool is_inexact(float a, float b) { return fl::is_finite(a) && fl::is_finite(b) && double(a) * b != double(a * b); }
+
 }  // namespace
 
 extern "C" {
@@ -457,9 +471,42 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
 void reference_noise(uint64_t seed, uint64_t first, int64_t n, float *out) {
   const fl::RngKey key = fl::make_key(seed);
   for (int64_t i = 0; i < n; ++i) {
-    const uint64_t number = first + uint64_t(i);
-    out[i] = fl::rounding_noise(fl::random_bits(fl::key_at(key, number), uint32_t(number)));
+    out[i] = (float(fl::rounding_half(key, first + uint64_t(i))) + 0.5f) / fl::kNoiseUnits - 0.5f;
   }
+}
+
+// The mean of what a value becomes, in steps, over all that its 16 random bits may be. The scale is one step.
+double reference_mean(int bits, float value) {
+  const fl::IntLevels levels = fl::int_levels(bits, 128, true, false);
+  int64_t sum = 0;
+  for (uint32_t random = 0; random < 1u << fl::kNoiseBits; ++random)
+    sum += fl::stochastic_code(value, 1.0f, random, levels);
+  return double(sum) / fl::kNoiseUnits + levels.below;
+}
+
+// How many products of what a scale is multiplied by and a scale are not exact: 0, so that they may be added fused.
+int64_t reference_inexact_levels(int bits, int hadamard) {
+  int64_t count = 0;
+  const int most = fl::outermost_level(bits) * (hadamard ? fl::kHadamard : 1);
+  for_each_scale([&](uint32_t wire) {
+    const float scale = fl::decode_scale(fl::bits_float(wire), bits, hadamard != 0);
+    for (int level = -most; level <= most; ++level) count += is_inexact(float(level), scale);
+  });
+  return count;
+}
+
+// The same of the codes of a small format.
+int64_t reference_inexact_codes(uint32_t format, uint32_t kind) {
+  int64_t count = 0;
+  const uint32_t param[4] = {format, 32, kind, 0};
+  const fl::BlockScaling scaling = fl::block_scaling(param);
+  for_each_scale([&](uint32_t bits) {
+    const uint32_t wire = kind == FL_SCALE_E8M0 ? bits >> 23 & 255 : kind == FL_SCALE_BF16 ? bits >> 16 : bits;
+    const float scale = fl::decode_block_scale(scaling, wire, 0x3fa12345u);
+    for (uint32_t code = 0; code < 1u << fl::format_bits(format); ++code)
+      count += is_inexact(fl::block_value(format, code), scale);
+  });
+  return count;
 }
 
 // fl_dynamiq_stats of one super-group of n elements.

@@ -44,6 +44,7 @@ from tests.native.abi import (
     cast_case,
     chunked_case,
     dynamiq_case,
+    hostile_cases,
     int_case,
     itemsize,
     onebit_case,
@@ -102,14 +103,16 @@ def cpu() -> Iterator[ctypes.CDLL]:
     native.set_threads(max(1, min(torch.get_num_threads(), 8)))
 
 
-def check(cpu: ctypes.CDLL, reference: ctypes.CDLL, case: Case, garbage: bool = False) -> None:
+def check(
+    cpu: ctypes.CDLL, reference: ctypes.CDLL, case: Case, garbage: bool = False, exponent: int | None = None
+) -> None:
     """Assert that every verb writes the specified bytes on every instruction set."""
-    want = list(results(reference, case, reference, garbage))
+    want = list(results(reference, case, reference, garbage, exponent))
     for name in ISAS:
         native.select_isa(name)
         assert native.isa() == name
         try:
-            assert_same(results(cpu, case, reference, garbage), want, case)
+            assert_same(results(cpu, case, reference, garbage, exponent), want, case)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 
@@ -293,6 +296,21 @@ def test_any_message_is_decoded_as_specified(cpu: ctypes.CDLL, reference: ctypes
     for case in block_cases():
         if case.param[1] in (32, 256):
             check(cpu, reference, replace(case, dtype=dtype, numel=2999, count=2), garbage=True)
+
+
+def test_hostile_scales_are_decoded_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL) -> None:
+    """Whatever low bits a scale has: sums are the same with a fused multiply-add and without."""
+    for case, exponent in hostile_cases():
+        check(cpu, reference, case, garbage=True, exponent=exponent)
+
+
+def test_products_of_codes_and_scales_are_exact(reference: ctypes.CDLL) -> None:
+    """Of every code and format whose products are added fused, with scales of all exponents and whatever low bits."""
+    reference.reference_inexact_levels.restype = reference.reference_inexact_codes.restype = ctypes.c_int64
+    for bits, hadamard in itertools.product((2, 3, 4, 8), (0, 1)):
+        assert reference.reference_inexact_levels(bits, hadamard) == 0
+    for number, scale in itertools.product(native.FORMATS.values(), range(native.SCALE_MESSAGE + 1)):
+        assert reference.reference_inexact_codes(number, scale) == 0
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
@@ -695,7 +713,31 @@ def test_noise_is_uniform(noise: Callable[[int, int], Floats]) -> None:
         assert v.min() >= -0.5 and v.max() < 0.5
         assert abs(v.mean()) < 5 * math.sqrt(1 / 12 / N), f"seed {seed}"
         assert excess(cells(v, 1024), 1024) < 5, f"seed {seed}, high bits"
-        assert excess(cells(v, 1 << 23) & 255, 256) < 5, f"seed {seed}, low bits"
+        assert excess(cells(v, 1 << 16) & 255, 256) < 5, f"seed {seed}, low bits"
+        assert abs(v.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / N), f"seed {seed}"
+
+
+def test_the_two_elements_of_a_hash_are_independent(noise: Callable[[int, int], Floats]) -> None:
+    for seed, first in itertools.product(SEEDS, (0, 1 << 40)):
+        pairs = noise(seed, first).reshape(-1, 2, 16)
+        a, b = pairs[:, 0].reshape(-1), pairs[:, 1].reshape(-1)
+        assert abs(12 * float(a @ b) / math.sqrt(N / 2)) < 5, f"seed {seed}"
+        assert abs(180 * float((a * a - 1 / 12) @ (b * b - 1 / 12)) / math.sqrt(N / 2)) < 5, f"seed {seed}"
+        assert dependence(a, b) < 5, f"seed {seed}"
+        for shift in (1, 3, 6):  # low bits of one, high bits of the other
+            low = (a + 0.5) * (1 << shift + 5) % 1 - 0.5
+            assert dependence(low, b) < 5, f"seed {seed}"
+            assert dependence(b, low) < 5 and dependence((b + 0.5) * (1 << shift + 5) % 1 - 0.5, a) < 5, f"seed {seed}"
+
+
+def test_of_all_random_bits_rounding_has_no_bias(reference: ctypes.CDLL) -> None:
+    """Over the 65,536 numbers that an element may draw the mean is the value, but for the units they count."""
+    reference.reference_mean.argtypes = (ctypes.c_int, ctypes.c_float)
+    reference.reference_mean.restype = ctypes.c_double
+    for bits, top in ((2, 1.5), (3, 3.5), (4, 7), (8, 127)):
+        for value in (*np.linspace(-top, top, 101), -0.3, 2.0**-16, 2.0**-17, 0.1, top * (1 - 2.0**-23)):
+            exact = float(np.float32(value))
+            assert abs(reference.reference_mean(bits, exact) - exact) <= 2.0**-17, f"{bits} bits, {value}"
 
 
 @pytest.mark.parametrize("lag", [1, 2, 16, 31, 32, 64, 128, 4096, 65536])
@@ -714,16 +756,24 @@ def test_noise_of_different_seeds_is_independent(noise: Callable[[int, int], Flo
 
 
 def test_noise_never_leaves_the_range(isa: ctypes.CDLL, noise: Callable[[int, int], Floats]) -> None:
-    """The least noise, -1/2, would take -qmax to the even number below it."""
-    draws = ((first, np.flatnonzero(noise(7, first) == -0.5)) for first in range(0, 128 * N, N))
-    number = next(first + int(found[0]) for first, found in draws if found.size)
-    for bits, qmax in ((2, 1.5), (3, 3.5), (4, 7), (8, 127)):
-        case = int_case(bits, 128, STOCHASTIC, F32, 128, seed=7, offset=number // 128 * 128)
-        planes, spec = Planes(case, 1), case.spec
-        x, out = np.full(128, -qmax, np.float32), np.empty(128, np.float32)
-        assert isa.fl_encode(ctypes.byref(spec), x.ctypes.data, None, ctypes.byref(planes.messages), None) == OK
-        assert isa.fl_decode(ctypes.byref(spec), ctypes.byref(planes.messages), out.ctypes.data, None) == OK
-        assert (out == -qmax).all()
+    """No magnitude goes beyond the outermost level, with the least and the largest noise, whatever its scale became."""
+    places = []
+    for extreme in (0.5, 65535.5):
+        draws = ((first, np.flatnonzero(noise(7, first) == extreme / 65536 - 0.5)) for first in range(0, 128 * N, N))
+        places.append(next(first + int(found[0]) for first, found in draws if found.size))
+    rng = np.random.default_rng(2)
+    short = 7 * rng.integers(1 << 15, 1 << 16, 40)
+    largest = np.array([1.0, 1 - 2.0**-23, 2.0**-100, *(rng.random(40) + 1), *short])
+    for (bits, top), place in itertools.product(((2, 1.5), (3, 3.5), (4, 7), (8, 127)), places):
+        x = np.resize(np.array([1, -1], np.float32), 128) * largest.astype(np.float32)[:, None]
+        for row in x:
+            case = int_case(bits, 128, STOCHASTIC, F32, 128, seed=7, offset=place // 128 * 128)
+            planes, spec, out = Planes(case, 1), case.spec, np.empty(128, np.float32)
+            assert isa.fl_encode(ctypes.byref(spec), row.ctypes.data, None, ctypes.byref(planes.messages), None) == OK
+            assert isa.fl_decode(ctypes.byref(spec), ctypes.byref(planes.messages), out.ctypes.data, None) == OK
+            steps = out / planes.area.data[:4].view(np.float32)[0] / (1 if bits >= 4 else 2)
+            assert np.abs(steps).max() <= top
+            assert (np.abs(steps - np.sign(row) * top) <= 1).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -31,6 +31,7 @@ from tests.native.abi import (
     cast_case,
     chunked_case,
     dynamiq_case,
+    hostile_cases,
     int_case,
     onebit_case,
     qsdp_case,
@@ -51,8 +52,9 @@ Check = Callable[..., None]
 def check(kernels: ctypes.CDLL) -> Check:
     """Compares all verbs of the kernels and the CPU core."""
 
-    def compare(case: Case, garbage: bool = False) -> None:
-        got, want = (results(library, case, native.cpu(), garbage) for library in (kernels, native.cpu()))
+    def compare(case: Case, garbage: bool = False, exponent: int | None = None) -> None:
+        libraries = kernels, native.cpu()
+        got, want = (results(library, case, native.cpu(), garbage, exponent) for library in libraries)
         assert_same(got, want, case)
 
     return compare
@@ -84,6 +86,16 @@ def test_int_writes_the_bytes_of_the_cpu_core(check: Check, group: int, bits: in
     lengths = (*LENGTHS[(bits + bits // 8 + flags) % 2 :: 2], group - 1, group + 1, 2 * group + 5)
     for case in varied(replace(start, numel=numel) for numel in lengths):
         check(case)
+
+
+def test_hostile_scales_are_decoded_as_by_the_cpu_core(check: Check) -> None:
+    """Here a multiply-add is fused; the baseline of the CPU has none."""
+    native.select_isa("baseline")
+    try:
+        for case, exponent in hostile_cases():
+            check(case, garbage=True, exponent=exponent)
+    finally:
+        native.select_isa("auto")
 
 
 @pytest.mark.parametrize("flags", [0, STOCHASTIC, HADAMARD])

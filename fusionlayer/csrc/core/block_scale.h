@@ -6,8 +6,10 @@
 //   2. amax = max |v| over the block, taken on the bits; for FL_SCALE_MESSAGE over the message.
 //   3. amax not finite: the scale is NaN, codes 0. amax < 2^-100: the scale is 0, codes 0.
 //      Else code = nearest(v * inverse), saturating; scale and inverse by make_block_scale, or given_block_scale. For
-//      FL_SCALE_DUAL v is multiplied by `before` first.
-//   4. decode: value of the code * the decoded scale; with Hadamard H(values) times it: H H = block I.
+//      FL_SCALE_DUAL v is multiplied by `before` first. Where the scale times the largest value is not finite, the scale is
+//      NaN, codes 0.
+//   4. decode: value of the code * the decoded scale; with Hadamard H(values) times it: H H = block I. Without Hadamard these
+//      products are exact, so sums add them by fused multiply-add where there is one.
 #pragma once
 
 #include "formats.h"
@@ -21,6 +23,7 @@ constexpr int kMaxBlock = 512;
 struct BlockScaling {
   uint32_t kind;       // enum fl_scale
   float largest;       // of the format
+  float bound;         // the same of all codes: INT8 has -128, which no encoder writes
   int emax;            // exponent of its largest power of two
   float mean;          // 1 / block
   float unrotated;     // 1 / block with Hadamard, else 1: H v is larger than v by sqrt(block)
@@ -43,6 +46,7 @@ FL_HD BlockScaling block_scaling(const uint32_t *param) {
   const uint32_t tau = param[2] & 0xffff0000u, epsilon = param[3] & 0xffff0000u;
   return {scale_kind(param),
           format_largest(format),
+          format == FL_INT8 ? 128.0f : format_largest(format),
           format == FL_INT8 ? 0 : format_emax(format),
           mean,
           hadamard ? mean : 1.0f,
@@ -80,36 +84,49 @@ FL_HD float energy_scale(const BlockScaling &s, float squares) {
 
 // `squares` is looked at for FL_SCALE_DUAL alone.
 FL_HD BlockScale make_block_scale(const BlockScaling &s, uint32_t amax_bits, float squares) {
-  const bool finite = amax_bits < kF32Inf, usual = finite && amax_bits >= kTinyBits;
+  bool finite = amax_bits < kF32Inf, usual = finite && amax_bits >= kTinyBits;
   if (s.kind == FL_SCALE_E8M0) {
     const uint32_t code = (amax_bits >> 23) - uint32_t(s.emax);  // 2^-100 and above leave it positive
     return {usual ? code : (finite ? 0u : 255u), 0, usual ? bits_float((254u - code) << 23) : 0.0f, 1.0f};
   }
-  const float amax = bits_float(amax_bits), scale = amax / s.largest;
-  if (s.kind == FL_SCALE_BF16) {  // rounded up, so that no value exceeds the format's largest
-    const uint32_t up = (float_bits(scale) + 0xffffu) & 0xffff0000u;
-    return {usual ? up >> 16 : (finite ? 0u : uint32_t(kBf16Nan)), 0, usual ? 1.0f / bits_float(up) : 0.0f, 1.0f};
+  const float amax = bits_float(amax_bits);
+  if (s.kind == FL_SCALE_DUAL) {
+    const float alpha = energy_scale(s, squares), before = alpha * s.orthonormal, most = amax * before;
+    if (!finite || !(alpha > 0.0f) || !is_finite(most)) return {kF32Nan, kF32Nan, 0.0f, 1.0f};
+    const float scale = short_scale(most, s.largest);
+    return {usual ? float_bits(scale) : 0u, float_bits(alpha), usual ? 1.0f / scale : 0.0f, before};
   }
-  const float inverse = usual ? s.largest / amax : 0.0f;
+  const float scale = short_scale(amax, s.largest, s.kind == FL_SCALE_BF16 ? 16 : kShort);
+  finite = finite && is_finite(scale * s.bound);
+  usual = usual && finite;
+  const float inverse = usual ? 1.0f / scale : 0.0f;
   if (s.kind == FL_SCALE_MESSAGE) return {finite ? amax_bits : kF32Nan, 0, inverse, 1.0f};
-  if (s.kind == FL_SCALE_F32) return {usual ? float_bits(scale) : (finite ? 0u : kF32Nan), 0, inverse, 1.0f};
-  const float alpha = energy_scale(s, squares), before = alpha * s.orthonormal, most = amax * before;
-  if (!finite || !(alpha > 0.0f) || !is_finite(most)) return {kF32Nan, kF32Nan, 0.0f, 1.0f};
-  return {usual ? float_bits(most / s.largest) : 0u, float_bits(alpha), usual ? s.largest / most : 0.0f, before};
+  const uint32_t wire = usual ? float_bits(scale) : finite ? 0u : kF32Nan;
+  return {s.kind == FL_SCALE_BF16 ? wire >> 16 : wire, 0, inverse, 1.0f};
 }
 
 // FL_BLOCK_GIVEN: a bf16 scale that stands there already. Values beyond the format's largest times it saturate; a block that
 // is 2^40 times as large as its scale does not belong to it, and becomes NaN.
-FL_HD BlockScale given_block_scale(uint32_t wire, uint32_t amax_bits) {
+FL_HD BlockScale given_block_scale(const BlockScaling &s, uint32_t wire, uint32_t amax_bits) {
   const uint32_t bits = wire << 16;
   const bool positive = bits >= kTinyBits && bits < kF32Inf;
   const float inverse = positive ? 1.0f / bits_float(bits) : 0.0f;
-  const bool finite = amax_bits < kF32Inf && (bits & 0x7fffffffu) < kF32Inf;
+  const bool finite = amax_bits < kF32Inf && is_finite(bits_float(bits) * s.bound);
   const bool fits = finite && bits_float(amax_bits) * inverse < 0x1p40f;
   return {fits ? (positive ? wire : 0u) : uint32_t(kBf16Nan), 0, fits ? inverse : 0.0f, 1.0f};
 }
 
-// What decoding multiplies by; NaN, whatever its bits on the wire, is the canonical one.
+static_assert(float_format(FL_E4M3).mantissa < kShort && float_format(FL_E5M2).mantissa < kShort &&
+                  float_format(FL_E2M3).mantissa < kShort && float_format(FL_E3M2).mantissa < kShort &&
+                  float_format(FL_E2M1).mantissa < kShort && 128 <= 1 << kShort,
+              "a code times a scale of 24 - kShort significant bits has 24 of them at most");
+
+// Below it a scale is 0 for a decoder; E8M0 has powers of two alone, whose products with codes are exact down to the least.
+// The smallest scale of 2^-100 is above it, and its last bit times that of any code is no less than 2^-149.
+constexpr float kLeastScale = 0x1p-117f;
+
+// What decoding multiplies by, whatever bits have arrived: it is short. Where a code could become infinite, or the scale is no
+// number, it is the canonical NaN.
 FL_HD float decode_block_scale(const BlockScaling &s, uint32_t wire, uint32_t first) {
   float scale = bits_float(wire);
   if (s.kind == FL_SCALE_E8M0) {
@@ -117,13 +134,17 @@ FL_HD float decode_block_scale(const BlockScaling &s, uint32_t wire, uint32_t fi
   } else if (s.kind == FL_SCALE_BF16) {
     scale = bf16_to_f32(uint16_t(wire));
   } else if (s.kind == FL_SCALE_MESSAGE) {
-    scale = (wire & 0x7fffffffu) < kTinyBits ? 0.0f : scale / s.largest;
+    const uint32_t amax = wire & 0x7fffffffu;
+    scale = amax < kTinyBits ? 0.0f : short_scale(bits_float(amax), s.largest);
+    if (amax >= kF32Inf) scale = bits_float(kF32Nan);
   } else if (s.kind == FL_SCALE_DUAL) {
     scale = scale / bits_float(first) * s.orthonormal;
   } else {
     scale = scale * s.unrotated;
   }
-  return is_finite(scale) ? scale : bits_float(kF32Nan);
+  scale = shortened(scale);
+  if (s.kind != FL_SCALE_E8M0 && bits_float(float_bits(scale) & 0x7fffffffu) < kLeastScale * s.unrotated) scale = 0.0f;
+  return is_finite(scale * s.bound) ? scale : bits_float(kF32Nan);
 }
 
 // The sum of n values, n a power of two: neighbours first, then neighbouring pairs, and so on. Destroys v.

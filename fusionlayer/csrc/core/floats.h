@@ -16,6 +16,20 @@ FL_HD bool is_finite(float f) { return (float_bits(f) & 0x7fffffffu) < kF32Inf; 
 // What an f32 result is written as.
 FL_HD float canonical(float f) { return (float_bits(f) & 0x7fffffffu) > kF32Inf ? bits_float(kF32Nan) : f; }
 
+// Scales are short: so many low bits of their mantissa are clear that their product with any code is exact in f32. What an
+// exact product is added to is rounded once, whether a fused multiply-add does it or a multiply and an add.
+constexpr int kShort = 8;  // bits that are clear, unless a codec says otherwise
+
+FL_HD float shortened(float f, int clear = kShort) { return bits_float(float_bits(f) & ~((uint32_t(1) << clear) - 1)); }
+
+// The least short scale of which `units` are not below amax. Nearer ones may lie below: then the largest magnitude would be
+// above the outermost code, which is to be avoided where rounding is to have no bias. The products with `units` are exact.
+FL_HD float short_scale(float amax, float units, int clear = kShort) {
+  const uint32_t step = uint32_t(1) << clear;
+  const uint32_t up = (float_bits(amax / units) + (step - 1)) & ~(step - 1);
+  return bits_float(bits_float(up) * units < amax ? up + step : up);
+}
+
 FL_HD float bf16_to_f32(uint16_t h) { return bits_float(uint32_t(h) << 16); }
 
 FL_HD uint16_t f32_to_bf16(float f) {

@@ -5,14 +5,20 @@
 //   1. v = x, zero-padded to whole groups; with Hadamard every 32 consecutive values become H32 v (hadamard32).
 //   2. amax = max |v| over the group, taken on the bits.
 //   3. amax not finite: scale = NaN, codes 0. amax < 2^-100: scale = 0, codes 0.
-//      Else scale = amax / units, code = round(v * (span / amax) - below), limited to least .. most (int_levels).
-//   4. decode: level(code) * decode_scale; with Hadamard H32(levels), exact in f32, times decode_scale: H32 H32 = 32 I.
+//      Else scale = short_scale(amax, units) and code = round(v * (steps / scale) - below), limited to least .. most
+//      (int_levels). Where the scale times the outermost level is not finite, scale = NaN, codes 0.
+//   4. decode: level(code) * decode_scale; with Hadamard H32(levels), exact in f32, times decode_scale: H32 H32 = 32 I. All
+//      these products are exact, so sums add them by fused multiply-add where there is one.
 //
-// 4 and 8 bits: a code is its level, in steps, and units = span = most: the largest magnitude has the outermost level. With the
-// full range units = span = most + 1: steps are shorter, and a largest magnitude that is positive saturates. 2 and 3
+// 4 and 8 bits: a code is its level, in steps, and units = most: the largest magnitude has the outermost level. With the
+// full range units = most + 1: steps are shorter, and a largest magnitude that is positive saturates. 2 and 3
 // bits cannot spare a code: levels lie half a step beside the integers, none is 0, and a code c has the level 2 c + 1, in half
-// steps. Their step is the one that loses least of values that are normal, as rotated ones nearly are; it is shorter than the
-// largest magnitude asks for, which saturates. Stochastic rounding saturates nothing, since it would not be unbiased.
+// steps, of which a scale is one. Their step is the one that loses least of values that are normal, as rotated ones nearly are; it is
+// shorter than the largest magnitude asks for, which saturates. Stochastic rounding saturates nothing, since it would not be unbiased.
+//
+// Stochastic rounding takes v * (steps / scale) in units of 2^-16, rounded to a whole number of them, adds the 16 random bits
+// of the element (rounding_half of core/rng.h), and drops the fraction: whole numbers plus whole numbers, so that rounding has
+// no bias at all beyond that of the units.
 //
 // Element i of group g of message m has the number offset + (m * groups + g) * group + i in the seed's sequence, `groups`
 // being those of one message, the padded last one included.
@@ -31,54 +37,83 @@ FL_HD constexpr bool between_integers(int bits) { return bits < 4; }
 struct IntLevels {
   int32_t least, most;  // codes
   float below;          // a code lies so far below its level, in steps
-  float span;           // steps in the largest magnitude
-  float units;          // scales in it
+  float units;          // scales in the largest magnitude
+  float steps;          // in a scale
 
   constexpr float top() const { return float(most) + below; }  // the outermost level, in steps
 };
 
 constexpr IntLevels int_levels(int bits, int group, bool stochastic, bool full) {
   const int most = (1 << (bits - 1)) - 1;
-  if (full) return {-most - 1, most, 0.0f, float(most + 1), float(most + 1)};
-  if (!between_integers(bits)) return {-most, most, 0.0f, float(most), float(most)};
+  if (full) return {-most - 1, most, 0.0f, float(most + 1), 1.0f};
+  if (!between_integers(bits)) return {-most, most, 0.0f, float(most), 1.0f};
   float span = float(most) + 0.5f;
   if (!stochastic) {
     span = 2.375f;  // of 32 elements; more of them have a larger magnitude among them, for the same step
     for (int n = 32; n < group; n *= 2) span += 0.21875f;
     span *= bits == 3 ? 1.75f : 1.0f;
   }
-  return {-most - 1, most, 0.5f, span, 2.0f * span};
+  return {-most - 1, most, 0.5f, 2.0f * span, 0.5f};
 }
+
+// The largest magnitude of a level that any bytes have, in scales, and the bits that are clear in a scale.
+FL_HD constexpr int outermost_level(int bits) { return between_integers(bits) ? (1 << bits) - 1 : 1 << (bits - 1); }
+FL_HD constexpr int clear_bits(int bits) { return bits == 8 ? 12 : kShort; }
+
+// H32 of levels times a scale of 24 - clear_bits significant bits has 24 of them at most: the product is exact.
+constexpr bool products_are_exact(int bits) { return kHadamard * outermost_level(bits) <= 1 << clear_bits(bits); }
+static_assert(products_are_exact(2) && products_are_exact(3) && products_are_exact(4) && products_are_exact(8));
 
 struct GroupScale {
   float scale;    // goes on the wire
   float inverse;  // what values are multiplied by; 0 makes every code 0
 };
 
-FL_HD GroupScale make_scale(uint32_t amax_bits, float units, float span) {
-  if (amax_bits >= kF32Inf) return {bits_float(kF32Nan), 0.0f};
+FL_HD GroupScale make_scale(uint32_t amax_bits, int bits, const IntLevels &levels) {
   if (amax_bits < kTinyBits) return {0.0f, 0.0f};
-  const float amax = bits_float(amax_bits);
-  return {amax / units, span / amax};
+  const float scale = short_scale(bits_float(amax_bits), levels.units, clear_bits(bits));
+  if (amax_bits >= kF32Inf || !is_finite(scale * float(outermost_level(bits)))) return {bits_float(kF32Nan), 0.0f};
+  return {scale, levels.steps / scale};
 }
 
 // Round to nearest even for |v| < 2^22: the sum has no bits below 1, and its low bits are the integer.
 FL_HD int32_t round_even(float v) { return int32_t(float_bits(v + 12582912.0f)) - 0x4b400000; }
 
-// The code of one value; `noise` is 0 (nearest) or rounding_noise (stochastic). Of 4 and 8 bits only noise and the full range
-// can reach past the outermost level. With inverse 0 the value is not looked at: it may be Inf or NaN.
-FL_HD int32_t int_code(float v, float inverse, float noise, const IntLevels &levels) {
+// The same for all that an integer can hold.
+FL_HD int32_t nearest_int(float v) {
+#if defined(__CUDA_ARCH__)
+  return __float2int_rn(v);
+#else
+  return int32_t(__builtin_rintf(v));
+#endif
+}
+
+// The code of one value, rounded to nearest. Of 4 and 8 bits only the full range can reach past the outermost level. With
+// inverse 0 the value is not looked at: it may be Inf or NaN.
+FL_HD int32_t int_code(float v, float inverse, const IntLevels &levels) {
   if (inverse == 0.0f) return 0;
-  const int32_t q = round_even(v * inverse + noise - levels.below);
+  const int32_t q = round_even(v * inverse - levels.below);
   return q > levels.most ? levels.most : (q < levels.least ? levels.least : q);
+}
+
+constexpr int kNoiseBits = 16;
+constexpr float kNoiseUnits = float(1 << kNoiseBits);  // in a step
+
+// The same, rounded stochastically by 16 random bits. No code is past the outermost level: the scale is not too short.
+FL_HD int32_t stochastic_code(float v, float inverse, uint32_t random, const IntLevels &levels) {
+  if (inverse == 0.0f) return 0;
+  return (nearest_int(v * (inverse * kNoiseUnits)) + int32_t(random) - int32_t(levels.below * kNoiseUnits)) >>
+         kNoiseBits;
 }
 
 FL_HD int32_t int_level(int bits, int32_t code) { return between_integers(bits) ? 2 * code + 1 : code; }
 
-// What decoding multiplies by. A scale that is not finite, whatever its bits, makes the whole group the canonical NaN.
-FL_HD float decode_scale(float scale, bool hadamard) {
-  if (!is_finite(scale)) return bits_float(kF32Nan);
-  return hadamard ? scale * 0x1p-5f : scale;
+// What decoding multiplies by, whatever bits have arrived: those that a scale has clear are not looked at. Where a level could
+// become infinite, or the scale is no number, the whole group is the canonical NaN.
+FL_HD float decode_scale(float scale, int bits, bool hadamard) {
+  const float s = shortened(scale, clear_bits(bits));
+  if (!is_finite(s * float(outermost_level(bits)))) return bits_float(kF32Nan);
+  return hadamard ? s * 0x1p-5f : s;
 }
 
 // Butterflies with strides 1, 2, 4, 8, 16, natural (Sylvester) order, not normalised. The order of the stages is part of

@@ -53,7 +53,19 @@ FL_HD uint32_t random_bits(RngKey key, uint32_t low) {
   return h ^ (h >> 16);
 }
 
-// What stochastic rounding adds before rounding to nearest: uniform on the 2^23 multiples of 2^-23 in [-0.5, 0.5).
+// 16 random bits are enough for a rounding: elements i and i + 16 of a run of 32 share the bits of the first one's number. It
+// takes the low half of them, the other one the high half.
+constexpr uint32_t kNoisePair = 16;
+
+FL_HD uint32_t half_of_bits(uint32_t bits, bool second) { return second ? bits >> 16 : bits & 0xffffu; }
+
+// Those of element number `element`.
+FL_HD uint32_t rounding_half(RngKey key, uint64_t element) {
+  const uint64_t first = element & ~uint64_t(kNoisePair);
+  return half_of_bits(random_bits(key_at(key, first), uint32_t(first)), first != element);
+}
+
+// What stochastic rounding of `thc` and `qsdp` adds before rounding to nearest: uniform on the 2^23 multiples of 2^-23 in [-0.5, 0.5).
 FL_HD float rounding_noise(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return bits_float(__funnelshift_r(bits, 0x7fu, 9)) - 1.5f;  // the same bits in one step

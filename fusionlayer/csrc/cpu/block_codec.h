@@ -81,11 +81,39 @@ class BlockCodec {
       quantize(values, top, blocks, out, ahead, tile);
   }
 
+  // v += the sum of n elements of all messages in their order. Its runs stay in registers while messages are added.
+  FL_NOINLINE void sum(const fl_messages &in, int64_t unit, int n, float *v) const {
+    static_assert(!kHadamard, "products are not exact");
+    const Numbers numbers = numbers_;
+    const int blocks = (n + block_ - 1) / block_, bytes = code_bytes();
+    for (int64_t first = 0; first < in.count; first += kTogether) {
+      const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
+      alignas(64) float scales[kTogether * kMaxBlocks];
+      Message messages[kTogether] = {};
+      for (int m = 0; m < count; ++m) {
+        messages[m] = at(in, first + m, unit);
+        scales_.load(messages[m].scales, blocks, numbers.unit(), scales + m * kMaxBlocks);
+      }
+      Ahead ahead(messages[0].codes + blocks * bytes, in.stride, count, blocks * bytes);
+      const int lines = (ahead.lines() + blocks - 1) / blocks;
+      for (int g = 0; g < blocks; ++g) {
+        ahead.fetch(lines);
+        const int codes = g * bytes;
+        float *to = v + g * block_;
+        int k = 0;
+        for (; (k + kWideRuns) * kBlock <= block_; k += kWideRuns)
+          sum_runs<kWideRuns>(numbers, messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
+        for (; k * kBlock < block_; ++k)
+          sum_runs<1>(numbers, messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
+      }
+    }
+  }
+
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
     alignas(64) float scales[kMaxBlocks];
-    scales_.load(in.scales, (n + block_ - 1) / block_, scales);
     const Numbers numbers = numbers_;
+    scales_.load(in.scales, (n + block_ - 1) / block_, numbers.unit(), scales);
     const int block = block_, bytes = code_bytes();
     const float *scale = scales;
     for (int begin = 0; begin < n; begin += block, ++scale, in.codes += bytes)
@@ -101,6 +129,23 @@ class BlockCodec {
   }
 
  private:
+  static constexpr int kTogether = 8;                     // messages that are read side by side
+  static constexpr int kWideRuns = kLanes == 16 ? 4 : 2;  // runs that are summed together
+
+  // The scale of message m has number m * kMaxBlocks.
+  template <int kWide>
+  static FL_INLINE void sum_runs(const Numbers &numbers, const Message *messages, int count, int codes,
+                                 const float *scales, float *v) {
+    Block sum[kWide];
+    for (int w = 0; w < kWide; ++w) sum[w] = load_block(v + w * kBlock);
+    for (int m = 0; m < count; ++m) {
+      const vf scale = broadcast(scales[m * kMaxBlocks]);
+      for (int w = 0; w < kWide; ++w)
+        add_scaled(sum[w], numbers.decode(messages[m].codes + codes + w * Numbers::kBytes), scale);
+    }
+    for (int w = 0; w < kWide; ++w) store_block(v + w * kBlock, sum[w]);
+  }
+
   int code_bytes() const { return block_ / kBlock * Numbers::kBytes; }
 
   FL_NOINLINE void quantize(const float *values, vi *top, int blocks, Message out, Ahead ahead, float *tile) const {
@@ -145,5 +190,18 @@ class BlockCodec {
   const Numbers numbers_;
   const bool look_;
 };
+
+// Sums stay in registers: L1 has them once.
+template <class Numbers>
+constexpr int kSumTile<BlockCodec<Numbers, false>> = 2048;
+
+template <class Codec>
+class Values;
+
+template <class Numbers>
+FL_INLINE void add_messages(const BlockCodec<Numbers, false> &codec, Values<BlockCodec<Numbers, false>> &values,
+                            const Job &job, int64_t unit) {
+  codec.sum(*job.in, unit, values.size(), values.data());
+}
 
 }  // namespace fl::FL_ISA

@@ -73,7 +73,7 @@ class BlockScales {
     if (given_) {
       uint16_t *scales = reinterpret_cast<uint16_t *>(out);
       for (int g = 0; g < blocks; ++g) {
-        const BlockScale scale = given_block_scale(scales[g], uint32_t(amax[g]));
+        const BlockScale scale = given_block_scale(scaling, scales[g], uint32_t(amax[g]));
         scales[g] = uint16_t(scale.wire);
         inverse[g] = scale.inverse;
       }
@@ -92,14 +92,14 @@ class BlockScales {
     write(reinterpret_cast<uint16_t *>(out), FL_SCALE_BF16);
   }
 
-  // What codes are multiplied by.
-  FL_NOINLINE void load(const uint8_t *in, int blocks, float *scales) const {
+  // What codes are multiplied by, times a power of two.
+  FL_NOINLINE void load(const uint8_t *in, int blocks, float factor, float *scales) const {
     BlockScaling scaling = scaling_;
     const auto *words = reinterpret_cast<const uint32_t *>(in);
     const auto *halves = reinterpret_cast<const uint16_t *>(in);
     const auto read = [&](uint32_t kind, auto wire, auto first) FL_LAMBDA {
       scaling.kind = kind;
-      for (int g = 0; g < blocks; ++g) scales[g] = decode_block_scale(scaling, wire(g), first(g));
+      for (int g = 0; g < blocks; ++g) scales[g] = decode_block_scale(scaling, wire(g), first(g)) * factor;
     };
     const auto none = [](int) FL_LAMBDA { return 0u; };
     switch (scaling.kind) {

@@ -6,6 +6,11 @@
 
 namespace fl::FL_ISA {
 
+// Elements of a tile where several f32 arrays share L1, and of one that is summed, unless a codec says otherwise.
+constexpr int kShortTile = 512;
+template <class Codec>
+constexpr int kSumTile = kShortTile;
+
 struct Bf16 {
   uint16_t bits;
 };
@@ -47,6 +52,11 @@ FL_INLINE Block operator+(Block a, const Block &b) {
 FL_INLINE Block operator-(Block a, const Block &b) {
   for (int j = 0; j < kVectors; ++j) a.v[j] -= b.v[j];
   return a;
+}
+
+// sum += b * scale, whose products are exact.
+FL_INLINE void add_scaled(Block &sum, const Block &b, vf scale) {
+  for (int j = 0; j < kVectors; ++j) sum.v[j] = add_exact_product(b.v[j], scale, sum.v[j]);
 }
 
 FL_INLINE Block canonical(Block b) {

@@ -46,11 +46,12 @@ class IntCodec {
       constexpr int N = decltype(parts)::value;
       const int reach = group_ / N;
       for (int begin = 0; begin < n; begin += group_, ++in.scales, in.codes += group_bytes()) {
-        const vf scale = broadcast(decode_scale(*in.scales, kHadamard));
+        const vf scale = broadcast(decode_scale(*in.scales, kBits, kHadamard));
         for (int i = 0; i < reach; i += kBlock) {
           Block b[N];
-          unpack(in.codes + code_bytes(i), b);
-          scale_blocks(b, scale);
+          unpack_rotated(in.codes + code_bytes(i), b);
+          for (Block &block : b)
+            for (vf &v : block.v) v *= scale;
           for (int k = 0; k < N; ++k) sink(begin + k * reach + i, b[k]);
         }
       }
@@ -64,7 +65,7 @@ class IntCodec {
     Ahead ahead;
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
-      Message messages[kTogether];
+      Message messages[kTogether] = {};
       for (int m = 0; m < count; ++m) messages[m] = codec.at(in, first + m, unit);
       const int bytes = n * kBits / 8;
       ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
@@ -113,30 +114,51 @@ class IntCodec {
     const int reach = group_ / N;
     const int lines = lines_of_group(count, share);
     const int steps = reach >= kWide * kBlock ? reach / (kWide * kBlock) : 1;
-    float scales[kTogether];
+    const Scales scales(messages, count, groups_of(n));
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
-      load_scales(messages, count, g, scales);
       const int codes = g * group_bytes();
       int i = 0;
       for (; i + kWide * kBlock <= reach; i += kWide * kBlock) {
         ahead.fetch((lines + steps - 1) / steps);
-        sum_blocks<kWide, N>(messages, count, codes + code_bytes(i), scales, reach, v + begin + i);
+        sum_blocks<kWide, N>(messages, count, codes + code_bytes(i), scales.of(g), reach, v + begin + i);
       }
       if (i < reach) ahead.fetch(lines);
       for (; i < reach; i += kBlock)
-        sum_blocks<1, N>(messages, count, codes + code_bytes(i), scales, reach, v + begin + i);
+        sum_blocks<1, N>(messages, count, codes + code_bytes(i), scales.of(g), reach, v + begin + i);
     }
   }
+
+  int groups_of(int n) const { return (n + group_ - 1) / group_; }
 
   // Lines to fetch while a group is summed.
   int lines_of_group(int count, int share) const { return (count * group_bytes() + 64 * share - 1) / (64 * share); }
 
-  static FL_INLINE void load_scales(const Message *messages, int count, int group, float *scales) {
-    for (int m = 0; m < count; ++m) {
-      __builtin_prefetch(messages[m].scales + group + 64 / sizeof(float));
-      scales[m] = decode_scale(messages[m].scales[group], kHadamard);
+  // decode_scale of core/int_group.h of the first groups of messages, made side by side.
+  class Scales {
+   public:
+    FL_INLINE Scales(const Message *messages, int count, int groups) {
+      for (int m = 0; m < count; ++m) {
+        const float *from = messages[m].scales;
+        float *to = scales_ + m * kMaxGroups;
+        __builtin_prefetch(from + groups);
+        int g = 0;
+        for (; g + kLanes <= groups; g += kLanes) store(to + g, decoded(load(from + g)));
+        for (; g < groups; ++g) to[g] = decode_scale(from[g], kBits, kHadamard);
+      }
     }
-  }
+
+    // Those of one group: message m has number m * kMaxGroups.
+    const float *of(int group) const { return scales_ + group; }
+
+   private:
+    static FL_INLINE vf decoded(vf wire) {
+      const vf scale = (vf)((vi)wire & -(1 << clear_bits(kBits)));
+      const vi usual = magnitude_bits(scale * float(outermost_level(kBits))) < int32_t(kF32Inf);
+      return usual ? (kHadamard ? scale * 0x1p-5f : scale) : (vf)broadcast(int32_t(kF32Nan));
+    }
+
+    alignas(64) float scales_[kTogether * kMaxGroups];
+  };
 
 #if defined(FL_CODE_ROTATION)
   // Calls body with the number of blocks that are rotated together.
@@ -160,7 +182,7 @@ class IntCodec {
     with_rotated([&](auto parts) FL_LAMBDA {
       constexpr int N = decltype(parts)::value;
       for (int begin = 0; begin < n; begin += group_, ++in.scales, in.codes += group_bytes()) {
-        const vf scale = broadcast(decode_scale(*in.scales, true));
+        const vf scale = broadcast(decode_scale(*in.scales, kBits, true));
         for (int i = 0; i < reach<N>(); i += kStep<N>) {
           vf v[kRotatedVectors<N>];
           for (int r = 0; r < kRotatedVectors<N> / 4; ++r)
@@ -177,9 +199,9 @@ class IntCodec {
   template <int N>
   FL_INLINE void sum_rotated(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
     const int steps = reach<N>() / kStep<N>, lines = (lines_of_group(count, share) + steps - 1) / steps;
-    float scales[kTogether];
+    const Scales all(messages, count, groups_of(n));
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
-      load_scales(messages, count, g, scales);
+      const float *scales = all.of(g);
       for (int i = 0; i < reach<N>(); i += kStep<N>) {
         ahead.fetch(lines);
         Block b[N];
@@ -192,7 +214,8 @@ class IntCodec {
           for (int m = 0; m < count; ++m) {
             vf rotated[4];
             rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + code_bytes(i), r / 4, rotated);
-            for (int j = 0; j < 4; ++j) sum[r + j] += rotated[j] * broadcast(scales[m]);
+            const vf scale = broadcast(scales[m * kMaxGroups]);
+            for (int j = 0; j < 4; ++j) sum[r + j] = add_exact_product(rotated[j], scale, sum[r + j]);
           }
         in_order(sum, b);
         for (int k = 0; k < N; ++k) store_block(v + begin + k * apart() + i, b[k]);
@@ -202,44 +225,43 @@ class IntCodec {
 #endif
 
 #if defined(FL_AVX512)
-  // Codes of a group have 16 values, level * scale, which a register holds: one operation looks up those of its lanes by their
-  // lowest four bits, in place of the four that widen, convert and multiply.
+  // A register holds the 16 levels: one operation looks up those of its lanes by their lowest four bits, in place of the three
+  // that widen and convert.
   FL_INLINE void sum_nibbles(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
-    const vf levels = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
     const int reach = group_ / 2, lines = lines_of_group(count, share), steps = reach >= 64 ? reach / 64 : 1;
-    float scales[kTogether];
-    vf values[kTogether];
+    const Scales scales(messages, count, groups_of(n));
     for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
-      load_scales(messages, count, g, scales);
-      for (int m = 0; m < count; ++m) values[m] = levels * scales[m];
       const int codes = g * group_bytes();
       int i = 0;
       for (; i + 64 <= reach; i += 64) {
         ahead.fetch((lines + steps - 1) / steps);
-        sum_looked_up<4>(messages, count, codes + i, values, reach, v + begin + i);
+        sum_looked_up<4>(messages, count, codes + i, scales.of(g), reach, v + begin + i);
       }
       if (i == reach) continue;
       ahead.fetch(lines);
-      for (; i < reach; i += kLanes) sum_looked_up<1>(messages, count, codes + i, values, reach, v + begin + i);
+      for (; i < reach; i += kLanes) sum_looked_up<1>(messages, count, codes + i, scales.of(g), reach, v + begin + i);
     }
   }
 
   // The low nibbles of kWide times 16 bytes, and the high ones, whose elements lie so many further on.
   template <int kWide>
-  static FL_INLINE void sum_looked_up(const Message *messages, int count, int codes, const vf *values, int apart,
+  static FL_INLINE void sum_looked_up(const Message *messages, int count, int codes, const float *scales, int apart,
                                       float *v) {
+    const vf levels = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
     vf low[kWide], high[kWide];
     for (int w = 0; w < kWide; ++w) {
       low[w] = load(v + w * kLanes);
       high[w] = load(v + apart + w * kLanes);
     }
-    for (int m = 0; m < count; ++m)
+    for (int m = 0; m < count; ++m) {
+      const vf scale = broadcast(scales[m * kMaxGroups]);
       for (int w = 0; w < kWide; ++w) {
         const uint8_t *bytes = messages[m].codes + codes + w * kLanes;
         const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
-        low[w] += (vf)_mm512_permutexvar_ps(both, values[m]);
-        high[w] += (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), values[m]);
+        low[w] = add_exact_product(_mm512_permutexvar_ps(both, levels), scale, low[w]);
+        high[w] = add_exact_product(_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), levels), scale, high[w]);
       }
+    }
     for (int w = 0; w < kWide; ++w) {
       store(v + w * kLanes, low[w]);
       store(v + apart + w * kLanes, high[w]);
@@ -255,12 +277,11 @@ class IntCodec {
     for (int w = 0; w < kWide; ++w)
       for (int k = 0; k < N; ++k) sum[w][k] = load_block(v + k * apart + w * kBlock);
     for (int m = 0; m < count; ++m) {
-      const vf scale = broadcast(scales[m]);
+      const vf scale = broadcast(scales[m * kMaxGroups]);
       for (int w = 0; w < kWide; ++w) {
         Block b[N];
-        unpack(messages[m].codes + codes + code_bytes(w * kBlock), b);
-        scale_blocks(b, scale);
-        for (int k = 0; k < N; ++k) sum[w][k] = sum[w][k] + b[k];
+        unpack_rotated(messages[m].codes + codes + code_bytes(w * kBlock), b);
+        for (int k = 0; k < N; ++k) add_scaled(sum[w][k], b[k], scale);
       }
     }
     for (int w = 0; w < kWide; ++w)
@@ -306,16 +327,20 @@ class IntCodec {
     return b;
   }
 
+  // What is multiplied by the scale.
   template <int N>
-  static FL_INLINE void scale_blocks(Block (&b)[N], vf scale) {
+  static FL_INLINE void unpack_rotated(const uint8_t *codes, Block (&b)[N]) {
+    unpack(codes, b);
     if constexpr (kHadamard) hadamard(b);
-    for (Block &block : b)
-      for (vf &v : block.v) v *= scale;
   }
 
   const IntRounding<kBits> rounding_;
   const int group_;
 };
+
+// Sums stay in registers: L1 has them once, and the scales of a tile are made side by side.
+template <int kBits, bool kHadamard>
+constexpr int kSumTile<IntCodec<kBits, kHadamard>> = 2048;
 
 template <class Codec>
 class Values;

@@ -52,13 +52,19 @@ FL_NOINLINE const float *transform_groups(const T *x, int group, int groups, flo
 }
 
 // make_scale of core/int_group.h for every group.
-FL_NOINLINE inline void scale_groups(const IntLevels &levels, vi *top, int groups, float *scales, float *inverse) {
+template <int kBits>
+FL_NOINLINE void scale_groups(const IntLevels &levels, vi *top, int groups, float *scales, float *inverse) {
+  constexpr int32_t kStep = 1 << clear_bits(kBits);
   for (int g = groups; g % kLanes; ++g) top[g] = vi{};
   for (int g = 0; g < groups; g += kLanes) {
-    const vi bits = max_of_each(top + g);
-    const vi not_finite = bits >= int32_t(kF32Inf), usual = ~not_finite & (bits >= int32_t(kTinyBits));
-    const vi scale = ((vi)((vf)bits / levels.units) & usual) | (int32_t(kF32Nan) & not_finite);
-    store(inverse + g, (vf)((vi)(levels.span / (vf)bits) & usual));
+    const vi amax = max_of_each(top + g);
+    const vi up = ((vi)((vf)amax / levels.units) + (kStep - 1)) & -kStep;
+    const vi least = (vf)up * levels.units < (vf)amax ? up + kStep : up;
+    const vi outermost = (vi)((vf)least * float(outermost_level(kBits)));
+    const vi not_finite = (amax >= int32_t(kF32Inf)) | (outermost >= int32_t(kF32Inf));
+    const vi usual = ~not_finite & (amax >= int32_t(kTinyBits));
+    const vi scale = (least & usual) | (int32_t(kF32Nan) & not_finite);
+    store(inverse + g, (vf)((vi)(levels.steps / (vf)least) & usual));
     if (groups - g >= kLanes)
       store(scales + g, (vf)scale);
     else
@@ -90,7 +96,7 @@ class IntRounding {
   FL_NOINLINE void quantize(const float *values, vi *top, int groups, float *scales, uint8_t *codes, int64_t unit,
                             Ahead ahead) const {
     alignas(64) float inverse[kMaxGroups];
-    scale_groups(levels_, top, groups, scales, inverse);
+    scale_groups<kBits>(levels_, top, groups, scales, inverse);
     if constexpr (!kRuns)
       if (full_) return quantize_groups<Rounding::kFull>(values, inverse, groups, codes, unit, ahead);
     if (stochastic_)
@@ -113,47 +119,93 @@ class IntRounding {
       const uint64_t first = offset_ + uint64_t(unit + g) * group;
       if (__builtin_expect(inverse[g] == 0.0f, 0))
         __builtin_memset(codes, 0, size_t(bytes));
+      else if constexpr (kHow == Rounding::kStochastic)
+        stochastic_group(values, group, inverse[g], key_at(key_, first), uint32_t(first), codes);
       else
-        quantize_group<kHow>(values, group, inverse[g], key_at(key_, first), uint32_t(first), codes);
+        nearest_group<kHow>(values, group, inverse[g], codes);
     }
   }
 
-  // The codes of some vectors of values in the low bits of the lanes; the bits above are not zero. `spread` is that of the
-  // element numbers of the first lanes.
+  // The codes of some vectors of values in the low bits of the lanes; the bits above are not zero.
   template <Rounding kHow, int N>
-  static FL_INLINE void round_to_codes(const float *values, float inverse, RngKey key, vu spread, vi (&codes)[N]) {
-    constexpr bool kStochastic = kHow == Rounding::kStochastic;
+  static FL_INLINE void nearest_codes(const float *values, float inverse, vi (&codes)[N]) {
     for (int j = 0; j < N; ++j) {
       vf v = load(values + j * kLanes) * inverse;
-      if constexpr (kStochastic) v += rounding_noise(key, spread + j * kLanes * kSpread);
-      if constexpr (kStochastic || kRuns) v = clamp_number(v, kTop);  // else no code exceeds the outermost
+      if constexpr (kRuns) v = clamp_number(v, kTop);  // else no code exceeds the outermost
       if constexpr (kHow == Rounding::kFull) v = v < broadcast(kTop) ? v : broadcast(kTop);
       if constexpr (kRuns) v -= kBelow;
       codes[j] = (vi)(v + 12582912.0f);  // round_even of core/int_group.h
     }
   }
 
-  template <Rounding kHow>
-  static FL_INLINE void quantize_group(const float *values, int group, float inverse, RngKey key, uint32_t first,
-                                       uint8_t *codes) {
+  // stochastic_code of core/int_group.h for the 32 values of a run, the first of which has the number that `spread` is of.
+  // Codes are in the upper halves of the lanes: what is below is the fraction.
+  static FL_INLINE void stochastic_codes(const float *values, float units, RngKey key, vu spread,
+                                         vi (&codes)[kVectors]) {
+    const auto sum = [&](int j, vi random) FL_LAMBDA {
+      codes[j] = nearest_of(load(values + j * kLanes) * units) + random;
+      if constexpr (kRuns) codes[j] -= int32_t(kBelow * kNoiseUnits);
+    };
+    for (int j = 0; j < kQuad; ++j) {
+      const Halves random = random_halves(key, spread + j * kLanes * kSpread);
+      sum(j, random.first);
+      sum(j + kQuad, random.second);
+    }
+  }
+
+  static FL_INLINE void stochastic_group(const float *values, int group, float inverse, RngKey key, uint32_t first,
+                                         uint8_t *codes) {
+    const float units = inverse * kNoiseUnits;
     vu spread = (iota() + first) * kSpread + key.a;
+    vi run[kVectors];
+    if (kBits != 4 || group == kBlock) {
+      for (int i = 0; i < group; i += kBlock, spread += kBlock * kSpread) {
+        stochastic_codes(values + i, units, key, spread, run);
+        store_codes(codes + code_bytes(i), run);
+      }
+    } else {
+      const int half = group / 2;
+      for (int i = 0; i < half; i += kBlock, spread += kBlock * kSpread) {
+        vi high[kVectors];
+        stochastic_codes(values + i, units, key, spread, run);
+        stochastic_codes(values + half + i, units, key, spread + half * kSpread, high);
+        store_third_nibbles(codes + i, run, high);
+      }
+    }
+  }
+
+  // Those of a run whose bytes no other one shares.
+  static FL_INLINE void store_codes(uint8_t *p, vi (&run)[kVectors]) {
+    if constexpr (kBits == 8) return store_third_bytes(p, run);
+    for (vi &codes : run) codes >>= kNoiseBits;
+    if constexpr (kRuns) {
+      store_run<kBits>(p, run);
+    } else {
+      vi joined[kQuad];
+      for (int j = 0; j < kQuad; ++j) joined[j] = join_nibbles(run[j], run[j + kQuad]);
+      store_low_bytes(p, joined);
+    }
+  }
+
+  template <Rounding kHow>
+  static FL_INLINE void nearest_group(const float *values, int group, float inverse, uint8_t *codes) {
     vi low[kQuad], high[kQuad];
     if constexpr (kRuns) {
-      for (int i = 0; i < group; i += kBlock, spread += kBlock * kSpread) {
+      for (int i = 0; i < group; i += kBlock) {
         vi run[kVectors];
-        round_to_codes<kHow>(values + i, inverse, key, spread, run);
+        nearest_codes<kHow>(values + i, inverse, run);
         store_run<kBits>(codes + code_bytes(i), run);
       }
     } else if constexpr (kBits == 8) {
-      for (int i = 0; i < group; i += 16, spread += 16 * kSpread) {
-        round_to_codes<kHow>(values + i, inverse, key, spread, low);
+      for (int i = 0; i < group; i += 16) {
+        nearest_codes<kHow>(values + i, inverse, low);
         store_low_bytes(codes + i, low);
       }
     } else {
       const int half = group / 2;
-      for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
-        round_to_codes<kHow>(values + i, inverse, key, spread, low);
-        round_to_codes<kHow>(values + half + i, inverse, key, spread + half * kSpread, high);
+      for (int i = 0; i < half; i += 16) {
+        nearest_codes<kHow>(values + i, inverse, low);
+        nearest_codes<kHow>(values + half + i, inverse, high);
         for (int j = 0; j < kQuad; ++j) low[j] = join_nibbles(low[j], high[j]);
         store_low_bytes(codes + i, low);
       }

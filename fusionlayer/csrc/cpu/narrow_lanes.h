@@ -6,6 +6,14 @@
 
 namespace fl::FL_ISA {
 
+#if defined(FL_AVX512)
+// Those of 32 lanes, in order.
+FL_INLINE __m512i upper_halves(const vi (&v)[kVectors]) {
+  const vu odd = (iota() * 4 + 1) | (iota() * 4 + 3) << 16;  // of the 64 halves of both
+  return _mm512_permutex2var_epi16((__m512i)v[0], (__m512i)odd, (__m512i)v[1]);
+}
+#endif
+
 // 16 bytes <-> 16 lanes of 32 bits ------------------------------------------------------------------------------------
 
 // The low bytes of 16 lanes.
@@ -34,6 +42,33 @@ FL_INLINE vi join_nibbles(vi a, vi b) {
   return (vi)_mm512_ternarylogic_epi32((__m512i)broadcast(15), (__m512i)a, (__m512i)(b << 4), 0xca);
 #else
   return (a & 15) | b << 4;
+#endif
+}
+
+// The third bytes of 32 lanes, above their low halves.
+FL_INLINE void store_third_bytes(uint8_t *p, const vi (&v)[kVectors]) {
+#if defined(FL_AVX512)
+  store(p, _mm512_cvtepi16_epi8(upper_halves(v)));
+#else
+  for (int i = 0; i < kVectors; i += kQuad) {
+    vi bytes[kQuad];
+    for (int j = 0; j < kQuad; ++j) bytes[j] = v[i + j] >> 16;
+    store_low_bytes(p + i * kLanes, bytes);
+  }
+#endif
+}
+
+// The low nibbles of these bytes, and above them those of b.
+FL_INLINE void store_third_nibbles(uint8_t *p, const vi (&a)[kVectors], const vi (&b)[kVectors]) {
+#if defined(FL_AVX512)
+  const __m512i high = _mm512_slli_epi16(upper_halves(b), 4), low = _mm512_set1_epi16(15);
+  store(p, _mm512_cvtepi16_epi8(_mm512_ternarylogic_epi32(low, upper_halves(a), high, 0xca)));
+#else
+  for (int i = 0; i < kVectors; i += kQuad) {
+    vi bytes[kQuad];
+    for (int j = 0; j < kQuad; ++j) bytes[j] = (a[i + j] >> 16 & 15) | (b[i + j] >> 12 & 0xf0);
+    store_low_bytes(p + i * kLanes, bytes);
+  }
 #endif
 }
 
@@ -68,8 +103,7 @@ FL_INLINE void load_bytes(const uint8_t *p, vi (&v)[kQuad]) {
 template <Store kStore>
 FL_INLINE void store_high_halves(uint16_t *p, const vi (&v)[kVectors]) {
 #if defined(FL_AVX512)
-  const vu odd = (iota() * 4 + 1) | (iota() * 4 + 3) << 16;  // of the 64 halves of both
-  store<kStore>(p, _mm512_permutex2var_epi16((__m512i)v[0], (__m512i)odd, (__m512i)v[1]));
+  store<kStore>(p, upper_halves(v));
 #elif defined(FL_AVX2)
   for (int j = 0; j < 2; ++j) {
     const __m256i a = (__m256i)((vu)v[2 * j] >> 16), b = (__m256i)((vu)v[2 * j + 1] >> 16);

@@ -19,6 +19,16 @@ FL_INLINE vu random_bits(RngKey key, vu spread) {
   return h ^ (h >> 16);
 }
 
+// rounding_half of core/rng.h for the elements of some numbers and for those 16 further on, from the numbers' spread.
+struct Halves {
+  vi first, second;
+};
+
+FL_INLINE Halves random_halves(RngKey key, vu spread) {
+  const vu bits = almost_random_bits(key, spread), upper = bits >> 16;
+  return {(vi)((bits ^ upper) & 0xffff), (vi)upper};
+}
+
 // rounding_noise of core/rng.h, likewise. The last step's shift and this one's make one of each operand, which saves an
 // operation where three operands can be combined in one.
 FL_INLINE vf rounding_noise(RngKey key, vu spread) {

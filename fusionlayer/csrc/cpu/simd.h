@@ -178,6 +178,31 @@ FL_INLINE vf clamp_number(vf v, float bound) {
 #endif
 }
 
+// a * b + c, for products that are exact: fused or not, it is rounded once, so that every instruction set has the same bits.
+FL_INLINE vf add_exact_product(vf a, vf b, vf c) {
+#if defined(FL_AVX512)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(FL_AVX2)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The nearest integer of each lane, ties to even; magnitudes are below 2^23.
+FL_INLINE vi nearest_of(vf v) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_cvtps_epi32(v);
+#elif defined(FL_AVX2)
+  return (vi)_mm256_cvtps_epi32(v);
+#elif defined(FL_SSE2)
+  return (vi)_mm_cvtps_epi32(v);
+#else
+  const vf magic = (vf)(((vi)v & INT32_MIN) | 0x4b000000);  // 2^23 with the sign of v
+  return __builtin_convertvector((v + magic) - magic, vi);
+#endif
+}
+
 // Butterflies --------------------------------------------------------------------------------------------------------
 
 template <int H, int... I>

@@ -18,7 +18,7 @@ class FloatLanes {
         to_f16_(10 - format.mantissa),
         sign_to_f16_(15 - (format.bits - 1)),
         nan_(format.top == 0x7e ? uint16_t(0x7f) : uint16_t(0xffff)),
-        moved_(bits_float(uint32_t(127 + 15 - format.bias) << 23)) {}
+        unit_(bits_float(uint32_t(127 + 15 - format.bias) << 23)) {}
 
   FL_INLINE vi codes(vf v) const {
     const vi a = magnitude_bits(v);
@@ -29,14 +29,20 @@ class FloatLanes {
     return min(magnitude, broadcast(top_)) | ((vi)v >> 31 & sign_);
   }
 
-  FL_INLINE Block values(vh (&codes)[kHalfVectors]) const {
+  // The values divided by `unit`.
+  FL_INLINE Block in_units(vh (&codes)[kHalfVectors]) const {
     for (vh &h : codes) {
       const vh magnitude = h & magnitude_;
       const vh moved = magnitude << to_f16_ | (h ^ magnitude) << sign_to_f16_;
       h = magnitude == nan_ ? kF16Nan - vh{} : moved;
     }
-    Block b = f16_to_f32(codes);
-    for (vf &v : b.v) v *= moved_;
+    return f16_to_f32(codes);
+  }
+  float unit() const { return unit_; }
+
+  FL_INLINE Block values(vh (&codes)[kHalfVectors]) const {
+    Block b = in_units(codes);
+    for (vf &v : b.v) v *= unit_;
     return b;
   }
 
@@ -46,10 +52,11 @@ class FloatLanes {
   uint16_t magnitude_;
   int to_f16_, sign_to_f16_;
   uint16_t nan_;
-  float moved_;
+  float unit_;
 };
 
-// encode writes the codes of 32 values times `inverse`, kBytes of them; decode reads such a run.
+// encode writes the codes of 32 values times `inverse`, kBytes of them; decode reads such a run, as multiples of `unit`: a power
+// of two that scales can take in, so that no value is multiplied twice.
 
 class Float8 {
  public:
@@ -68,8 +75,10 @@ class Float8 {
   FL_INLINE Block decode(const uint8_t *bytes) const {
     vh codes[kHalfVectors];
     widen_bytes(load_bytes16(bytes), load_bytes16(bytes + 16), codes);
-    return lanes_.values(codes);
+    return lanes_.in_units(codes);
   }
+
+  float unit() const { return lanes_.unit(); }
 
  private:
   FloatLanes lanes_;
@@ -78,6 +87,8 @@ class Float8 {
 class Int8 {
  public:
   static constexpr int kBytes = 32;
+
+  float unit() const { return 1.0f; }
 
   explicit Int8(uint32_t) {}
 
@@ -103,6 +114,8 @@ class Int8 {
 class Float6 {
  public:
   static constexpr int kBytes = 24;
+
+  float unit() const { return 1.0f; }
 
   explicit Float6(uint32_t format) : lanes_(float_format(format), 0x20) {}
 
@@ -141,6 +154,8 @@ class Float6 {
 class Float4 {
  public:
   static constexpr int kBytes = 16;
+
+  float unit() const { return 1.0f; }
 
   explicit Float4(uint32_t format) : lanes_(float_format(format), 8) {}
 

@@ -16,7 +16,6 @@ namespace fl::FL_ISA {
 
 // Elements of a tile, unless a unit is larger. Long tiles save overhead; where several f32 arrays share L1, short ones fit.
 constexpr int kTile = 2048;
-constexpr int kSumTile = 512;
 
 // A part of one message: `size` elements from number `element` of the message on, which begin its unit `unit`.
 struct Tile {
@@ -141,7 +140,7 @@ class Values : public TileValues {
 template <class Codec>
 void encode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel, units = (numel + codec.unit() - 1) / codec.unit();
-  for_each_tile(codec, job.residual ? kSumTile : kTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(codec, job.residual ? kShortTile : kTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t offset = tile.message * numel + tile.element, unit = tile.message * units + tile.unit;
     const auto out = codec.at(*job.out, tile.message, tile.unit);
     if (job.residual || tile.size % codec.unit()) {
@@ -196,7 +195,7 @@ FL_INLINE void add_messages(const Codec &codec, Values<Codec> &values, const Job
 template <class Codec>
 void decode_sum(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const uint32_t dtype = job.spec->dtype;
-  for_each_tile(codec, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(codec, kSumTile<Codec>, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     Values<Codec> values(codec, tile.size);
     job.add ? values.set(dtype, job.y, tile.element) : values.clear();
     add_messages(codec, values, job, tile.unit);
@@ -206,22 +205,23 @@ void decode_sum(const Codec &codec, const Job &job, int64_t begin, int64_t end) 
 
 template <class Codec>
 void recode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
-  for_each_tile(codec, kSumTile, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
-    Values<Codec> values(codec, tile.size);
-    job.x ? values.set(job.spec->dtype, job.x, tile.element) : values.clear();
-    add_messages(codec, values, job, tile.unit);
-    const auto out = codec.at(*job.out, 0, tile.unit);
-    if (job.residual) values.add(job.residual + tile.element);
-    values.encode(out, tile.unit);
-    if (job.residual && !job.look) values.lose(out, job.residual + tile.element);
-  });
+  for_each_tile(codec, job.residual ? kShortTile : kSumTile<Codec>, job.spec->numel, begin, end,
+                [&](const Tile &tile) FL_LAMBDA {
+                  Values<Codec> values(codec, tile.size);
+                  job.x ? values.set(job.spec->dtype, job.x, tile.element) : values.clear();
+                  add_messages(codec, values, job, tile.unit);
+                  const auto out = codec.at(*job.out, 0, tile.unit);
+                  if (job.residual) values.add(job.residual + tile.element);
+                  values.encode(out, tile.unit);
+                  if (job.residual && !job.look) values.lose(out, job.residual + tile.element);
+                });
 }
 
 // fl_encode_difference.
 template <class Codec>
 void encode_difference(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel, units = (numel + codec.unit() - 1) / codec.unit();
-  for_each_tile(codec, kSumTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
+  for_each_tile(codec, kShortTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t offset = tile.message * numel + tile.element;
     Values<Codec> values(codec, tile.size);
     values.set_difference(static_cast<const float *>(job.x) + offset, job.spec->dtype, job.y, offset);

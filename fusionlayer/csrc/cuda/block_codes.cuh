@@ -340,9 +340,15 @@ FL_DEVICE void add_messages(const BlockLayout &layout, const BlockMessages &in, 
     const PackedRun packed = next;
     if (m + 1 < in.count) next = load_run(layout, in, m + 1, run);
     float part[kBlock];
-    decode_run<kTransform>(layout, packed, lane, part);
+    if constexpr (kTransform) {
+      decode_run<kTransform>(layout, packed, lane, part);
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] += part[i];
+      for (int i = 0; i < kBlock; ++i) v[i] += part[i];
+    } else {
+      values_of(layout, packed, part);
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) v[i] = add_exact_product(part[i], packed.scale, v[i]);
+    }
   }
 }
 

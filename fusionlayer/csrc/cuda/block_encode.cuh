@@ -66,7 +66,7 @@ FL_DEVICE void encode_tile(const BlockEncoding &a, const BlockPiece &piece, int6
   // Lanes of a block may see what the first of them writes below: it makes the same scale again.
   const uint32_t given = layout.given && run.exists ? static_cast<const uint16_t *>(piece.scales)[run.block] : 0;
   const BlockScale scale =
-      layout.given ? given_block_scale(given, amax) : make_block_scale(layout.scaling, amax, squares);
+      layout.given ? given_block_scale(layout.scaling, given, amax) : make_block_scale(layout.scaling, amax, squares);
 
   if (layout.scaling.kind == FL_SCALE_DUAL) {
 #pragma unroll

@@ -145,22 +145,36 @@ FL_DEVICE void unpack_alone(const IntLayout &layout, const Packed &packed, const
 
 FL_DEVICE float code_bias(int bits) { return bits == 8 ? 128.0f : bits == 4 ? 8.0f : bits == 3 ? 7.0f : 3.0f; }
 
-// v = decoded values of a lane's block, whose levels plus bias are `bytes`.
+// v = what the scale of a lane's block is multiplied by; its levels plus bias are `bytes`.
 template <bool kTransform>
-FL_DEVICE void dequantize(const uint32_t (&bytes)[kWords], float bias, float scale, float (&v)[kBlock]) {
+FL_DEVICE void unscaled(const uint32_t (&bytes)[kWords], float bias, float (&v)[kBlock]) {
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] = unsigned_byte(bytes[i / 4], i % 4, bias);
   if (kTransform) hadamard32(v);
-  const float factor = decode_scale(scale, kTransform);
+}
+
+// v = decoded values of a lane's block; `factor` is decode_scale of its scale.
+template <bool kTransform>
+FL_DEVICE void dequantize(const uint32_t (&bytes)[kWords], float bias, float factor, float (&v)[kBlock]) {
+  unscaled<kTransform>(bytes, bias, v);
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] *= factor;
+}
+
+// sum += them.
+template <bool kTransform>
+FL_DEVICE void add_dequantized(const uint32_t (&bytes)[kWords], float bias, float factor, float (&sum)[kBlock]) {
+  float v[kBlock];
+  unscaled<kTransform>(bytes, bias, v);
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) sum[i] = add_exact_product(v[i], factor, sum[i]);
 }
 
 template <bool kTransform>
 FL_DEVICE void decode_block(const IntLayout &layout, const Packed &packed, const Place &at, float (&v)[kBlock]) {
   uint32_t bytes[kWords];
   unpack_codes(layout, packed, at, bytes);
-  dequantize<kTransform>(bytes, code_bias(layout.bits), packed.scale, v);
+  dequantize<kTransform>(bytes, code_bias(layout.bits), decode_scale(packed.scale, layout.bits, kTransform), v);
 }
 
 // bytes = codes of a lane's block, in two's complement.

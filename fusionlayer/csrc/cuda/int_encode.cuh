@@ -37,28 +37,54 @@ struct IntPiece {
   uint64_t number;  // of its first element in the seed's sequence
 };
 
+// In the low bits of v + kMagic stands v rounded, for |v| < 2^22.
+constexpr float kMagic = 12582912.0f;
+constexpr int32_t kMagicBits = 0x4b400000;
+
+// bytes = stochastic_code of core/int_group.h of the values of a lane's block, whose first element has the number `number`.
+template <bool kWide>
+FL_DEVICE void quantize_by_chance(const IntEncoding &a, const float (&v)[kBlock], float inverse, uint64_t number,
+                                  uint32_t (&bytes)[kWords]) {
+  const RngKey key = near_key(a.key, number);
+  const float units = inverse * kNoiseUnits;
+  const int32_t below = int32_t(a.levels.below * kNoiseUnits) + (kWide ? 0 : kMagicBits);
+  const auto sum = [&](int i, uint32_t random) {
+    const float t = v[i] * units;
+    return uint32_t((kWide ? nearest_int(t) : int32_t(float_bits(t + kMagic))) + int32_t(random) - below);
+  };
+#pragma unroll
+  for (int word = 0; word < kWords / 2; ++word) {
+    uint32_t first[4], second[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 4 * word + j;
+      const uint32_t random = random_bits(key, uint32_t(number) + i);
+      first[j] = sum(i, half_of_bits(random, false));
+      second[j] = sum(i + kNoisePair, half_of_bits(random, true));
+    }
+    bytes[word] = low_bytes<kNoiseBits / 8>(first[0], first[1], first[2], first[3]);
+    bytes[word + kWords / 2] = low_bytes<kNoiseBits / 8>(second[0], second[1], second[2], second[3]);
+  }
+}
+
 // bytes = codes of a lane's block, whose first element has the number `number`: int_code of core/int_group.h, but for the
-// order of its steps. In the low byte of v + kMagic stands v rounded. Without noise 4 and 8 bits need limits with the full range alone.
+// order of its steps. Without noise 4 and 8 bits need limits with the full range alone.
 FL_DEVICE void quantize(const IntEncoding &a, const float (&v)[kBlock], float inverse, uint64_t number,
                         uint32_t (&bytes)[kWords]) {
-  constexpr float kMagic = 12582912.0f;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) bytes[i] = 0;
   if (inverse == 0.0f) return;
-  const int32_t middle = int32_t(float_bits(kMagic)), most = middle + a.levels.most, least = middle + a.levels.least;
+  const int32_t most = kMagicBits + a.levels.most, least = kMagicBits + a.levels.least;
   const auto limited = [&](float t) {
     const int32_t q = int32_t(float_bits(t - a.levels.below + kMagic));
     return uint32_t(q > most ? most : q < least ? least : q);
   };
   if (a.stochastic) {
-    const RngKey key = near_key(a.key, number);
-    const auto code = [&](int i) {
-      return limited(v[i] * inverse + rounding_noise(random_bits(key, uint32_t(number) + i)));
-    };
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      bytes[i] = low_bytes(code(4 * i), code(4 * i + 1), code(4 * i + 2), code(4 * i + 3));
-  } else if (between_integers(a.layout.bits) || a.levels.span > float(a.levels.most)) {
+    if (a.layout.bits == 8)
+      quantize_by_chance<true>(a, v, inverse, number, bytes);
+    else
+      quantize_by_chance<false>(a, v, inverse, number, bytes);
+  } else if (between_integers(a.layout.bits) || a.levels.units > float(a.levels.most)) {
     const auto code = [&](int i) { return limited(v[i] * inverse); };
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
@@ -79,7 +105,7 @@ FL_DEVICE void decode_own(int bits, const uint32_t (&bytes)[kWords], float scale
 #pragma unroll
   for (int i = 0; i < kWords; ++i)
     biased[i] = (between ? (bytes[i] << 1 & 0xfefefefeu) | 0x01010101u : bytes[i]) ^ 0x80808080u;
-  dequantize<kTransform>(biased, code_bias(8), scale, v);
+  dequantize<kTransform>(biased, code_bias(8), decode_scale(scale, bits, kTransform), v);
 }
 
 // A span of a message. A group larger than a tile is gone through twice, the second time without its last tile, which is
@@ -123,7 +149,7 @@ FL_DEVICE void encode_span(const IntEncoding &a, const IntPiece &piece, int64_t 
       const uint32_t largest = largest_of(v);
       amax = largest > amax ? largest : amax;
     }
-    if (step == tiles - 1) scale = make_scale(max_over_lanes(amax, layout.lanes()), a.levels.units, a.levels.span);
+    if (step == tiles - 1) scale = make_scale(max_over_lanes(amax, layout.lanes()), layout.bits, a.levels);
     if (step < tiles - 1) continue;
 
     uint32_t bytes[kWords];

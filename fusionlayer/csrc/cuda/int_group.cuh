@@ -28,10 +28,10 @@ FL_DEVICE void add_messages(const IntLayout &layout, const IntMessages &in, cons
     const Packed packed = next;
     next = after;
     if (m + 2 < in.count) after = load_packed(layout, in, m + 2, at);
-    float part[kBlock];
-    decode_block<kTransform>(layout, packed, at, part);
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] += part[i];
+    uint32_t bytes[kWords];
+    unpack_codes(layout, packed, at, bytes);
+    const float factor = decode_scale(packed.scale, layout.bits, kTransform);
+    add_dequantized<kTransform>(bytes, code_bias(layout.bits), factor, v);
   }
 }
 
@@ -47,13 +47,11 @@ FL_DEVICE void add_foreign_messages(const IntLayout &layout, bool transformed, c
     if (m + 1 < in.count) next = load_alone(layout, in, m + 1, there);
     uint32_t bytes[kWords];
     unpack_alone(layout, packed, there, bytes);
-    float part[kBlock];
+    const float factor = decode_scale(packed.scale, layout.bits, transformed);
     if (transformed)
-      dequantize<true>(bytes, code_bias(layout.bits), packed.scale, part);
+      add_dequantized<true>(bytes, code_bias(layout.bits), factor, v);
     else
-      dequantize<false>(bytes, code_bias(layout.bits), packed.scale, part);
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] += part[i];
+      add_dequantized<false>(bytes, code_bias(layout.bits), factor, v);
   }
 }
 

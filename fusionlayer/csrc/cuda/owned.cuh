@@ -95,9 +95,22 @@ FL_DEVICE void hadamard_over_lanes(float (&v)[kBlock], int width, int lane) {
   }
 }
 
-// The low bytes of four integers.
+// Byte kByte of each of four integers.
+template <int kByte = 0>
 FL_DEVICE uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+  constexpr uint32_t kBoth = 0x0040 + 0x0011 * kByte;
+  return __byte_perm(__byte_perm(a, b, kBoth), __byte_perm(c, d, kBoth), 0x5410);
+}
+
+// a * b + c, for products that are exact: the CPU may multiply and add. It is written in assembly because the compiler is told
+// to make no fused multiply-add of its own, and tests look for one outside of this.
+FL_DEVICE float add_exact_product(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(c) : "f"(a), "f"(b));
+  return c;
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
 }
 
 // Byte i less a bias: in the low bits of 2^23 it adds exactly itself.
