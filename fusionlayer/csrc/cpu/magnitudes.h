@@ -95,7 +95,6 @@ inline Magnitudes stats(const float *run, int n, uint32_t above) {
   vd total[2 * kQuad]{}, squares[2 * kQuad]{};  // the partial sums of a run, lane by lane
   const auto add = [&](const float *x) FL_LAMBDA {
     for (int q = 0; q < kQuad; ++q) {
-      __builtin_prefetch(reinterpret_cast<const char *>(x + q * kLanes) + kFarAhead);
       const vi bits = magnitude_bits(load(x + q * kLanes));
       count = count_greater(count, bits, bound);
       largest = max(largest, bits);
@@ -108,7 +107,10 @@ inline Magnitudes stats(const float *run, int n, uint32_t above) {
     }
   };
   const int rest = n % kRunSums;
-  for (int i = 0; i < n - rest; i += kRunSums) add(run + i);
+  for (int i = 0; i < n - rest; i += kRunSums) {  // a line of the caches
+    __builtin_prefetch(reinterpret_cast<const char *>(run + i) + kFarAhead);
+    add(run + i);
+  }
   if (rest) {
     float last[kRunSums] = {};
     __builtin_memcpy(last, run + n - rest, rest * sizeof(float));
