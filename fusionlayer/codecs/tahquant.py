@@ -98,8 +98,10 @@ class TAHQuant(NativeCodec, name="tahquant"):
         tokens, coarse = self._tokens(form.numel)
         if coarse:
             keys = native.token_keys(self._known(form, x.dtype), x, how.residual, len(bodies), tokens)
+            unique = keys.long() << 32 | torch.arange(tokens, device=x.device)  # of equal ones the first
+            most = unique.topk(coarse, dim=1, largest=False, sorted=False).values.amax(1, keepdim=True)
             marks = torch.zeros(len(bodies), -(-tokens // RUN) * RUN, dtype=torch.int32, device=x.device)
-            marks.scatter_(1, keys.argsort(stable=True, dim=1)[:, :coarse], 1)
+            marks[:, :tokens] = unique <= most
             bodies[:, : marks.shape[1] // 8].copy_(pack_runs(marks, 1).view(len(bodies), -1))
         super()._encode_rows(x, bodies, form, how)
 

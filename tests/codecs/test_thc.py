@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.codecs._arithmetic import rounding_noise
 from fusionlayer.codecs.thc import THC
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
@@ -81,6 +82,28 @@ def test_the_core_makes_the_bytes_of_the_oracle(options: dict[str, Any], dtype: 
             oracle.encode(x, want, seed=11, offset=2**32 - 1024)
             assert torch.equal(payload, want)
             assert torch.equal(each.decompress(payload, numel), oracle.decompress(want, numel))
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("levels", ["normal", "uniform"])
+def test_values_beside_the_place_where_they_are_rounded(levels: str, rounding: str) -> None:
+    # The only value of a block makes its rotated values equal, and up to three bits from where one of them is rounded.
+    blocks, seed = 7 * 32 * 64, 5
+    codec = replace(THC(levels=levels, rounding=rounding, block_size=32), rms=torch.ones(()), signs=9).bare
+    assert isinstance(codec, THC)
+    oracle = TorchTHC(codec=codec, header=False)
+    grid, block = oracle.grid(torch.device("cpu")), torch.arange(blocks)
+    place = 0.5 + rounding_noise(seed, 0, 32 * blocks, grid.device).view(blocks, 32)[block, block // 7 % 32]
+    low = block // 224 % 15
+    value = grid[low] + (grid.diff()[low] * (place if rounding == "stochastic" else 0.5))
+    x = torch.zeros(blocks, 32)
+    only = (value / oracle._steps_per_rms(32)).float()
+    x[:, 0] = torch.where(only == 0, 0, only.view(torch.int32) + (block % 7 - 3).int()).view(torch.float32)
+    x = oracle._with_signs(x.flatten())
+    payload, want = (torch.zeros(codec.wire(x.numel()).capacity, dtype=torch.uint8) for _ in range(2))
+    codec.encode(x, payload, seed=seed)
+    oracle.encode(x, want, seed=seed)
+    assert torch.equal(payload, want)
 
 
 @pytest.mark.parametrize("levels", ["normal", "uniform"])

@@ -29,12 +29,12 @@ class LevelLanes {
 
   FL_INLINE vi code(vf x, vf factor, vf u) const {
     const vf y = (vf)magnitude_bits(x) * factor;
-    const vi sign = (vi)((vu)x >> 31 << (kBits - 1));
-    if constexpr (kBits == 2) return sign | (1 & (y > u));
+    const vi sign = (vi)((vu)x >> (32 - kBits)) & 1 << (kBits - 1);
+    if constexpr (kBits == 2) return count_greater(sign, y, u);
     if constexpr (kBits == 8) return min(truncate(curve(y) + (1.0f - u)), broadcast(top_)) | sign;
     const vi r = min(truncate(curve(y)), broadcast(top_ - 1));
     const vf below = y_(r);
-    return (r - (y > below + u * (below * ratio_ + base_))) | sign;
+    return count_greater(r, y, below + u * (below * ratio_ + base_)) | sign;
   }
 
  private:
@@ -366,7 +366,9 @@ void dynamiq_stats(const SuperGroupStats &job, int64_t begin, int64_t end) {
     const int n = left < kSuperGroup ? int(left) : kSuperGroup;
     const T *x = static_cast<const T *>(job.x) + first;
     vf v[kSuperGroup / kLanes]{};
+    Ahead ahead = Ahead::behind(x + kFarAhead / sizeof(T), n);
     for_each_block(n, [&](int i, auto access) FL_LAMBDA {
+      ahead.fetch(kBlock * int(sizeof(T)) / 64);
       Block b = access.load(x + i);
       if (job.residual) b = b + access.load(job.residual + first + i);
       for (int j = 0; j < kVectors; ++j) v[i / kLanes + j] = b.v[j];

@@ -60,50 +60,63 @@ FL_INLINE double fold(double (&sums)[N]) {
   return sums[0];
 }
 
-// The partial sums of a run, lane by lane.
-class RunSums {
- public:
-  explicit RunSums(uint32_t above) : bound_(broadcast(int32_t(above) - 1)) {}
+// The lanes of v above `low` and below `high`; 0 for the others.
+FL_INLINE vi between(vi v, vi low, int32_t high) {
+#if defined(FL_AVX512)
+  const __mmask16 above = _mm512_cmpgt_epi32_mask((__m512i)v, (__m512i)low);
+  return (vi)_mm512_maskz_mov_epi32(_mm512_mask_cmplt_epi32_mask(above, (__m512i)v, (__m512i)broadcast(high)),
+                                    (__m512i)v);
+#else
+  return v & (v > low) & (v < high);
+#endif
+}
 
-  FL_INLINE void add(const float *x) {
-    for (int q = 0; q < kQuad; ++q) {
-      const vi bits = magnitude_bits(load(x + q * kLanes));
-      count_ = count_greater(count_, bits, bound_);
-      largest_ = max(largest_, bits);
-      vd wide[2];
-      widen((vf)(bits & (bits > bound_) & (bits < int32_t(kF32Inf))), wide);
-      for (int h = 0; h < 2; ++h) {
-        total_[2 * q + h] += wide[h];
-        squares_[2 * q + h] += wide[h] * wide[h];
-      }
-    }
-  }
+// sum + v * v. The square of what was f32 is exact, so it does not matter whether it is rounded before it is added.
+FL_INLINE vd add_square(vd sum, vd v) {
+#if defined(FL_AVX512)
+  return _mm512_fmadd_pd(v, v, sum);
+#elif defined(FL_AVX2)
+  return _mm256_fmadd_pd(v, v, sum);
+#else
+  return sum + v * v;
+#endif
+}
 
-  Magnitudes result() const {
-    return {fold_all(total_), fold_all(squares_), sum_of_lanes(count_), largest_lane(largest_)};
-  }
-
- private:
-  static FL_INLINE double fold_all(const vd (&sums)[2 * kQuad]) {
-    double each[kRunSums];
-    __builtin_memcpy(each, sums, sizeof each);
-    return fold(each);
-  }
-
-  vi bound_, count_ = {}, largest_ = {};
-  vd total_[2 * kQuad] = {}, squares_[2 * kQuad] = {};
-};
+template <int N>
+double fold_lanes(const vd (&sums)[N]) {
+  double each[N * (kLanes / 2)];
+  __builtin_memcpy(each, sums, sizeof each);
+  return fold(each);
+}
 
 inline Magnitudes stats(const float *run, int n, uint32_t above) {
-  RunSums sums(above);
+  const vi bound = broadcast(int32_t(above) - 1);
+  vi count{}, largest{};
+  vd total[2 * kQuad]{}, squares[2 * kQuad]{};  // the partial sums of a run, lane by lane
+  const auto add = [&](const float *x) FL_LAMBDA {
+    for (int q = 0; q < kQuad; ++q) {
+      const vi bits = magnitude_bits(load(x + q * kLanes));
+      count = count_greater(count, bits, bound);
+      largest = max(largest, bits);
+      vd wide[2];
+      widen((vf)between(bits, bound, int32_t(kF32Inf)), wide);
+      for (int h = 0; h < 2; ++h) {
+        total[2 * q + h] += wide[h];
+        squares[2 * q + h] = add_square(squares[2 * q + h], wide[h]);
+      }
+    }
+  };
   const int rest = n % kRunSums;
-  for (int i = 0; i < n - rest; i += kRunSums) sums.add(run + i);
+  for (int i = 0; i < n - rest; i += kRunSums) {  // a line of the caches
+    __builtin_prefetch(reinterpret_cast<const char *>(run + i) + kFarAhead);
+    add(run + i);
+  }
   if (rest) {
     float last[kRunSums] = {};
     __builtin_memcpy(last, run + n - rest, rest * sizeof(float));
-    sums.add(last);
+    add(last);
   }
-  Magnitudes result = sums.result();
+  Magnitudes result = {fold_lanes(total), fold_lanes(squares), sum_of_lanes(count), largest_lane(largest)};
   if (rest && above == 0) result.count -= kRunSums - rest;
   return result;
 }

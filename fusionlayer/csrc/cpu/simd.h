@@ -100,6 +100,10 @@ FL_INLINE void finish_streaming() {
 #endif
 }
 
+// How far a loop that does little with each byte is to prefetch, in bytes: beyond the page, where processors' own
+// prefetchers stop.
+constexpr int kFarAhead = 4096;
+
 // Fetches a block's bytes into the caches; they may lie beyond an array.
 template <class T>
 FL_INLINE void prefetch_block(const T *p) {
@@ -410,6 +414,15 @@ FL_INLINE uint32_t greater_mask(vi a, vi b) {
 FL_INLINE vi count_greater(vi count, vi a, vi b) {
 #if defined(FL_AVX512)
   return (vi)_mm512_mask_sub_epi32((__m512i)count, _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b), (__m512i)count,
+                                   _mm512_set1_epi32(-1));
+#else
+  return count - (a > b);
+#endif
+}
+
+FL_INLINE vi count_greater(vi count, vf a, vf b) {
+#if defined(FL_AVX512)
+  return (vi)_mm512_mask_sub_epi32((__m512i)count, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), (__m512i)count,
                                    _mm512_set1_epi32(-1));
 #else
   return count - (a > b);

@@ -33,11 +33,12 @@ class TahCodec {
   }
 
   template <class T>
-  void encode(const T *x, int n, Message out, int64_t, Ahead) const {
+  void encode(const T *x, int n, Message out, int64_t, Ahead ahead) const {
     alignas(64) float values[kMaxTile];
     const int tiles = (n + shape_.tile - 1) / shape_.tile;
+    if constexpr (std::is_same_v<T, float>) return quantize(x, values, tiles, out, ahead);
     for (int i = 0; i < tiles * shape_.tile; i += kBlock) store_block(values + i, load_block(x + i));
-    quantize(values, tiles, out);
+    quantize(values, values, tiles, out, ahead);
   }
 
   template <class Sink>
@@ -131,21 +132,28 @@ class TahCodec {
     store(steps, fits ? step : broadcast(int32_t(kBf16Nan)));
   }
 
-  FL_NOINLINE void quantize(float *values, int tiles, Message out) const {
+  // The tiles of x; `values` has room for those that are rotated, and may be x.
+  FL_NOINLINE void quantize(const float *x, float *values, int tiles, Message out, Ahead ahead) const {
+    const int lines = (ahead.lines() / 2 + tiles - 1) / tiles;  // half of them meanwhile, half while codes are made
     alignas(64) int32_t high[kMaxTiles + kLanes], low[kMaxTiles + kLanes];
-    extremes(values, tiles, high, low);
+    const float *tile[kMaxTiles];
+    for (int g = 0; g < tiles; ++g) tile[g] = x + g * shape_.tile;
+    extremes(tile, tiles, high, low);
     bool rotated = false;
     for (int g = 0; g < tiles; ++g) {
-      float *v = values + g * shape_.tile;
-      const int pivot = find_pivot(v, largest_magnitude(high[g], low[g]));
+      ahead.fetch(lines);
+      const int pivot = find_pivot(tile[g], largest_magnitude(high[g], low[g]));
       out.pivots[out.first + g] = uint8_t(pivot);
       if (pivot != kNoPivot) {
+        float *v = values + g * shape_.tile;
+        if (v != tile[g]) __builtin_memcpy(v, tile[g], size_t(shape_.tile) * sizeof(float));
+        tile[g] = v;
         swap(v, pivot);
         rotate_in_place(v, runs_, root_);
         rotated = true;
       }
     }
-    if (rotated) extremes(values, tiles, high, low);
+    if (rotated) extremes(tile, tiles, high, low);
     Walk walk(*this, out);
     alignas(64) int32_t most[kMaxTiles + kLanes] = {}, offsets[kMaxTiles + kLanes], steps[kMaxTiles + kLanes];
     uint8_t *codes[kMaxTiles];
@@ -155,11 +163,12 @@ class TahCodec {
     }
     for (int g = 0; g < tiles; g += kLanes) scale_tiles(high + g, low + g, most + g, offsets + g, steps + g);
     for (int g = 0; g < tiles; ++g) {
+      ahead.fetch(lines);
       const TahScale scale = {uint16_t(offsets[g]), uint16_t(steps[g])};
       out.offsets[out.first + g] = scale.offset;
       out.steps[out.first + g] = scale.step;
       if (scale.step >= kF32Inf >> 16) out.pivots[out.first + g] = kNoPivot;
-      store_codes(values + g * shape_.tile, scale, most[g], codes[g]);
+      store_codes(tile[g], scale, most[g], codes[g]);
     }
     const int64_t existing = (shape_.numel + shape_.tile - 1) / shape_.tile;
     if (walk.tile() == existing) fill_token(out, walk, shape_.tiles());
@@ -175,9 +184,10 @@ class TahCodec {
   }
 
   // The ordered highest value of each tile, and ~ the ordered lowest one.
-  FL_INLINE void extremes(const float *values, int tiles, int32_t *high, int32_t *low) const {
+  FL_INLINE void extremes(const float *const *tile, int tiles, int32_t *high, int32_t *low) const {
     vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
-    for (int g = 0; g < tiles; ++g, values += shape_.tile) {
+    for (int g = 0; g < tiles; ++g) {
+      const float *values = tile[g];
       vi most = ordered((vi)load(values)), least = most;
       for (int i = kLanes; i < shape_.tile; i += kLanes) {
         const vi v = ordered((vi)load(values + i));
@@ -243,10 +253,10 @@ class TahCodec {
       for (int h = 0; h < 2; ++h)
         for (int j = 0; j < kQuad; ++j) {
           const vf v = divide(load(values + i + 16 * h + j * kLanes) - offset);
-          q[h][j] = min(max((vi)(v + 12582912.0f) - 0x4b400000, vi{}), broadcast(most));  // tah_code
+          q[h][j] = (vi)(v + 12582912.0f);  // the low byte is tah_code, as no value is beyond the highest code
         }
       if (most == 15) {
-        for (int j = 0; j < kQuad; ++j) q[0][j] |= q[1][j] << 4;
+        for (int j = 0; j < kQuad; ++j) q[0][j] = join_nibbles(q[0][j], q[1][j]);
         store_low_bytes(codes, q[0]);
         continue;
       }
@@ -335,6 +345,11 @@ class TahCodec {
   float root_;
 };
 
+// Of log2_of_rest.
+#define FL_TERM(factor) factor,
+constexpr float kLog2Terms[] = {FL_LOG2_TERMS(FL_TERM)};
+#undef FL_TERM
+
 // fl_token_keys: tokens begin..end - 1 of all messages.
 template <class T>
 void token_keys(const Job &job, int64_t begin, int64_t end) {
@@ -345,17 +360,17 @@ void token_keys(const Job &job, int64_t begin, int64_t end) {
     const int n = int(left < shape.channels ? left : shape.channels);
     const T *x = static_cast<const T *>(job.x) + place;
     vd total[2 * kVectors] = {}, logs[2 * kVectors] = {};
+    Ahead ahead = Ahead::behind(x, n);
     for_each_block(n, [&](int i, auto access) FL_LAMBDA {
+      ahead.fetch(kBlock * int(sizeof(T)) / 64);
       Block b = access.load(x + i);
       if (job.residual) b = b + access.load(job.residual + place + i);
       for (int j = 0; j < kVectors; ++j) {
         const vi bits = magnitude_bits(b.v[j]);
         const vi exponent = (bits - int32_t(kRootHalf)) >> 23;  // log2_of
         const vf z = (vf)(bits - (exponent << 23)) - 1.0f;
-        vf sum{};
-#define FL_TERM(factor) sum = sum * z + factor;
-        FL_LOG2_TERMS(FL_TERM)
-#undef FL_TERM
+        vf sum = broadcast(kLog2Terms[0]);
+        for (int k = 1; k < int(sizeof kLog2Terms / sizeof *kLog2Terms); ++k) sum = sum * z + kLog2Terms[k];
         vd magnitude[2], whole[2], rest[2];
         widen((vf)(bits >= 0x00800000 ? bits : vi{}), magnitude);
         widen(__builtin_convertvector(exponent, vf), whole);

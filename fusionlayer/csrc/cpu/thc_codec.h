@@ -9,6 +9,57 @@
 
 namespace fl::FL_ISA {
 
+// thc_code of core/thc.h.
+class ThcGrid {
+ public:
+  explicit ThcGrid(bool uniform) : top_(uniform ? 15.0f : 30.0f), scale_(uniform ? 1.0f : 0.5f) {
+    for (int i = 0; i < 32; ++i) {
+#if defined(FL_AVX512)
+      const int step = uniform ? i / 2 : i;
+#else
+      const int step = i;
+#endif
+      const int below = thc_code_below(uniform, step);
+      const int low = thc_integer(uniform, below), high = thc_integer(uniform, below + 1);
+#if defined(FL_AVX512)
+      below_[i] = below;
+      low_[i] = int32_t(float_bits(float(2 * low) - top_));
+      width_[i] = int32_t(float_bits(float(2 * (high - low))));
+#else
+      intervals_[i] = below | 2 * (high - low) << 8 | (2 * low - int(top_) + 64) << 16;
+#endif
+    }
+  }
+
+  // `place` is 1.5 more than the noise.
+  FL_INLINE vi code(vf v, vf place) const {
+    v = clamp(v, top_);
+#if defined(FL_AVX512)
+    // v - low is a multiple of width / 2^25, or, where the width is no power of two, of 2^-19. So no rounding of the
+    // quotient changes on which side of the place it is.
+    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    const vi step = (vi)_mm512_fmadd_round_ps(v, broadcast(scale_), broadcast(12582912.0f + 15.0f), kDown);
+    const vf width = (vf)look_up(width_, step);
+    const vf least = _mm512_fmsub_round_ps(place, width, width, kDown);
+    return count_greater(look_up(below_, step), v - (vf)look_up(low_, step), least);
+#else
+    const vi interval = look_up(intervals_, (floor_of(v) + int(top_)) >> 1), below = interval & 255;
+    const vf low = __builtin_convertvector((interval >> 16) - 64, vf);
+    const vf width = __builtin_convertvector(interval >> 8 & 255, vf);
+    return below - (place - 1.5f < (v - low) / width - 0.5f);
+#endif
+  }
+
+ private:
+  float top_, scale_;
+  // Of each whole number of steps the code below, its value, and the way to the next value.
+#if defined(FL_AVX512)
+  alignas(64) int32_t below_[32], low_[32], width_[32];  // but for the first bits of f32; uniform: of half steps
+#else
+  alignas(64) int32_t intervals_[32];  // code | way << 8 | value + 64 << 16
+#endif
+};
+
 class ThcCodec {
  public:
   struct Message {
@@ -25,19 +76,8 @@ class ThcCodec {
         stochastic_(job.spec->param[0] & FL_THC_STOCHASTIC),
         key_(job.key),
         signs_(make_key(job.spec->param[3])),
-        offset_(uint64_t(job.spec->offset)) {
-    for (int t = 0; t < 32; ++t) {
-      const int below = thc_code_below(shape_.uniform, t);
-      const int low = thc_integer(shape_.uniform, below), high = thc_integer(shape_.uniform, below + 1);
-#if defined(FL_AVX512)
-      below_[t] = below;
-      low_[t] = int32_t(float_bits(float(2 * low - shape_.top())));
-      width_[t] = int32_t(float_bits(float(2 * (high - low))));
-      inverse_[t] = int32_t(float_bits(1.0f / float(2 * (high - low))));
-#else
-      intervals_[t] = below | 2 * (high - low) << 8 | (2 * low - shape_.top() + 64) << 16;
-#endif
-    }
+        offset_(uint64_t(job.spec->offset)),
+        grid_(shape_.uniform) {
     for (int code = 0; code < kThcLevels; ++code)
       levels_[code] = uint8_t(2 * thc_integer(shape_.uniform, code) - shape_.top());
   }
@@ -52,18 +92,24 @@ class ThcCodec {
   }
 
   template <class T>
-  void encode(const T *x, int n, Message out, int64_t, Ahead) const {
+  void encode(const T *x, int n, Message out, int64_t, Ahead ahead) const {
     alignas(64) float tile[kMaxTile];
-    const int count = (n + shape_.block - 1) / shape_.block * shape_.block;
-    const float rms = *out.rms;
-    if (!thc_usual(rms)) {
+    const int count = (n + shape_.block - 1) / shape_.block * shape_.block, runs = shape_.runs_of_block();
+    if (!thc_usual(*out.rms)) {
       __builtin_memset(out.codes, 0, size_t(count / kBlock * shape_.run_bytes()));
       return;
     }
-    for (int i = 0; i < count; i += kBlock) {
-      Block b = load_block(x + i);
-      for (vf &v : b.v) v /= rms;
-      store_block(tile + i, with_signs(b, out.first + i));
+    const float *values = tile;
+    if constexpr (std::is_same_v<T, float>)
+      values = x;
+    else
+      for (int i = 0; i < count; i += kBlock) store_block(tile + i, load_block(x + i));
+    const int lines = ahead.lines() / (count / kBlock);
+    for (int g = 0; g < count; g += shape_.block) {
+      const auto rotate_block = [&](auto n) FL_LAMBDA {
+        rotate<decltype(n)::value>(values + g, tile + g, out.first + g, *out.rms, ahead, lines);
+      };
+      runs == 32 ? rotate_block(Runs<32>{}) : with_runs(runs, rotate_block);
     }
     quantize(tile, count, out);
   }
@@ -76,47 +122,71 @@ class ThcCodec {
   }
 
  private:
-  // Values whose signs are those of the elements from number `first` of a message on.
-  FL_INLINE Block with_signs(Block b, int64_t first) const {
-    const RngKey key = key_at(signs_, uint64_t(first));
-    const vu spread = (iota() + uint32_t(first)) * kSpread + key.a;
-    for (int j = 0; j < kVectors; ++j)
-      b.v[j] = (vf)((vu)b.v[j] ^ (almost_random_bits(key, spread + j * kLanes * kSpread) & 0x80000000u));
-    return b;
+  // The signs of the elements from number `first` of a message on, none of which is 2^32 unless it is the first.
+  class Signs {
+   public:
+    Signs(const ThcCodec &codec, int64_t first)
+        : key_(key_at(codec.signs_, uint64_t(first))), spread_((iota() + uint32_t(first)) * kSpread + key_.a) {}
+
+    // Element i is the first of the values.
+    FL_INLINE Block on(Block b, int i) const {
+      for (int j = 0; j < kVectors; ++j) {
+        const vu bits = almost_random_bits(key_, spread_ + uint32_t(i + j * kLanes) * kSpread);
+        b.v[j] = (vf)((vu)b.v[j] ^ (bits & 0x80000000u));
+      }
+      return b;
+    }
+
+   private:
+    RngKey key_;
+    vu spread_;
+  };
+
+  // A block of x / rms with random signs, rotated, in half steps. The divisions take long, and the stages of the
+  // transform fill their gaps.
+  template <int N>
+  FL_NOINLINE void rotate(const float *x, float *out, int64_t first, float rms, Ahead &ahead, int lines) const {
+    const Signs signs(*this, first);
+    const float steps = shape_.steps;
+    hadamard_runs<N>(
+        out,
+        [&](int k) FL_LAMBDA {
+          ahead.fetch(lines);
+          Block b = load_block(x + k * kBlock);
+          for (vf &v : b.v) v /= rms;
+          return signs.on(b, k * kBlock);
+        },
+        [&](vf v) FL_LAMBDA { return v * steps; });
   }
 
-  FL_NOINLINE void quantize(float *tile, int count, Message out) const {
-    for (int g = 0; g < count; g += shape_.block) rotate_in_place(tile + g, shape_.runs_of_block(), shape_.steps);
-    for (int i = 0; i < count; i += kBlock, out.codes += 16) {
-      const uint64_t number = out.number + uint64_t(i);
-      const RngKey key = key_at(key_, number);
-      const vu spread = (iota() + uint32_t(number)) * kSpread + key.a;
-      vi both[kQuad];
-      for (int j = 0; j < kQuad; ++j)
-        both[j] = code(load(tile + i + j * kLanes), key, spread + j * kLanes * kSpread) |
-                  code(load(tile + i + 16 + j * kLanes), key, spread + (16 + j * kLanes) * kSpread) << 4;
-      store_low_bytes(out.codes, both);
+  FL_NOINLINE void quantize(const float *tile, int count, Message out) const {
+    for (int i = 0; i < count;) {  // a key holds for numbers whose upper halves are equal
+      const int64_t left = (int64_t(1) << 32) - int64_t(uint32_t(out.number)), n = left < count - i ? left : count - i;
+      stochastic_ ? store_codes<true>(tile + i, int(n), out) : store_codes<false>(tile + i, int(n), out);
+      i += int(n);
+      out.number += uint64_t(n);
+      out.codes += n / 2;
     }
   }
 
-  // thc_code.
-  FL_INLINE vi code(vf v, RngKey key, vu spread) const {
-    const int top = shape_.top();
-    v = clamp(v, float(top));
-    const vi place = (floor_of(v) + top) >> 1;
-#if defined(FL_AVX512)
-    const vi below = look_up(below_, place);
-    const vf width = (vf)look_up(width_, place), inverse = (vf)look_up(inverse_, place);
-    const vf up = quotient(v - (vf)look_up(low_, place), width, inverse) - 0.5f;
-#else
-    const vi interval = look_up(intervals_, place), below = interval & 255;
-    const vf low = __builtin_convertvector((interval >> 16) - 64, vf);
-    const vf width = __builtin_convertvector(interval >> 8 & 255, vf);
-    const vf up = (v - low) / width - 0.5f;
-#endif
-    vf noise{};
-    if (stochastic_) noise = (vf)((random_bits(key, spread) >> 9) | 0x3f800000u) - 1.5f;
-    return below - (noise < up);
+  template <bool kStochastic>
+  FL_INLINE void store_codes(const float *tile, int count, const Message &out) const {
+    const ThcGrid grid = grid_;  // that no store of bytes can change
+    const RngKey key = key_at(key_, out.number);
+    vu spread = (iota() + uint32_t(out.number)) * kSpread + key.a;
+    for (int i = 0; i < count; i += kBlock, spread += kBlock * kSpread) {
+      const auto code = [&](int at) FL_LAMBDA {
+        vf place = broadcast(1.5f);
+        if constexpr (kStochastic) {
+          const vu h = almost_random_bits(key, spread + uint32_t(at) * kSpread);
+          place = (vf)((h >> 9 ^ h >> 25) | 0x3f800000u);
+        }
+        return grid.code(load(tile + i + at), place);
+      };
+      vi both[kQuad];
+      for (int j = 0; j < kQuad; ++j) both[j] = code(j * kLanes) | code(16 + j * kLanes) << 4;
+      store_low_bytes(out.codes + i / 2, both);
+    }
   }
 
   FL_NOINLINE void reconstruct(Message in, int n, float *tile) const {
@@ -126,7 +196,7 @@ class ThcCodec {
       shape_.ranks ? load_sums(in.codes, tile + i) : load_levels(in.codes, tile + i);
     for (int g = 0; g < count; g += shape_.block) rotate_in_place(tile + g, shape_.runs_of_block(), factor);
     for (int i = 0; i < count; i += kBlock) {
-      Block b = with_signs(load_block(tile + i), in.first + i);
+      Block b = Signs(*this, in.first + i).on(load_block(tile + i), 0);
       for (vf &v : b.v) v += 0.0f;  // -0 becomes 0
       store_block(tile + i, b);
     }
@@ -155,12 +225,7 @@ class ThcCodec {
   bool stochastic_;
   RngKey key_, signs_;
   uint64_t offset_;
-  // Of each whole number of steps the code below, its value, the way to the next value, and 1 / that.
-#if defined(FL_AVX512)
-  alignas(64) int32_t below_[32], low_[32], width_[32], inverse_[32];  // but for the first bits of f32
-#else
-  alignas(64) int32_t intervals_[32];  // code | way << 8 | value + 64 << 16
-#endif
+  ThcGrid grid_;
   alignas(16) uint8_t levels_[kThcLevels];
 };
 
