@@ -281,7 +281,7 @@ class ElasticallyStepping(Distributed):
                 self._fl_kept, self._fl_at = (after, at + 1) if gained else (before, self._fl_at)
                 self._fl_connect_anew()
                 results, self._fl_held = self._fl_held, None
-                return_free_memory()  # buffers of generations before lay between what stays, and the heap grew with each
+                return_free_memory()  # the buffers of ended generations lay between what stays
                 return results if gained else None
             except TransportError as again:
                 if not members.can_go_on(again):
