@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Identity", "node_name"]
+__all__ = ["Identity", "node_name", "return_free_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,16 @@ class Identity:
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
+
+
+def return_free_memory() -> None:
+    """Give the system the memory that malloc keeps free between what is in use; do nothing where libc cannot.
+
+    After much was freed that lay between smaller things, malloc keeps it, and a process seems to grow without end.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def node_name() -> str:

@@ -11,8 +11,11 @@ Each worker waits some milliseconds in each step as if a device computed, so tha
 less on few cores. New processes fork from a server that has imported torch: what a host does until a worker can join is
 no part of this. The stall of a worker is what the step in which the members change takes longer than the median step.
 
+`--torchft` trains the same workload by torchft's DDP in f32, undisturbed and under the same kills.
+
 `--soak` kills so many minutes, and measures after each arrival what the two workers keep that have been there longest:
-after the first kill, of rank 0, these lead the job and follow, and the other two are killed in turn.
+after the first kill, of rank 0, these lead the job and follow, and the other two are killed in turn. Beside the memory
+of the process it tells what malloc has given out, and what malloc keeps free between that.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -39,7 +43,9 @@ from fusionlayer.elastic import Generation
 from fusionlayer.elastic.desk import reach
 from fusionlayer.processes import Identity
 
-from .summary import row_of, scaled
+from .summary import heap_of, row_of, scaled
+from .torchft_worker import lighthouse
+from .torchft_worker import main as work_with_torchft
 from .worker import FIRST
 from .worker import main as work
 
@@ -47,6 +53,8 @@ __all__ = ["main", "run"]
 
 _context = mp.get_context("forkserver")
 _PATIENCE = 60.0
+# Steps of a job that is only timed.
+_TIMED, _TIMED_SMOKE = 320, 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=count(), default=20, help="workers that are killed, one after the other (20)")
     parser.add_argument("--every", type=float, default=2.5, help="seconds from one kill to the next (2.5)")
     parser.add_argument("--after", type=float, default=1.0, help="seconds until another comes (1)")
+    parser.add_argument("--torchft", action="store_true", help="the job under torchft, if torchft-nightly is installed")
     parser.add_argument("--soak", type=float, default=0.0, help="minutes: measure what workers that stay keep")
     parser.add_argument("--pause", type=float, default=20.0, help="milliseconds that a step waits (20)")
     driver.add_options(parser, timed=True, smoke=True)
@@ -66,16 +75,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.soak:
         return _soak(options, environment, every, after)
     rows: list[dict[str, Any]] = []
-    last: int | None = None
-    jobs = (("kills", kills, 0), ("undisturbed", 0, 0), ("undisturbed, another seed", 0, 1), ("not elastic", 0, 0))
-    for name, number, seed in jobs:
-        elastic = name != "not elastic"
-        lines, events = run(options.model, seed, number, every, after, options.pause / 1000, last, elastic)
+    steps = _TIMED_SMOKE if options.smoke else _TIMED
+    # The name of each job, its kills, its seed, and its steps; None: as many as that with kills.
+    jobs = (
+        ("not elastic, before", 0, 0, steps),
+        ("undisturbed, before", 0, 0, steps),
+        ("kills", kills, 0, None),
+        ("undisturbed, after", 0, 0, steps),
+        ("not elastic, after", 0, 0, steps),
+        ("undisturbed", 0, 0, None),
+        ("undisturbed, another seed", 0, 1, None),
+    )
+    if options.torchft:
+        jobs = (("undisturbed, before", 0, 0, steps), ("kills", kills, 0, None), ("undisturbed, after", 0, 0, steps))
+    as_kills: int | None = None
+    for name, number, seed, last in jobs:
+        elastic = not name.startswith("not elastic")
+        lines, events = run(
+            *(options.model, seed, number, every, after, options.pause / 1000, last or as_kills, elastic),
+            worker=work_with_torchft if options.torchft else work,
+        )
         rows.append(row_of(name, lines, events))
-        last = max(line["end"] for written in lines.values() for line in written if "end" in line)
-    title = f"{kills} of {FIRST} workers are killed, one every {every:g} s, and others come: {options.model}, int4"
+        if number:
+            as_kills = max(line["end"] for written in lines.values() for line in written if "end" in line)
+    how = "torchft" if options.torchft else "int4"
+    title = f"{kills} of {FIRST} workers are killed, one every {every:g} s, and others come: {options.model}, {how}"
     shown = [{key: value for key, value in row.items() if key != "events"} for row in rows]
-    driver.finish(options, "membership", title, environment, rows, shown, more=[scaled(rows)])
+    theme = "membership-torchft" if options.torchft else "membership"
+    more = [] if options.torchft else [scaled(rows)]
+    driver.finish(options, theme, title, environment, rows, shown, more=more)
     return 0
 
 
@@ -88,7 +116,7 @@ def _soak(options: Namespace, environment: dict[str, Any], every: float, after: 
         leader = Generation.decode((folder / "roster").read_text()).members[0]
         found = {"changes": 2 * (number + 1), "keys of the leader's desk": reach(leader.desk, 10.0).num_keys()}
         for pid, name in zip(_pids(folder), ("the leader", "a follower"), strict=False):
-            found |= kept_by(pid, name)
+            found |= kept_by(pid, name) | heap_of(folder / f"{pid}.jsonl", name)
         samples.append(found)
 
     lines, events = run(options.model, 0, kills, every, after, options.pause / 1000, None, True, _sparing_two, measure)
@@ -119,6 +147,7 @@ def run(
     elastic: bool,
     place_of: Callable[[int], int] = _each_in_turn,
     measure: Callable[[Path, int], None] | None = None,
+    worker: Callable[..., None] = work,
 ) -> tuple[dict[int, list[dict[str, Any]]], list[dict[str, Any]]]:
     """Run one job; return what each worker has written, by its process, and when whom the job lost and got.
 
@@ -131,17 +160,20 @@ def run(
         elastic: whether it may lose workers.
         place_of: the rank that is killed, by the number of the kill.
         measure: called after each arrival, with the folder of the job and the number of the kill.
+        worker: what each process runs.
     """
     events: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
+        if worker is work_with_torchft:
+            stack.enter_context(lighthouse(folder))
         workers: list[BaseProcess] = []
 
         def start() -> BaseProcess:
-            worker = _context.Process(target=work, args=(name, len(workers), model, seed, pause, elastic))
-            worker.start()
-            workers.append(worker)
-            return worker
+            started = _context.Process(target=worker, args=(name, len(workers), model, seed, pause, elastic))
+            started.start()
+            workers.append(started)
+            return started
 
         try:
             for _ in range(FIRST):
@@ -151,7 +183,9 @@ def run(
             for number in range(kills):
                 _sleep_until(begun + number * every)
                 place = place_of(number)
-                victim = _pids(folder)[place]
+                alive = [each.pid for each in workers if each.is_alive()]
+                victim = _pids(folder)[place] if worker is work else alive[place]
+                assert victim is not None
                 events.append({"what": "kill", "at": time.monotonic(), "rank": place})
                 os.kill(victim, signal.SIGKILL)
                 _sleep_until(begun + number * every + after)
@@ -165,12 +199,12 @@ def run(
                 last = max(_steps(folder, each) for each in workers) + 20
             Path(folder, "stop.new").write_text(str(last))
             Path(folder, "stop.new").rename(folder / "stop")
-            for worker in workers:
-                worker.join(300.0)
+            for each in workers:
+                each.join(300.0)
         finally:
-            for worker in workers:
-                if worker.is_alive():
-                    worker.kill()
+            for each in workers:
+                if each.is_alive():
+                    each.kill()
         return {
             int(path.stem): [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
             for path in folder.glob("*.jsonl")

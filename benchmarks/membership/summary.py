@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table
 
-__all__ = ["row_of", "scaled", "stalls_of"]
+__all__ = ["heap_of", "row_of", "scaled", "stalls_of"]
 
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
 
@@ -89,17 +91,29 @@ def _largest(lines: Lines) -> int:
     return max((line["size"] for written in lines.values() for line in written if "size" in line), default=0)
 
 
+def heap_of(path: Path, name: str) -> dict[str, float]:
+    """Return what malloc has given out in a process, told by ``name``, and keeps free, as it has written last."""
+    lines = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+    given, free = [line["heap"] for line in lines if line.get("heap")][-1]
+    return {f"given out by malloc of {name}, MB": given / 2**20, f"free in malloc of {name}, MB": free / 2**20}
+
+
 def scaled(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of the share of undisturbed steps per second: measured, and by stalls with a kill a minute."""
-    rough, calm, other, plain = rows
+    named = {row["job"]: row for row in rows}
+    rough, same, other = named["kills"], named["undisturbed"], named["undisturbed, another seed"]
+    calm, plain = (
+        statistics.mean(named[f"{job}, {when}"]["steps/s"] for when in ("before", "after"))
+        for job in ("undisturbed", "not elastic")
+    )
     stalls = rough["events"]["stalls"]
     lost = sum(statistics.mean(found) for found in stalls.values() if found)
     line = {
-        "steps/s, share of undisturbed": f"{rough['steps/s'] / calm['steps/s']:.1%}",
-        "undisturbed, share of not elastic": f"{calm['steps/s'] / plain['steps/s']:.1%}",
+        "steps/s, share of undisturbed": f"{rough['steps/s'] / calm:.1%}",
+        "undisturbed, share of not elastic": f"{calm / plain:.1%}",
         "stalls of one loss and one arrival, s": f"{lost:.2f}",
         "share with one of each a minute": f"{1 - lost / 60:.1%}",
-        "loss above undisturbed": f"{rough['validation loss'] - calm['validation loss']:+.4f}",
-        "loss of another seed above it": f"{other['validation loss'] - calm['validation loss']:+.4f}",
+        "loss above undisturbed": f"{rough['validation loss'] - same['validation loss']:+.4f}",
+        "loss of another seed above it": f"{other['validation loss'] - same['validation loss']:+.4f}",
     }
     return table("In short", [line])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -15,13 +16,14 @@ from torch import nn
 import fusionlayer as fl
 from benchmarks.training.workloads import make_workload
 
-__all__ = ["CODEC", "FIRST", "main", "validation"]
+__all__ = ["CODEC", "FIRST", "TIMEOUT", "digest_of", "main", "validation"]
 
 FIRST = 4
 """Workers that begin together."""
 CODEC = "int4"
 TIMEOUT = 30.0
 _VALIDATED = 16
+_MALLINFO = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
 
 
 def main(folder: str, rank: int, model: str, seed: int, pause: float, elastic: bool) -> None:
@@ -65,9 +67,10 @@ def main(folder: str, rank: int, model: str, seed: int, pause: float, elastic: b
             line.update(generation=generation, rank=fl.rank(), size=fl.size(), loss=loss.item())
             if generation != seen:
                 seen = generation
-                line["digest"] = _digest(net)
+                line["digest"] = digest_of(net)
+                line["heap"] = _heap()
             log.write(json.dumps(line) + "\n")
-        log.write(json.dumps({"end": step, "digest": _digest(net), "validation": validation(net, model)}) + "\n")
+        log.write(json.dumps({"end": step, "digest": digest_of(net), "validation": validation(net, model)}) + "\n")
     fl.shutdown()
 
 
@@ -78,8 +81,24 @@ def validation(net: nn.Module, model: str) -> float:
         return sum(net(*workload.batch(step)).item() for step in range(_VALIDATED)) / _VALIDATED
 
 
-def _digest(net: nn.Module) -> int:
+def digest_of(net: nn.Module) -> int:
+    """Return a checksum of all parameters and buffers."""
     value = 0
     for x in net.state_dict().values():
         value = zlib.crc32(x.detach().numpy().tobytes(), value)
     return value
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO]
+
+
+def _heap() -> list[int] | None:
+    """Return the bytes that malloc has given out, mapped ones included, and those that it keeps free; glibc 2.33."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return None
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return [found.uordblks + found.hblkhd, found.fordblks]

@@ -168,12 +168,14 @@ class Former:
         """Return the generation of those who have reported, with those who ask to join if all are between steps."""
         stay = tuple(each for each in base.members if each.id in reports)
         fresh = tuple(each.id for each in stay if each.id in base.fresh and reports[each.id].done < 0)
-        old = [told for member, told in reports.items() if member not in fresh]
+        old = {member: told for member, told in reports.items() if member not in fresh}
         if not old:
             raise Final("nobody is left that has the job's state; start again from a checkpoint")
-        done = min(told.done for told in old)
+        # A member that has the results of a step may have made its update, so the step counts, and others get them.
+        done = max(told.done for told in old.values())
+        behind = tuple(each.id for each in stay if each.id in old and old[each.id].done < done)
         come: tuple[Member, ...] = ()
-        if all(told.between and told.done == done for told in old):
+        if not behind and all(told.between for told in old.values()):
             come = tuple(each for each in self._visitors() if base.rank_of(each.id) is None)
         lost = [f"rank {base.rank_of(each.id)} ({each.process})" for each in others if each.id not in reports]
         _logger.warning(
@@ -185,7 +187,7 @@ class Former:
             done,
         )
         fresh += tuple(each.id for each in come)
-        return Generation(base.number + 1, stay + come, fresh, done, self._open_next())
+        return Generation(base.number + 1, stay + come, fresh, done, self._open_next(), behind)
 
     def _visitors(self) -> list[Member]:
         """Return the processes that ask to join and still live."""

@@ -58,7 +58,8 @@ class Generation:
         number: counts the changes; 0 at first.
         members: in the order of ranks. Who stays keeps its place before those who came later.
         fresh: ids of the members that have not got the job's state yet.
-        done: number of steps whose results count.
+        done: number of steps whose results count: a member that is left has them.
+        behind: ids of the members that lack the results of the last of these steps; the others have them.
         store: where rank 0 keeps the store of this generation.
     """
 
@@ -67,6 +68,7 @@ class Generation:
     fresh: tuple[str, ...]
     done: int
     store: Address
+    behind: tuple[str, ...] = ()
 
     def rank_of(self, member: str) -> int | None:
         """Return the rank of the member with this id; None if it is none."""
@@ -92,7 +94,8 @@ class Generation:
     def _of(cls, given: Mapping[str, Any]) -> Generation:
         members = tuple(_member(each) for each in given["members"])
         fresh = tuple(str(each) for each in given["fresh"])
-        return cls(int(given["number"]), members, fresh, int(given["done"]), _address(given["store"]))
+        behind = tuple(str(each) for each in given["behind"])
+        return cls(int(given["number"]), members, fresh, int(given["done"]), _address(given["store"]), behind)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Members:
         self.step = 0
         self.has_joined = False
         self.change_due = False
+        self._awaited = False
         self.transport: Transport = local.alone()
         self._now = Generation(0, (self._me,), (), 0, where)
 
@@ -181,30 +182,34 @@ class Members:
         return tuple(rank for each in self._now.fresh if (rank := self._now.rank_of(each)) is not None)
 
     @property
-    def done(self) -> int:
-        """The number of steps that count, as the members have agreed in the last change."""
-        return self._now.done
+    def behind(self) -> tuple[int, ...]:
+        """Ranks of the members that lack the results of the last step that counts."""
+        return tuple(rank for each in self._now.behind if (rank := self._now.rank_of(each)) is not None)
 
     def when_changed(self, call: Callable[[], object]) -> None:
         """Have ``call`` run after each change, when ranks and ``transport`` are the new ones."""
         self._call.append(call)
 
-    def agree(self, transport: Transport) -> None:
-        """End a step: return when all members have its results; note whether others wait to join. On a lane.
+    def agree(self, step: int, transport: Transport) -> None:
+        """Return when all members have the results of so many steps; ask if others wait to join. Runs on a lane.
 
         Raises:
             PlanMismatch: members have made other numbers of steps.
             TransportError: a member was lost.
         """
-        wants = self.rank == 0 and self._former.has_visitors()
-        mine = torch.tensor([self.step, wants], dtype=torch.int64)
+        wants = transport.rank == 0 and self._former.has_visitors()
+        mine = torch.tensor([step, wants], dtype=torch.int64)
         every = torch.empty(transport.size, 2, dtype=torch.int64)
         with transport.doing("the end of a step"):
             transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
         steps = every[:, 0].tolist()
         if len({*steps}) > 1:
             raise PlanMismatch(f"members have made different numbers of steps, in the order of ranks: {steps}")
-        self.change_due = bool(every[:, 1].any())
+        self._awaited = bool(every[:, 1].any())
+
+    def settle(self) -> None:
+        """Note what members have agreed on in ``agree``, which has ended: whether to change after the present step."""
+        self.change_due = self._awaited
 
     def agree_alone(self) -> None:
         """Do what ``agree`` does for a member that is the only one."""
@@ -238,8 +243,8 @@ class Members:
         return not isinstance(error, Final)
 
     def all_have_state(self) -> None:
-        """Note that newcomers have got the state."""
-        self._now = replace(self._now, fresh=())
+        """Note that newcomers have got the state, and all members the results of the last step."""
+        self._now = replace(self._now, fresh=(), behind=())
         self._desk.set(ROSTER, self._now.encode())
 
     def leave(self) -> None:

@@ -40,7 +40,7 @@ class ElasticallyLocal(ElasticallyStepping, LocallyStepping):
             if self._fl_local.departs:
                 self._fl_sync()
                 if self._fl_members.change_due:
-                    self._fl_change(None)
+                    self._fl_change()
         return result
 
     # As in ``Distributed``: torch's step hooks run in the wrapped class's step, and this step tells schedulers.
@@ -61,7 +61,7 @@ class ElasticallyLocal(ElasticallyStepping, LocallyStepping):
 
     def _fl_sync(self) -> None:
         """Let all members' differences move the anchors, and parameters become these."""
-        averages = self._fl_transact(self._fl_exchange)
+        averages = {name: x.clone() for name, x in self._fl_transact(self._fl_exchange).items()}  # landing changes them
         local = self._fl_local
         parameters = {name: parameter for parameter, name in self._fl_names.items()}
         if not averages:

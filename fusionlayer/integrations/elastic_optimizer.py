@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,14 +18,21 @@ from ..elastic import Members
 from ..errors import ConfigError, TransportError, UsageError, WireError, forget
 from ..plan import FusionPlan
 from ..planning.codec_rules import AUTO
+from ..processes import return_free_memory
 from ..scheduler import Engine
 from ..transport import Transport
 from ..wire import digest
-from . import handover
 from .distributed import Distributed
+from .elastic_state import (
+    own_fingerprints,
+    receive_results,
+    receive_state,
+    send_results,
+    send_state,
+    without_unsure,
+)
 from .handover import Fingerprint
 from .local import Local
-from .parameters import local_part
 from .reduction import WITH_RESULTS, GradientReduction, StepState
 from .sends import FollowsSyncs, sent_by
 
@@ -66,11 +74,14 @@ def check_elastic(optimizer: Optimizer, **given: Any) -> None:
 class ElasticallyStepping(Distributed):
     """A ``Distributed`` whose step is a transaction: either all members make it with the same results, or nobody does.
 
-    Gradients stay as backward made them until the results of all buckets are there, and all members have said so in one
-    more small message. Only then results replace gradients and the wrapped optimizer makes its update. So if a member
-    is lost, the others have gradients, error feedback and state as before: they form the next generation, and exchange
-    the same gradients once more. A member that has all results of a step which another one has updated by, makes that
-    step too.
+    Gradients stay as backward made them until the results of all buckets are there. Only then results replace gradients
+    and the wrapped optimizer makes its update. So if a member is lost, each of the others either has made the step, or
+    has gradients, error feedback and state as before. They form the next generation. If none of them has made the step,
+    they exchange the same gradients once more. If one has, it gives its results to those who lack them.
+
+    It can give them, because members tell each other at the end of a step that they have all results, and none begins
+    to send the next step's gradients, or lets go of results, before all have told. The message travels while the next
+    forward runs.
 
     A process that joins takes part from its first ``step`` on: that call waits for the members to end a step, and
     takes over parameters and state instead of an update.
@@ -94,11 +105,11 @@ class ElasticallyStepping(Distributed):
             raise UsageError("step(closure) in an elastic job: the loss of a rank would have to be evaluated again")
         if not self._fl_members.has_joined:
             self._opt_called = True
-            self._fl_change(None)
+            self._fl_change()
             return None
         result = super().step(**kwargs)
         if self._fl_members.change_due:
-            self._fl_change(None)
+            self._fl_change()
         return result
 
     # As in ``Distributed``: torch's step hooks run in the wrapped class's step, and this step tells schedulers.
@@ -111,7 +122,14 @@ class ElasticallyStepping(Distributed):
     def close(self) -> None:
         """End the background threads; gradients are no longer reduced."""
         self._fl_is_attached = False
+        self._fl_leave()
         super().close()
+
+    def _fl_leave(self) -> None:
+        # Those who still lack results of the last step need this rank's part of them.
+        with suppress(TransportError):
+            self._fl_settle()
+        super()._fl_leave()
 
     @property
     def _fl_pending(self) -> bool:
@@ -126,6 +144,9 @@ class ElasticallyStepping(Distributed):
             # What a generation of several members goes on with: the engine's step, error feedback, and the plan.
             self._fl_at = 0
             self._fl_kept: Mapping[str, Any] = {}
+            # Waits until all members have the results of the last step; and these, until then.
+            self._fl_vote: Callable[[], None] | None = None
+            self._fl_held: Mapping[str, Tensor] | None = None
             self._fl_plan: FusionPlan | None = None
             _live.add(self)
 
@@ -153,39 +174,58 @@ class ElasticallyStepping(Distributed):
             torch._foreach_copy_(gradients, averages)
         self._fl_state = StepState.REDUCED
 
-    def _fl_transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return what ``exchange`` does, once all members have it; none where this is the only one.
+    def _fl_transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return what ``exchange`` does, or the same results from another member; none where this is the only one.
 
-        If a rank is lost meanwhile, the rest forms the next generation, and ``exchange`` is called again.
+        If a rank is lost before any member that is left has all results, the rest forms the next generation, and
+        ``exchange`` is called again.
 
         Args:
             exchange: makes a step of the engine, and returns its results by name. Error feedback apart, it changes
                 nothing that a second call would find.
         """
         members = self._fl_members
-        counts = False
-        results: dict[str, Tensor] = {}
-        while not counts:
+        results: Mapping[str, Tensor] | None = None
+        while results is None:
             engine = self._fl_engine
             if engine is None:
                 members.agree_alone()
                 self._fl_at += 1
                 results = {}
                 break
-            self._fl_at = before = engine.step
-            results = {}
+            self._fl_at = engine.step
             try:
+                self._fl_settle()
                 results = exchange(engine)
-                engine.put(members.agree)()
-                engine.memory.forget()
-                self._fl_at = engine.step
-                counts = True
+                self._fl_vote = engine.put(partial(members.agree, members.step + 1))
+                self._fl_held, self._fl_at = results, engine.step
             except TransportError as error:
                 if engine.failure is None:
                     raise
-                counts = self._fl_recover(error, engine, before, has_results=bool(results))
+                results = self._fl_change(error)
         members.step += 1
         return results
+
+    def _fl_settle(self) -> None:
+        """Wait until all members have the results of the last step. Until then this one keeps them for the others.
+
+        Raises:
+            TransportError: a member was lost. The step counts nevertheless.
+        """
+        if self._fl_vote is not None:
+            assert self._fl_engine is not None
+            self._fl_vote()
+            self._fl_engine.memory.forget()
+            self._fl_vote = self._fl_held = None
+            self._fl_members.settle()
+
+    def _fl_begin(self, engine: Engine) -> None:
+        try:
+            self._fl_settle()
+        except TransportError:
+            self._fl_state = StepState.REDUCING  # its gradients are still to be reduced, when that is made good for
+            raise
+        super()._fl_begin(engine)
 
     def _fl_exchange(self, engine: Engine) -> dict[str, Tensor]:
         """End a step of the engine; return its results by name."""
@@ -208,58 +248,78 @@ class ElasticallyStepping(Distributed):
             self._fl_check.settle()
         return results
 
-    def _fl_recover(self, error: TransportError, engine: Engine, step: int, *, has_results: bool) -> bool:
-        """Form the next generation after a failure; return whether the step counts, whose results are here.
+    # ---- a change ---------------------------------------------------------------------------------------------------
+
+    def _fl_change(self, error: TransportError | None = None) -> Mapping[str, Tensor] | None:
+        """Form the next generation; return the results of the present step, if another member has them, or None.
 
         Args:
-            error: of the failure.
-            engine: which has failed.
-            step: its number of the step.
-            has_results: whether this member has all results, and only does not know whether the others have.
+            error: because of which the present step has failed; None: it is between two steps, and newcomers wait.
         """
-        members = self._fl_members
-        engine.abandon()
-        forget(error)
-        self._fl_state = StepState.IDLE
-        before, after = engine.memory.state_before(), engine.memory.state_dict()
-        done = members.step + has_results
-        while True:
-            try:
-                members.change(done, between=False, error=error)
-                counts = members.done > members.step
-                self._fl_kept, self._fl_at = (after, step + 1) if counts else (before, step)
-                self._fl_connect_anew()
-                return counts
-            except TransportError as again:
-                if not members.can_go_on(again):
-                    raise
-                forget(again)
-                error = again
-
-    # ---- between two steps ------------------------------------------------------------------------------------------
-
-    def _fl_change(self, error: TransportError | None) -> None:
-        """Form the next generation between two steps, and give newcomers the state, or get it."""
-        members = self._fl_members
-        fresh = not members.has_joined
-        if self._fl_engine is not None:
-            self._fl_kept = self._fl_engine.memory.state_dict()
+        members, engine, at = self._fl_members, self._fl_engine, self._fl_at
+        fresh, between = not members.has_joined, error is None
+        lacks = not between and self._fl_held is None
+        self._fl_vote = None
+        if error is not None and engine is not None:
+            engine.abandon()
+            forget(error)
+            self._fl_state = StepState.IDLE
+        after: Mapping[str, Any] = {} if engine is None else engine.memory.state_dict()
+        before = engine.memory.state_before() if engine is not None and lacks else after
+        if engine is not None and lacks:
+            after = without_unsure(after, engine.plan)
         while True:
             # Before this process asks to join: while the state is sent, all others wait.
-            own = handover.fingerprints(handover.parted(_state_of(self))[1]) if fresh else {}
+            own = own_fingerprints(self) if fresh else {}
+            gained = lacks and self._fl_held is not None
             try:
-                members.change(-1 if fresh else members.step, between=True, error=error)
-                if self._fl_engine is not None:
-                    self._fl_engine.abandon()  # not before: others may still have been in the last step
+                members.change(-1 if fresh else members.step + gained, between=between, error=error)
+                if engine is not None:
+                    engine.abandon()  # not before, between two steps: others may still have been in the last one
                 self._fl_bring(members.transport, own)
-                fresh = False
+                fresh, gained = False, lacks and self._fl_held is not None
+                self._fl_kept, self._fl_at = (after, at + 1) if gained else (before, self._fl_at)
                 self._fl_connect_anew()
-                return
+                results, self._fl_held = self._fl_held, None
+                return_free_memory()  # the buffers of ended generations lay between what stays
+                return results if gained else None
             except TransportError as again:
                 if not members.can_go_on(again):
                     raise
                 forget(again)
                 error = again
+
+    def _fl_bring(self, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
+        """Give those who lack it the results of the last step, or the whole state, without loss; all others only wait.
+
+        Args:
+            transport: over the members.
+            own: of a newcomer, the fingerprints of the tensors that it has.
+
+        Raises:
+            TransportError: a member was lost, or a message was damaged.
+        """
+        members = self._fl_members
+        fresh, behind = members.fresh, members.behind
+        if not (fresh or behind):
+            return
+        giver = next(rank for rank in range(transport.size) if rank not in (*fresh, *behind))
+        try:
+            if transport.rank in behind:
+                self._fl_held = receive_results(transport, giver)
+            elif transport.rank in fresh:
+                receive_state(self, transport, giver, own)
+            elif transport.rank == giver:
+                assert self._fl_held is not None or not behind
+                for rank in behind:
+                    send_results(self._fl_held or {}, transport, rank)
+                for rank in fresh:
+                    send_state(self, transport, rank)
+        except WireError as error:
+            transport.close()  # so that the others do not wait, and it is sent once more
+            raise TransportError(f"rank {transport.rank}: {error}") from error
+        transport.barrier()
+        members.all_have_state()
 
     def _fl_more(self) -> dict[str, Any]:
         """Return what else a newcomer needs."""
@@ -284,31 +344,6 @@ class ElasticallyStepping(Distributed):
             if plan is not None and alike[0]:
                 self.adopt_plan(plan)
 
-    def _fl_bring(self, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
-        """Give newcomers the state of the first member, without loss; all others only wait.
-
-        Args:
-            transport: over the members.
-            own: of a newcomer, the fingerprints of the tensors that it has.
-
-        Raises:
-            TransportError: a member was lost, or a message was damaged.
-        """
-        members = self._fl_members
-        if not members.fresh:
-            return
-        try:
-            if transport.rank in members.fresh:
-                _receive_state(self, transport, own)
-            elif transport.rank == 0:
-                for rank in members.fresh:
-                    _send_state(self, transport, rank)
-        except WireError as error:
-            transport.close()  # so that the others do not wait, and it is sent once more
-            raise TransportError(f"rank {transport.rank}: {error}") from error
-        transport.barrier()
-        members.all_have_state()
-
 
 def _is_known_to_all(plan: FusionPlan | None, transport: Transport) -> bool:
     """Return whether all ranks have this plan from the last generation; a newcomer has none."""
@@ -318,87 +353,5 @@ def _is_known_to_all(plan: FusionPlan | None, transport: Transport) -> bool:
         transport.all_gather(mine, every)
     return bool((every == mine).all())
 
-
-def _tensors_of(optimizer: ElasticallyStepping) -> list[Tensor]:
-    """Return the tensors that all members hold alike, in the same order on all of them."""
-    replicas = optimizer._fl_replicas
-    every = (*replicas.named.values(), *replicas.buffers.values())
-    return [local_part(x.detach()).as_subclass(Tensor) for x in every]
-
-
-def _facts_of(optimizer: ElasticallyStepping) -> Tensor:
-    """Return (32,) uint8 that differ where a newcomer's first step with the members would be a ``PlanMismatch``."""
-    settings = vars(context.settings())
-    facts = [optimizer._fl_facts, *(settings[key] for key in _AGREED), optimizer._fl_replicas.lines]
-    return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
-
-
-def _state_of(optimizer: ElasticallyStepping) -> dict[str, Any]:
-    """Return what members hold alike: parameters, buffers, the optimizer's state and those of shared objects."""
-    members = optimizer._fl_members
-    return {
-        "tensors": _tensors_of(optimizer),
-        "optimizer": super(Distributed, optimizer).state_dict(),
-        "shared": members.states(),
-        "more": optimizer._fl_more(),
-        "step": members.step,
-        "at": optimizer._fl_at,
-    }
-
-
-def _send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -> None:
-    """Send a newcomer the state, as far as it has another one."""
-    transport.send(_facts_of(optimizer), to)
-    theirs = json.loads(handover.receive_bytes(transport, to))
-    known = {name: handover.Fingerprint(*each) for name, each in theirs.items()}
-    handover.send(_state_of(optimizer), known, transport, to)
-
-
-def _receive_state(optimizer: ElasticallyStepping, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
-    """Receive what ``_send_state`` sends.
-
-    Args:
-        optimizer: of this process.
-        transport: over the members.
-        own: fingerprints of the tensors that it has.
-
-    Raises:
-        ConfigError: this process has another model, or shares other objects.
-    """
-    members, tensors, mine = optimizer._fl_members, _tensors_of(optimizer), _facts_of(optimizer)
-    theirs = torch.empty_like(mine)
-    transport.recv(theirs, 0)
-    if not torch.equal(mine, theirs):
-        raise ConfigError(
-            f"this process has other parameters, options or settings than the members ({len(tensors)} parameters and "
-            f"buffers of {sum(x.numel() for x in tensors)} elements); start it with their script and environment"
-        )
-    handover.send_bytes(json.dumps(own).encode(), transport, 0)
-    told = handover.receive(handover.parted(_state_of(optimizer))[1], transport, 0)
-    with torch.no_grad():
-        for x, came in zip(tensors, told["tensors"], strict=True):
-            if came.data_ptr() != x.data_ptr():
-                x.copy_(came)
-    super(Distributed, optimizer).load_state_dict(told["optimizer"])
-    members.load_states(told["shared"])
-    members.step, optimizer._fl_at = told["step"], told["at"]
-    optimizer._fl_begin_with(told["more"])
-    optimizer._fl_state = StepState.IDLE
-    super(Distributed, optimizer).zero_grad()
-
-
-_AGREED = (
-    "codec",
-    "codec_options",
-    "algorithm",
-    "ahead",
-    "planner",
-    "planner_options",
-    "error_feedback",
-    "feedback_bits",
-    "lanes",
-    "checksum",
-)
-"""Settings that are the same on all members."""
 
 _live: weakref.WeakSet[ElasticallyStepping] = weakref.WeakSet()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fusionlayer.elastic.desk import open_store
-from fusionlayer.elastic.forming import PATIENCE, ROSTER, Final, Former, ask_to_join
-from fusionlayer.elastic.generation import Address, Generation, Member, Report
+from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former, ask_to_join
+from fusionlayer.elastic.generation import Address, Generation, Member, Report, encode_member
 from fusionlayer.errors import TransportError
 from fusionlayer.processes import Identity
 
@@ -70,13 +70,23 @@ def test_those_who_are_left_form_the_next_generation_in_their_order(lost: int) -
     assert ids(found[0]) == [desk.me.id for desk in left] and found[0].number == 1 and found[0].done == 7
 
 
-def test_a_step_counts_only_if_all_who_are_left_have_its_results() -> None:
+def test_a_step_counts_if_one_who_is_left_has_its_results_and_who_lacks_them_is_known_to_all() -> None:
     desks, first = begun(3)
-    for done, counts in (((8, 8, 8), 8), ((8, 7, 8), 7), ((7, 7, 7), 7)):
+    for done, counts, behind in (((8, 8, 8), 8, ()), ((8, 7, 7), 8, ("m1", "m2")), ((7, 7, 7), 7, ())):
         reports = [Report(first, each, False) for each in done]
         found = at_once(*(forming(desk, report) for desk, report in zip(desks, reports, strict=True)))
-        assert [each.done for each in found] == [counts] * 3
+        assert [(each.done, each.behind) for each in found] == [(counts, behind)] * 3
         first = found[0]
+
+
+def test_nobody_joins_while_a_member_lacks_results() -> None:
+    desks, first = begun(2)
+    guest = Desk(9)
+    number = desks[0].store.add(TICKETS, 1)
+    desks[0].store.set(f"knock/{number}", encode_member(guest.me))
+    reports = Report(first, 5, True), Report(first, 4, True)
+    found = at_once(*(forming(desk, report) for desk, report in zip(desks, reports, strict=True)))
+    assert [(ids(each), each.behind) for each in found] == [(["m0", "m1"], ("m1",))] * 2
 
 
 def test_a_leader_that_is_lost_before_all_have_read_is_followed_by_the_next() -> None:

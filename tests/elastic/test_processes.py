@@ -19,12 +19,13 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer import metrics
 from fusionlayer.errors import TransportError
+from fusionlayer.integrations import elastic_optimizer
 from fusionlayer.transport import Transport
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
 from tests.synthetic import gradient
 from tests.tiers import exhaustive
 
-from .worker import begin, digest, train
+from .worker import Weighted, begin, digest, train
 
 pytestmark = pytest.mark.medium
 
@@ -82,12 +83,12 @@ def disturbed(rank: int, world: int, folder: str, cases: list[tuple[str, dict[st
     """Train with each codec undisturbed, then with faults by which nobody is lost; return both ends."""
     begin(rank, folder, world)
     return [
-        {fault: _trained(rank, codec, options, bits, fault) for fault in ("none", "faults")}
+        {fault: _trained(rank, folder, codec, options, bits, fault) for fault in ("none", "faults")}
         for codec, options, bits in cases
     ]
 
 
-def _trained(rank: int, codec: str, options: dict[str, Any], bits: int, fault: str) -> Any:
+def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: int, fault: str) -> Any:
     members = fl.membership()
     first = members.step
     torch.manual_seed(0)
@@ -95,7 +96,7 @@ def _trained(rank: int, codec: str, options: dict[str, Any], bits: int, fault: s
     optimizer: Any = fl.DistributedOptimizer(
         torch.optim.AdamW(model.parameters()), model, codec=codec, error_feedback=True, feedback_bits=bits, **options
     )
-    agree = members.agree
+    agree, exchange, made = members.agree, optimizer._fl_exchange, []
 
     def fail(transport: Transport) -> None:
         """End the exchanges of this rank, as if its links were lost."""
@@ -103,17 +104,31 @@ def _trained(rank: int, codec: str, options: dict[str, Any], bits: int, fault: s
             lane.transport.close()
         raise TransportError("a fault of the test", [rank])
 
-    def failing(transport: Transport) -> None:
-        step = members.step - first
-        if step == 4 and rank == 1:
+    def failing(number: int, transport: Transport) -> None:
+        step = number - first
+        if step == 8:
+            Path(folder, f"{codec} {rank}").touch()
+        if step == 5 and rank == 1:
             fail(transport)  # it has all results; the others have them too, and do not know that of it
-        agree(transport)
+        agree(number, transport)
         if step == 6 and rank == 2:
-            fail(transport)  # the others have made the step, and fail in the next one
+            fail(transport)  # the others know that all have the results, and fail in the next step
+
+    def losing(engine: Any) -> Any:
+        made.append(members.step - first)
+        results = exchange(engine)
+        if members.step - first == 7 and rank == 0:
+            # All others have the results and go on; this rank's last messages are lost.
+            while not all(Path(folder, f"{codec} {other}").exists() for other in (1, 2)):
+                time.sleep(0.01)
+            for x in results.values():
+                x.fill_(7.0)
+            engine._traffic.fail(TransportError("a fault of the test", [rank]))
+        return results
 
     generation = members.generation
     if fault == "faults":
-        members.agree = failing  # type: ignore[method-assign]
+        members.agree, optimizer._fl_exchange = failing, losing  # type: ignore[method-assign]
     for step in range(9):
         x = gradient(320, 100 * rank + step, torch.float32).view(8, 40)
         loss = model(x).square().mean()
@@ -126,7 +141,7 @@ def _trained(rank: int, codec: str, options: dict[str, Any], bits: int, fault: s
         optimizer.step()
         optimizer.zero_grad()
     members.agree = agree  # type: ignore[method-assign]
-    changes = members.generation - generation
+    changes = members.generation - generation, made.count(7)
     memory = optimizer._fl_engine.memory.state_dict()
     kept = {name: x.tolist() for key in ("residuals",) for name, x in memory[key].items()}
     codes = {name: part["codes"].tolist() for name, part in memory["packed"].items()}
@@ -148,7 +163,62 @@ def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
             calm, rough = ends[rank][case]["none"], ends[rank][case]["faults"]
             assert calm[:4] == rough[:4] and rough[3] == 9, cases[case]
             assert calm[0] == ends[0][case]["none"][0]
-            assert calm[4] == 0 and rough[4] >= 3, "each fault has begun a generation"
+            assert calm[4] == (0, 0) and rough[4] == (4, 1), (
+                "each fault begins a generation, and what is there is given"
+            )
+
+
+def give(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Lose rank 0 while it gives the last ranks the results of the third step, which they lack; train on."""
+    begin(rank, folder, world)
+    members = fl.membership()
+    model = Weighted(2.0**rank)
+    optimizer: Any = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, codec="raw")
+    agree, exchange, send = members.agree, optimizer._fl_exchange, elastic_optimizer.send_results
+    given: list[int] = []
+
+    def telling(number: int, transport: Transport) -> None:
+        if number == 3:
+            Path(folder, f"has {rank}").touch()
+        agree(number, transport)
+
+    def losing(engine: Any) -> Any:
+        results = exchange(engine)
+        if members.step == 2 and rank in (2, 3):
+            while not all(Path(folder, f"has {other}").exists() for other in (0, 1)):
+                time.sleep(0.01)
+            engine._traffic.fail(TransportError("a fault of the test", [rank]))
+        return results
+
+    def send_or_be_lost(results: Any, transport: Transport, to: int) -> None:
+        if members.processes[to] in lost_at:
+            checkpoint("lost")
+        given.append(to)
+        send(results, transport, to)
+
+    members.agree, optimizer._fl_exchange = telling, losing  # type: ignore[method-assign]
+    elastic_optimizer.send_results = send_or_be_lost
+    updates = []
+    lost_at = members.processes[3:] if rank == 0 else ()
+    while members.step < 6:
+        before = float(model.parts[0].detach()[0])
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        updates.append(before - float(model.parts[0].detach()[0]))
+    return {"digest": digest(model), "finished": members.step, "updates": updates, "given": len(given)}
+
+
+def test_a_member_that_has_a_steps_results_gives_them_to_the_others_also_if_another_giver_is_lost(
+    tmp_path: Path,
+) -> None:
+    """Ranks 0 and 1 have updated; 2 and 3 lack the results. Rank 0 gives them to rank 2, and is lost then."""
+    outcomes = outcomes_of(give, 4, str(tmp_path), signals={(0, "lost"): signal.SIGKILL}, backend=None, timeout=90)
+    ends = check(outcomes, (0,))
+    all_four, three = 15 / 4, 14 / 3
+    for end in ends:
+        assert end["updates"] == pytest.approx([all_four] * 3 + [three] * 3), "the third step has all four gradients"
+    assert [end["given"] for end in ends] == [1, 0, 0], "rank 1 gives rank 3 what rank 0 has not"
 
 
 # ---- local steps ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 import fusionlayer as fl
 from tests.harness import checkpoint
 
-__all__ = ["begin", "digest", "train"]
+__all__ = ["Weighted", "begin", "digest", "train"]
 
 TIMEOUT = "20"
 
