@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..planning.cluster import Scenario
 from ..planning.collective_phases import ALGORITHMS
+from ..planning.connections import CONGESTION_CONTROLS
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
@@ -80,6 +81,12 @@ def add_parser(commands: Any) -> None:
         help="of a TCP segment between hosts, such as 0.001 (default 0)",
     )
     parser.add_argument(
+        "--congestion",
+        choices=sorted(CONGESTION_CONTROLS),
+        default="reno",
+        help="control of TCP, which says what a connection carries after a loss (default reno)",
+    )
+    parser.add_argument(
         "--connections",
         type=positive,
         metavar="K",
@@ -106,6 +113,7 @@ def run(options: argparse.Namespace) -> None:
         curves=options.curves,
         rtt=options.rtt,
         loss=options.loss,
+        congestion=options.congestion,
         connections=options.connections,
     )
     if options.cores is not None and profile.machine.on_device:
@@ -209,6 +217,7 @@ class Projection:
             "per_host": self.scenario.per_host,
             "rtt": self.scenario.rtt,
             "loss": self.scenario.loss,
+            "congestion": self.scenario.congestion,
             "connections": self.scenario.connections,
             "steps": [
                 {
@@ -293,7 +302,7 @@ class Projection:
         latency = f"latency {cluster.between.latency * 1e6:.0f} us"
         computing = "a device" if self.profile.machine.on_device else f"cores per worker {cluster.cores:g}"
         over = self.scenario.connections
-        lossy = f", loss {self.scenario.loss:g}" if self.scenario.loss else ""
+        lossy = f", loss {self.scenario.loss:g}, {self.scenario.congestion}" if self.scenario.loss else ""
         lossy += f", {over} connection{'s' if over > 1 else ''}" if over is not None else ""
         return f"{self.scenario.rate}, {latency}{lossy}, {computing}{hosts}"
 

@@ -18,7 +18,8 @@ from benchmarks.simulate.measure import measure
 from benchmarks.simulate.validate import compare, read_cells, summarize
 from benchmarks.simulate.worker import Job
 from fusionlayer.errors import ConfigError
-from fusionlayer.planning.cluster import Scenario
+from fusionlayer.planning.cluster import Cluster, Scenario
+from fusionlayer.planning.collective_phases import exchange_phases
 from fusionlayer.planning.cost_model import Curve
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
@@ -53,11 +54,17 @@ class TestLinks:
         return [row["predicted ms"] / 1e3 for row in predicted_calls(rows, Profile.from_yaml(path))]
 
     def test_a_call_is_an_agreement_and_its_messages(self, path: Path) -> None:
-        near = Profile.from_yaml(path).link("100mbit")
-        over_gloo, over_two = near.at_distance(0.05, 0.0005), near.at_distance(0.05, 0.0005, 2)
+        profile = Profile.from_yaml(path)
+        over_gloo, over_two = (
+            Scenario("100mbit", rtt=0.05, loss=0.0005, connections=count).cluster(profile, 2) for count in (None, 2)
+        )
+
+        def seconds(cluster: Cluster) -> float:
+            return sum(phase.seconds for size in (24, 1 << 19) for phase in exchange_phases(cluster, size))
+
         gather, alltoall = self.predicted(path, call("all_gather over gloo"), call("all_to_all over 2 connections"))
-        assert gather == pytest.approx(over_gloo.exchange(24) + over_gloo.exchange(1 << 19), rel=0.02)
-        assert alltoall == pytest.approx(over_two.exchange(24) + over_two.exchange(1 << 19), rel=0.02)
+        assert gather == pytest.approx(seconds(over_gloo), rel=0.02)
+        assert alltoall == pytest.approx(seconds(over_two), rel=0.02)
 
     def test_bbr_does_not_slow_down_for_a_loss_and_codes_are_shorter(self, path: Path) -> None:
         reno, bbr, int4 = self.predicted(
