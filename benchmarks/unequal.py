@@ -13,13 +13,10 @@ of equal shares.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusionlayer as fl
-from benchmarks import driver
+from benchmarks import driver, lab_driver
 from benchmarks.arguments import comma_separated, count, one_of
-from benchmarks.lab import Network, launch, why_not
+from benchmarks.lab import Network
 from fusionlayer import context
 from fusionlayer.codecs import Codec
 from fusionlayer.plan import TensorInfo
@@ -66,33 +63,22 @@ def main() -> int:
     parser.add_argument("--megabytes", type=count(), default=16, help="of f32 in a step (default 16)")
     parser.add_argument("--buckets", type=count(), default=4, help="of a step (default 4)")
     parser.add_argument("--rounds", type=count(), default=7, help="default 7")
+    parser.add_argument("--theme", help="first part of the result files' names (default: unequal-TRANSPORT)")
     parser.add_argument("--transport", choices=("c10d", "sockets"), default="c10d", help="default c10d")
-    driver.add_options(parser, timed=True, smoke=True)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        _work(json.loads(options.worker))
+    options = lab_driver.parse(parser, _work)
+    if options is None:
         return 0
     if options.smoke:
         options.megabytes, options.rounds = 1, 2
-    try:
+
+    def make() -> Network:
         delay = None if options.rtt is None else f"{float(options.rtt.removesuffix('ms')) / 2:g}ms"
-        network = Network(len(options.rates), rates=options.rates, delay=delay)
-    except ValueError as error:
-        parser.error(str(error))
-    if reason := why_not(network):
-        print(f"no such network here: {reason}", file=sys.stderr)
-        return 1
-    environment = driver.begin(options, network.hosts)
+        return Network(len(options.rates), rates=options.rates, delay=delay)
+
+    network, environment = lab_driver.begin(parser, options, make)
     job = {name: getattr(options, name) for name in ("codecs", "rounds", "transport", "buckets")}
     job["numel"] = options.megabytes << 18
-    command = [sys.executable, "-m", "benchmarks.unequal", "--worker", json.dumps(job)]
-    with launch(command, network, timeout=600, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        told = process.stdout.read()
-        if process.wait():
-            return 1
-    found = json.loads(told.splitlines()[-1])
+    found = lab_driver.run("benchmarks.unequal", job, network, 600)
     rates = [network.rate_of(host) or 0.0 for host in range(network.hosts)]
     rows = table(found["rows"], rates)
     measured = ", ".join(f"{rate / 1e6:.1f}" for rate in found["measured"])
@@ -100,8 +86,9 @@ def main() -> int:
         f"Sums of {options.megabytes} MB of f32 between hosts with links of {', '.join(options.rates)}, transport "
         f"{options.transport}; measured {measured} Mbit/s, shares {found['shares']}"
     )
-    results = [{**shown, **row} for row, shown in zip(found["rows"], rows, strict=True)]
-    driver.finish(options, f"unequal-{options.transport}", title, environment, results, rows)
+    setting = {"rates": options.rates, "buckets": options.buckets, "numel": job["numel"], "rtt": options.rtt}
+    results = [{**setting, **shown, **row} for row, shown in zip(found["rows"], rows, strict=True)]
+    driver.finish(options, options.theme or f"unequal-{options.transport}", title, environment, results, rows)
     return 0
 
 

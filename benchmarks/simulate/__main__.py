@@ -7,7 +7,8 @@
 
 `measure` takes about two minutes on two cores; it needs network namespaces. `validate` reads result files of
 benchmarks.training, also of long and lossy links; with --update the profile remembers the errors, and `fusionlayer
-simulate` shows them as a band. `links` reads files of benchmarks.collective --links, and predicts single calls.
+simulate` shows them as a band. `links` reads files of benchmarks.collective --links, and predicts single calls;
+`sums` reads files of benchmarks.unequal.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
@@ -30,6 +33,7 @@ from fusionlayer.planning.profile import Profile
 from .links import predicted_calls, read_calls
 from .measure import FULL, QUICK, measure, measure_connections
 from .picture import draw
+from .sums import predicted_sums, read_sums
 from .validate import compare, read_cells, rtt_of, summarize
 
 COMMENT = "A measured cost profile; profiles/README.md has the schema. Written by: {command}"
@@ -74,6 +78,11 @@ def main() -> int:
     linking.add_argument("--profile", type=Path, required=True, metavar="PROFILE.yaml")
     driver.add_options(linking)
     linking.set_defaults(run=_links)
+    summing = commands.add_parser("sums", help="compare a profile's predictions with sums over links of unequal rates")
+    summing.add_argument("results", type=Path, nargs="+", metavar="RESULTS.json", help="of benchmarks.unequal")
+    summing.add_argument("--profile", type=Path, required=True, metavar="PROFILE.yaml")
+    driver.add_options(summing)
+    summing.set_defaults(run=_sums)
     options = parser.parse_args()
     try:
         options.run(options)
@@ -137,9 +146,20 @@ def _validate(options: argparse.Namespace) -> None:
 def _links(options: argparse.Namespace) -> None:
     profile = Profile.from_yaml(options.profile)
     rows = [row for path in options.results for row in predicted_calls(read_calls(path), profile)]
-    errors = [abs(row["predicted ms"] / row["measured ms"] - 1) for row in rows]
-    title = f"Predicted beside measured calls on long links: error {statistics.median(errors):.0%} in the median"
+    title = f"Predicted beside measured calls on long links: {_errors(rows)}"
     driver.finish(options, "simulate-links", title, driver.begin(options), rows)
+
+
+def _sums(options: argparse.Namespace) -> None:
+    profile = Profile.from_yaml(options.profile)
+    rows = [row for path in options.results for row in predicted_sums(read_sums(path), profile)]
+    title = f"Predicted beside measured sums over links of unequal rates: {_errors(rows)}"
+    driver.finish(options, "simulate-sums", title, driver.begin(options), rows)
+
+
+def _errors(rows: Sequence[Mapping[str, Any]]) -> str:
+    errors = [abs(row["predicted ms"] / row["measured ms"] - 1) for row in rows]
+    return f"error {statistics.median(errors):.1%} in the median, {max(errors):.1%} at most"
 
 
 if __name__ == "__main__":

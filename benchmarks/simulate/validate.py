@@ -79,7 +79,9 @@ class Comparison:
 
 
 def rtt_of(row: Mapping[str, Any]) -> float:
-    """Return the seconds of a round trip of a result's link, from its ``delay`` each way, such as "25ms"."""
+    """Return the seconds of a round trip of a result's link, from ``rtt``, or ``delay`` each way, such as "25ms"."""
+    if row.get("rtt"):
+        return seconds_of("rtt", row["rtt"])
     return 2 * seconds_of("delay", row["delay"]) if row.get("delay") else 0.0
 
 

@@ -10,6 +10,7 @@ from ..registry import nearest
 from .connections import CONGESTION_CONTROLS, Connections, way_name
 from .cost_model import AlphaBeta, Cost, LinkCost, parse_rate
 from .profile import Profile
+from .rates import least_time
 
 __all__ = ["Cluster", "Scenario"]
 
@@ -29,6 +30,7 @@ class Cluster:
             the host's memory. A copy engine for each direction does it.
         connections: of a rank to each rank of another host, where they may carry less than the link; None: they fill
             it.
+        two_shot: bytes of a ``two_shot`` on the slowest link, as a part of what equal shares would be there.
     """
 
     workers: int
@@ -39,6 +41,7 @@ class Cluster:
     threads: int = 1
     staging: Cost | None = None
     connections: Connections | None = None
+    two_shot: float = 1.0
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
@@ -64,7 +67,7 @@ class Scenario:
     """A cluster to predict for, without its number of ranks.
 
     Attributes:
-        rate: of each host's link, in the words of tc.
+        rate: of each host's link, in the words of tc; of the slowest, if ``rates`` are given.
         per_host: ranks of a host.
         cores: cores that each rank has for itself; None: as many as where the profile was measured.
         latency: seconds of a message; None: as measured.
@@ -74,6 +77,7 @@ class Scenario:
         loss: chance of a segment to be lost between hosts.
         congestion: control of TCP, a key of ``CONGESTION_CONTROLS``.
         connections: TCP connections to each other rank, of our own; None: gloo's one.
+        rates: of each host's link, where they differ. A ``two_shot`` has shares by them, as with the setting ``rates``.
     """
 
     rate: str
@@ -86,9 +90,12 @@ class Scenario:
     loss: float = 0.0
     congestion: str = "reno"
     connections: int | None = None
+    rates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         parse_rate(self.rate)
+        if self.rates and parse_rate(self.rate) != min(map(parse_rate, self.rates)):
+            raise ConfigError(f"rate={self.rate!r} with rates={self.rates!r}; expected the slowest of them")
         if not (0 <= self.rtt < math.inf and 0 <= self.loss < 1):
             raise ConfigError(
                 f"rtt={self.rtt!r}, loss={self.loss!r}; expected seconds and a chance below 1, at least 0"
@@ -135,4 +142,25 @@ class Scenario:
         cores = profile.machine.cores_per_worker if self.cores is None else self.cores
         inside = profile.inside.fitted() if profile.inside else None
         threads = profile.machine.threads
-        return Cluster(workers, link, min(self.per_host, workers), inside, cores, threads, profile.staging, connections)
+        return Cluster(
+            workers,
+            link,
+            min(self.per_host, workers),
+            inside,
+            cores,
+            threads,
+            profile.staging,
+            connections,
+            self._two_shot(workers),
+        )
+
+    def _two_shot(self, workers: int) -> float:
+        """Return the time of a ``two_shot`` with shares by rates, as a part of that with equal shares."""
+        if not self.rates or workers <= 2:
+            return 1.0
+        if workers != len(self.rates) * self.per_host:
+            raise ConfigError(
+                f"{len(self.rates)} rates for {workers} workers, {self.per_host} on each host; give one for each host"
+            )
+        rates = [parse_rate(rate) for rate in self.rates for _ in range(self.per_host)]
+        return least_time(rates) * min(rates) / (2 - 2 / workers)

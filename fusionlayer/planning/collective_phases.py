@@ -202,7 +202,7 @@ def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
 
 def _two_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """All-to-all of pieces, sum, all-gather of sums."""
-    exchange = exchange_phases(cluster, codec.nbytes(n) / cluster.workers)
+    exchange = exchange_phases(cluster, cluster.two_shot * codec.nbytes(n) / cluster.workers)
     return [_work(codec.encode, n), *exchange, _work(codec.recode, n), *exchange, _work(codec.decode, n)]
 
 

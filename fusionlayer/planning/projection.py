@@ -150,6 +150,8 @@ def projected_band(profile: Profile, method: Method, scenario: Scenario, workers
         reasons.append(scenario.rate)
     if scenario.is_distant:
         reasons.append("round trip, loss or connections")
+    if scenario.rates:
+        reasons.append("unequal rates")
     if method.name not in known.methods:
         reasons.append(method.name)
     return Band(seconds * min(1.0, known.low), seconds * max(1.0, known.high), tuple(reasons))
