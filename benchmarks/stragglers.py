@@ -71,7 +71,7 @@ def main() -> int:
     )
     shown = table(rows)
     results = [{**row, **line} for row, line in zip(rows, shown, strict=True)]
-    name = f"stragglers-{100 * options.chance:g}-percent"
+    name = f"stragglers-{100 * options.chance:g}-percent" + ("-sockets" if options.transport == "sockets" else "")
     driver.finish(options, name, title, environment, results, shown, pictures={"stragglers": lambda: picture(results)})
     return 0
 

@@ -2,13 +2,14 @@
 
     python -m benchmarks.simulate measure --model gpt --rates 100mbit,1gbit --out profiles
     python -m benchmarks.simulate connections --links 100mbit/50ms/0.0005/reno --profile profiles/gpt_HARDWARE_DATE.yaml
+    python -m benchmarks.simulate steps --link 100mbit/50ms/0.0005/reno --methods ddp,int4,int4+connections=16
     python -m benchmarks.simulate validate RESULTS.json --profile profiles/gpt_HARDWARE_DATE.yaml --update
     python -m benchmarks.simulate links RESULTS.json --profile profiles/gpt_HARDWARE_DATE.yaml
 
-`measure` takes about two minutes on two cores; it needs network namespaces. `validate` reads result files of
-benchmarks.training, also of long and lossy links; with --update the profile remembers the errors, and `fusionlayer
-simulate` shows them as a band. `links` reads files of benchmarks.collective --links, and predicts single calls;
-`sums` reads files of benchmarks.unequal.
+`measure` takes about two minutes on two cores; it needs network namespaces, as `connections` and `steps` do, which
+measure on long and lossy ways. `validate` reads result files of benchmarks.training or of `steps`; with --update the
+profile remembers the errors, and `fusionlayer simulate` shows them as a band. `links` reads files of
+benchmarks.collective --links, and predicts single calls; `sums` reads files of benchmarks.unequal.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from benchmarks.collective.options import Link
 from benchmarks.report import result_path
 from benchmarks.training.workloads import MODELS
 from fusionlayer.errors import FusionLayerError
+from fusionlayer.planning.connections import way_name
 from fusionlayer.planning.cost_model import parse_rate
 from fusionlayer.planning.profile import Profile
 
 from .links import predicted_calls, read_calls
 from .measure import FULL, QUICK, measure, measure_connections
 from .picture import draw
+from .steps import measure_steps
 from .sums import predicted_sums, read_sums
 from .validate import compare, read_cells, rtt_of, summarize
 
@@ -65,6 +68,14 @@ def main() -> int:
     connecting.add_argument("--repeats", type=count(), default=5, help="default 5")
     driver.add_options(connecting, timed=True)
     connecting.set_defaults(run=_connections)
+    stepping = commands.add_parser("steps", help="measure steps on long and lossy ways, for validate")
+    stepping.add_argument("--model", choices=list(MODELS), default="gpt", help="what is trained (default gpt)")
+    stepping.add_argument("--link", type=Link.parse, required=True, metavar="RATE/RTT/LOSS/CONGESTION")
+    stepping.add_argument("--methods", type=comma_separated(str), required=True, help="such as ddp,int4+connections=16")
+    stepping.add_argument("--rounds", type=count(), default=8, help="turns of each method (default 8)")
+    stepping.add_argument("--theme", default="steps", help="first part of the result files' names (default steps)")
+    driver.add_options(stepping, timed=True)
+    stepping.set_defaults(run=_steps)
     validating = commands.add_parser("validate", help="compare a profile's projections with measured steps")
     validating.add_argument("results", type=Path, nargs="+", metavar="RESULTS.json", help="of benchmarks.training")
     validating.add_argument("--profile", type=Path, required=True, metavar="PROFILE.yaml")
@@ -118,6 +129,26 @@ def _connections(options: argparse.Namespace) -> None:
     _store(options.profile, replace(profile, connections={**profile.connections, **found}))
 
 
+def _steps(options: argparse.Namespace) -> None:
+    environment = driver.begin(options, 2)
+    rows = measure_steps(options.model, options.link, options.methods, options.rounds)
+    shown = [
+        {
+            "method": row["method"],
+            "step, ms": round(1e3 * row["step_seconds"], 1),
+            "rounds, ms": f"{1e3 * min(times):.0f} to {1e3 * max(times):.0f}",
+            "MB sent": round(row["bytes_per_step"] / 1e6, 2),
+            "bits equal": row["identical"],
+        }
+        for row in rows
+        for times in [[turn["seconds"] for turn in row["rounds"]]]
+    ]
+    link = options.link
+    way = way_name(rtt_of(rows[0]), link.loss, link.congestion)
+    title = f"Steps of {options.model} on two hosts, {link.rate}, {way}: means of {options.rounds} rounds"
+    driver.finish(options, options.theme, title, environment, rows, shown)
+
+
 def _store(path: Path, profile: Profile) -> None:
     profile.to_yaml(path, COMMENT.format(command=profile.environment.get("command", "hand")))
 
@@ -138,7 +169,7 @@ def _validate(options: argparse.Namespace) -> None:
     mean, median, largest = known.error
     title = f"Projected beside measured steps: error {mean:.1%} mean, {median:.1%} median, {largest:.1%} largest"
     theme = options.theme or f"simulate-{profile.model.name}"
-    driver.finish(options, theme, title, driver.begin(options), rows, pictures={theme: lambda: draw(compared)})
+    driver.finish(options, theme, title, driver.begin(options), rows, pictures={theme: lambda: draw(rows)})
     if options.update:
         _store(options.profile, replace(profile, validation=known))
 

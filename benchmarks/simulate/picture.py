@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from fusionlayer.cli import drawing
 
-from .validate import Comparison
-
 __all__ = ["draw"]
 
 
-def draw(compared: Sequence[Comparison]) -> Figure:
-    """Return a panel for each network: a pair of bars for each method, on a logarithmic axis."""
-    networks = list(dict.fromkeys(each.network for each in compared))
-    most = max(sum(each.network == network for each in compared) for network in networks)
+def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return a panel for each network: a pair of bars for each method, on a logarithmic axis.
+
+    Args:
+        rows: of ``Comparison.row``.
+    """
+    networks = list(dict.fromkeys(map(_network, rows)))
+    most = max(sum(_network(row) == network for row in rows) for network in networks)
     figure = drawing.figure(max(6.8, 3.8 * len(networks)), 1.2 + 0.42 * most)
     for axes, network in zip(figure.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
-        shown = [each for each in compared if each.network == network]
-        for place, each in enumerate(shown):
-            axes.barh(place - 0.2, each.measured, 0.4, color=drawing.GREY, label="measured" if not place else None)
-            colour = drawing.PALETTE[0]
-            axes.barh(place + 0.2, each.projected, 0.4, color=colour, label="projected" if not place else None)
-            axes.annotate(f" {each.error:+.0%}", (max(each.measured, each.projected), place), va="center")
-        axes.set_yticks(range(len(shown)), [each.cell["method"] for each in shown])
+        shown = [row for row in rows if _network(row) == network]
+        for offset, word, colour in ((-0.2, "measured", drawing.GREY), (0.2, "projected", drawing.PALETTE[0])):
+            places = [place + offset for place in range(len(shown))]
+            axes.barh(places, [row[f"{word} ms"] / 1e3 for row in shown], 0.4, color=colour, label=word)
+        longest = [max(row["measured ms"], row["projected ms"]) / 1e3 for row in shown]
+        for place, (row, end) in enumerate(zip(shown, longest, strict=True)):
+            axes.annotate(f" {row['error']}", (end, place), va="center")
+        axes.set_yticks(range(len(shown)), [row["method"] for row in shown])
         axes.set(title=network, xlabel="seconds of a step", xscale="log")
-        axes.set_xlim(right=2 * max(max(each.measured, each.projected) for each in shown))
+        axes.set_xlim(right=3 * max(longest))
         axes.invert_yaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure
+
+
+def _network(row: Mapping[str, Any]) -> str:
+    way = f", {row['rtt, ms']} ms, {row['lost']:.3g} lost, {row['congestion']}" if "rtt, ms" in row else ""
+    return f"{row['rate']}{way}"

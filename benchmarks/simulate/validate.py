@@ -55,11 +55,6 @@ class Comparison:
         lost, congestion = self.cell.get("frame_loss", 0.0), self.cell.get("congestion", "reno")
         return {"rtt, ms": f"{1e3 * rtt_of(self.cell):g}", "lost": lost, "congestion": congestion}
 
-    @property
-    def network(self) -> str:
-        """The link between the hosts, in words."""
-        return ", ".join([self.cell["rate"], *(f"{name} {value}" for name, value in self._way().items() if value)])
-
     def row(self) -> dict[str, Any]:
         """Return the comparison for a table and a result file."""
         counted = self.cell.get("bytes_per_step")

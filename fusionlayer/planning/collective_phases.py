@@ -60,7 +60,7 @@ def _transfer(
     """Return a transfer: first its latency, which keeps no link busy, then its time on the link.
 
     Of ``sent`` bytes that leave the host ``pair`` go from a rank to one other. Where their connections take longer for
-    them than the link for all, the link is busy in part.
+    them than the link for all, the link is busy in part; all of it counts as busy where lanes share connections.
 
     Where messages travel from the host's memory, a copy engine of the device brings the rank's ``nbytes`` there before
     that, and another one as many back.
@@ -70,7 +70,8 @@ def _transfer(
     busy = taken = seconds - way
     if link == BETWEEN and cluster.connections is not None and busy > 0:
         taken = max(busy, cluster.connections.seconds(pair))
-    share = busy / taken if taken else 1.0
+    shared = cluster.connections is not None and cluster.connections.shared
+    share = 1.0 if shared or not taken else busy / taken
     phases = [Phase(way, way * used), Phase(taken, busy * used, link, sent, share)]
     if cluster.staging is None:
         return phases

@@ -75,6 +75,7 @@ class Connections:
         count: of connections of our own; None: gloo's one.
         link_rate: bits of payload per second of the whole link.
         measured: bits per second of one connection; None: by ``tcp_rate``.
+        shared: all lanes send by the same ones, as the threads of one group of gloo do.
         rested: they begin with ten segments each, as after a pause of more than 200 ms and a round trip.
     """
 
@@ -84,6 +85,7 @@ class Connections:
     count: int | None = None
     link_rate: float = math.inf
     measured: float | None = None
+    shared: bool = False
     rested: bool = False
 
     def seconds(self, nbytes: float) -> float:
