@@ -259,3 +259,23 @@ def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
         project(profile, Method.named(name, profile), Scenario("50mbit"), 2).seconds for name in ("ddp", "int4")
     )
     assert math.isfinite(ddp) and int4 < ddp
+
+
+@pytest.mark.medium
+@pytest.mark.netns
+@pytest.mark.timeout(180)
+@needs_namespaces
+def test_steps_on_a_long_way_are_measured_and_can_be_compared(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo and over connections of our own, with the same bits on both ranks."""
+    way = ["--link", "100mbit/10ms/0.001/reno", "--methods", "int4,int4+connections=2", "--model", "gpt-small"]
+    assert run(monkeypatch, "steps", *way, "--rounds", "2", "--busy-ok", "--out", tmp_path) == 0
+    (file,) = tmp_path.glob("steps_*.json")
+    rows = read_cells(file)
+    assert [row["method"] for row in rows] == ["int4", "int4+connections=2"]
+    assert all(row["identical"] and row["step_seconds"] > 0.01 and len(row["rounds"]) == 2 for row in rows)
+    assert (rows[0]["delay"], rows[0]["frame_loss"], rows[0]["congestion"]) == ("5ms", 0.001, "reno")
+    profile = Profile.from_yaml(path)
+    compared, _ = compare(rows, replace(profile, model=replace(profile.model, name="gpt-small")))
+    assert len(compared) == 2 and all(each.row()["rtt, ms"] == "10" for each in compared)
