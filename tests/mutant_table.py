@@ -163,6 +163,7 @@ MUTANTS: list[Mutant] = [
         "transport/",
         ("_roll.py", "wanted &= ~late |", "wanted |= ~late |", "who is far behind is not waited for"),
         ("_roll.py", "== -(-self._size // 2)", ">= -(-self._size // 2)", "one rank decides who is in"),
+        ("_roll.py", "if here == self._everyone:\n", "if here < _CLOSED:\n", "a call that is open is decided"),
         ("_roll.py", "is_due() and (not", "(not", "nobody is out before it matters"),
         (
             "_roll.py",
