@@ -153,13 +153,15 @@ def _work(job: Mapping[str, Any]) -> None:
             engines.append(engine)
             calls.append(({"operation": operation, **row, "buckets": buckets}, partial(_step, engine)))
     calls.append(({"operation": GLOO, "codec": "", "message": source.nbytes, "buckets": 1}, dist.all_reduce))
-    of_equal: dict[str, bytes] = {}
+    of_equal: dict[tuple[str, int], bytes] = {}
     for row, call in calls:  # the first call of each opens windows, and is compared
         _, result = _turn(call, source)
         digest = hashlib.sha256(result.numpy().tobytes()).digest()
         told = torch.empty(fl.size(), len(digest), dtype=torch.uint8)
         transport.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), told)
-        row["equal"] = bool((told == told[0]).all()) and of_equal.setdefault(row["codec"], digest) == digest
+        row["equal"] = (
+            bool((told == told[0]).all()) and of_equal.setdefault((row["codec"], row["buckets"]), digest) == digest
+        )
         row["seconds"] = []
     for number in range(job["rounds"]):
         for row, call in random.Random(number).sample(calls, len(calls)):

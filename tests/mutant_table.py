@@ -366,7 +366,7 @@ MUTANTS: list[Mutant] = [
             "[1.0] * len(users)",
             "one connection fills the link",
         ),
-        ("connections.py", "used * tcp_rate", "tcp_rate", "connections do not add up"),
+        ("connections.py", "min(used * one", "min(one", "connections do not add up"),
         ("local_steps.py", "if fidelity != LOCAL:", 'if fidelity == "lossless":', "near_lossless skips steps"),
         ("local_steps.py", "and not rest and", "and", "a period goes up and down"),
         ("local_choice.py", "return budget is None", "return True", "a loss budget takes what was not measured"),
