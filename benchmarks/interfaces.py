@@ -10,11 +10,8 @@ were up. Every result is compared with the sum that it must be, on both ranks, t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,9 +22,9 @@ import torch
 from matplotlib.figure import Figure
 
 import fusionlayer as fl
-from benchmarks import driver
+from benchmarks import driver, lab_driver
 from benchmarks.arguments import comma_separated, count
-from benchmarks.lab import Flap, Network, launch, why_not
+from benchmarks.lab import Flap, Network
 from benchmarks.lab.flaps import EVENTS
 from examples.wire import sent_bytes
 from fusionlayer import config
@@ -55,28 +52,28 @@ def main() -> int:
     parser.add_argument("--megabytes", type=count(), default=16, help="of f32 in an all-reduce (default 16)")
     parser.add_argument("--codec", default="raw", help="default raw")
     parser.add_argument("--phase", type=float, default=12.0, help="seconds of each of the three phases (default 12)")
-    driver.add_options(parser, timed=True, smoke=True)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        _work(json.loads(options.worker))
+    options = lab_driver.parse(parser, _work)
+    if options is None:
         return 0
     if options.smoke:
         options.phase, options.megabytes = 1.5, 1
-    try:
+    flap = Flap(1, options.down, options.phase, 2 * options.phase, BEGUN)
+
+    def make() -> Network:
         delay = f"{float(options.rtt.removesuffix('ms')) / 2:g}ms"
         network = Network(2, delay=delay, interfaces=options.interfaces)
-        flap = Flap(1, options.down, options.phase, 2 * options.phase, BEGUN)
         flap.check(network)
-    except ValueError as error:
-        parser.error(str(error))
-    if reason := why_not(network):
-        print(f"no such network here: {reason}", file=sys.stderr)
-        return 1
-    environment = driver.begin(options, 2)
-    found = _measure(options, network, flap)
-    if found is None:
-        return 1
+        return network
+
+    network, environment = lab_driver.begin(parser, options, make)
+    job = {
+        "devices": network.devices,
+        "connections": options.connections,
+        "numel": options.megabytes << 18,
+        "codec": options.codec,
+        "seconds": 3 * options.phase,
+    }
+    found = lab_driver.run("benchmarks.interfaces", job, network, 3 * options.phase + 90, [flap])
     rows = phases(found, network, flap, 3 * options.phase)
     title = (
         f"Two hosts with interfaces of {' and '.join(options.interfaces)}: {options.down} of one goes down for a while"
@@ -91,25 +88,6 @@ def main() -> int:
         pictures={"interfaces": lambda: draw(found["samples"], network, flap)},
     )
     return 0
-
-
-def _measure(options: argparse.Namespace, network: Network, flap: Flap) -> dict[str, Any] | None:
-    job = {
-        "devices": network.devices,
-        "connections": options.connections,
-        "numel": options.megabytes << 18,
-        "codec": options.codec,
-        "seconds": 3 * options.phase,
-    }
-    command = [sys.executable, "-m", "benchmarks.interfaces", "--worker", json.dumps(job)]
-    timeout = 3 * options.phase + 90
-    with launch(command, network, timeout=timeout, flaps=[flap], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        told = process.stdout.read()
-        if process.wait():
-            return None
-    found: dict[str, Any] = json.loads(told.splitlines()[-1])
-    return found
 
 
 def _work(job: Mapping[str, Any]) -> None:

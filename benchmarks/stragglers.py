@@ -11,13 +11,10 @@ losses. "missed" are the sums of buckets that went on without a late rank, of al
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,13 +25,12 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 
 import fusionlayer as fl
-from benchmarks import driver
+from benchmarks import driver, lab_driver
 from benchmarks.arguments import count
-from benchmarks.lab import Network, launch, why_not
+from benchmarks.lab import Network
 from benchmarks.training.workloads import make_workload
 from fusionlayer import metrics
 from fusionlayer.cli import drawing
-from fusionlayer.planning.cost_model import parse_rate
 from fusionlayer.scheduler import planners
 
 __all__ = ["main", "picture", "steps_of", "table"]
@@ -58,51 +54,26 @@ def main() -> int:
     parser.add_argument("--grace", type=count(), default=25, help="milliseconds (default 25)")
     parser.add_argument("--steps", type=count(), default=140, help="default 140")
     parser.add_argument("--transport", choices=("c10d", "sockets"), default="c10d", help="default c10d")
-    driver.add_options(parser, timed=True, smoke=True)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        _work(json.loads(options.worker))
+    options = lab_driver.parse(parser, _work)
+    if options is None:
         return 0
     if options.smoke:
         options.steps, options.stall = 8, 50
-    try:
-        parse_rate(options.rate)
-        network = Network(HOSTS, rate=options.rate)
-    except ValueError as error:
-        parser.error(str(error))
-    if reason := why_not(network):
-        print(f"no such network here: {reason}", file=sys.stderr)
-        return 1
-    environment = driver.begin(options, network.hosts)
+    network, environment = lab_driver.begin(parser, options, lambda: Network(HOSTS, rate=options.rate))
     job = {"steps": options.steps, "chance": options.chance, "transport": options.transport}
     rows: list[dict[str, Any]] = []
     for run, stall, grace in ((CALM, 0, None), (ALL_WAIT, options.stall, None), (GRACE, options.stall, options.grace)):
-        told = _run(network, {**job, "stall": stall / 1000, "grace": grace and grace / 1000})
-        if told is None:
-            return 1
-        rows.append({"run": run, **told})
+        this = {**job, "stall": stall / 1000, "grace": grace and grace / 1000}
+        rows.append({"run": run, **lab_driver.run("benchmarks.stragglers", this, network, 300)})
     title = (
         f"Steps of a GPT on {HOSTS} hosts with links of {options.rate}, int4, transport {options.transport}; each rank "
         f"stalls for {options.stall} ms in {options.chance:.0%} of its steps, grace {options.grace} ms"
     )
     shown = table(rows)
     results = [{**row, **line} for row, line in zip(rows, shown, strict=True)]
-    name = f"stragglers-{100 * options.chance:g}-percent"
+    name = f"stragglers-{100 * options.chance:g}-percent" + ("-sockets" if options.transport == "sockets" else "")
     driver.finish(options, name, title, environment, results, shown, pictures={"stragglers": lambda: picture(results)})
     return 0
-
-
-def _run(network: Network, job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the workers of one run have found; None if one has failed."""
-    command = [sys.executable, "-m", "benchmarks.stragglers", "--worker", json.dumps(job)]
-    with launch(command, network, timeout=300, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        told = process.stdout.read()
-        if process.wait():
-            return None
-    found: dict[str, Any] = json.loads(told.splitlines()[-1])
-    return found
 
 
 def steps_of(row: Mapping[str, Any]) -> list[float]:

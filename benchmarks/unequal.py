@@ -13,34 +13,34 @@ of equal shares.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fusionlayer as fl
-from benchmarks import driver
+from benchmarks import driver, lab_driver
 from benchmarks.arguments import comma_separated, count, one_of
-from benchmarks.lab import Network, launch, why_not
+from benchmarks.lab import Network
 from fusionlayer import context
+from fusionlayer.cli import drawing
 from fusionlayer.codecs import Codec
 from fusionlayer.plan import TensorInfo
 from fusionlayer.planning.rates import least_time, measure_rates, shares_of
 from fusionlayer.scheduler import LANES, Engine, planners
 from fusionlayer.transport import Transport
 
-__all__ = ["main", "table"]
+__all__ = ["main", "picture", "table"]
 
 GLOO, EQUAL, BY_SHARES = "gloo all_reduce", "equal shares", "shares by rates"
 FRAME = 1514 / 1448
@@ -64,35 +64,26 @@ def main() -> int:
         help="default int8,int4,raw",
     )
     parser.add_argument("--megabytes", type=count(), default=16, help="of f32 in a step (default 16)")
-    parser.add_argument("--buckets", type=count(), default=4, help="of a step (default 4)")
+    parser.add_argument(
+        "--buckets", type=comma_separated(count()), default=(4, 8, 16), help="of a step, each tried (default 4,8,16)"
+    )
     parser.add_argument("--rounds", type=count(), default=7, help="default 7")
+    parser.add_argument("--theme", help="first part of the result files' names (default: unequal-TRANSPORT)")
     parser.add_argument("--transport", choices=("c10d", "sockets"), default="c10d", help="default c10d")
-    driver.add_options(parser, timed=True, smoke=True)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        _work(json.loads(options.worker))
+    options = lab_driver.parse(parser, _work)
+    if options is None:
         return 0
     if options.smoke:
         options.megabytes, options.rounds = 1, 2
-    try:
+
+    def make() -> Network:
         delay = None if options.rtt is None else f"{float(options.rtt.removesuffix('ms')) / 2:g}ms"
-        network = Network(len(options.rates), rates=options.rates, delay=delay)
-    except ValueError as error:
-        parser.error(str(error))
-    if reason := why_not(network):
-        print(f"no such network here: {reason}", file=sys.stderr)
-        return 1
-    environment = driver.begin(options, network.hosts)
+        return Network(len(options.rates), rates=options.rates, delay=delay)
+
+    network, environment = lab_driver.begin(parser, options, make)
     job = {name: getattr(options, name) for name in ("codecs", "rounds", "transport", "buckets")}
     job["numel"] = options.megabytes << 18
-    command = [sys.executable, "-m", "benchmarks.unequal", "--worker", json.dumps(job)]
-    with launch(command, network, timeout=600, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        told = process.stdout.read()
-        if process.wait():
-            return 1
-    found = json.loads(told.splitlines()[-1])
+    found = lab_driver.run("benchmarks.unequal", job, network, 600)
     rates = [network.rate_of(host) or 0.0 for host in range(network.hosts)]
     rows = table(found["rows"], rates)
     measured = ", ".join(f"{rate / 1e6:.1f}" for rate in found["measured"])
@@ -100,8 +91,10 @@ def main() -> int:
         f"Sums of {options.megabytes} MB of f32 between hosts with links of {', '.join(options.rates)}, transport "
         f"{options.transport}; measured {measured} Mbit/s, shares {found['shares']}"
     )
-    results = [{**shown, **row} for row, shown in zip(found["rows"], rows, strict=True)]
-    driver.finish(options, f"unequal-{options.transport}", title, environment, results, rows)
+    setting = {"rates": options.rates, "numel": job["numel"], "rtt": options.rtt}
+    results = [{**setting, **shown, **row} for row, shown in zip(found["rows"], rows, strict=True)]
+    theme = options.theme or f"unequal-{options.transport}"
+    driver.finish(options, theme, title, environment, results, rows, pictures={theme: lambda: picture(results)})
     return 0
 
 
@@ -115,6 +108,7 @@ def table(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> list[dic
             {
                 "operation": row["operation"],
                 "codec": row["codec"],
+                "buckets": row["buckets"],
                 "seconds": round(seconds, 3),
                 "the rates allow": round(allowed, 3),
                 "over that": f"{seconds / allowed - 1:.1%}",
@@ -123,6 +117,23 @@ def table(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> list[dic
             }
         )
     return lines
+
+
+def picture(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return how much longer than the rates allow each sum takes, as bars."""
+    shown = sorted(rows, key=lambda row: (row["codec"], row["operation"] == BY_SHARES, row["buckets"]))
+    figure = drawing.figure(7.0, 1.0 + 0.24 * len(shown))
+    axes = figure.subplots()
+    over = [100 * (statistics.median(row["seconds"]) / row["the rates allow"] - 1) for row in shown]
+    colours = [drawing.PALETTE[0] if row["operation"] == BY_SHARES else drawing.GREY for row in shown]
+    axes.barh(range(len(shown)), over, color=colours)
+    words = [f"{row['operation']} {row['codec']}, {row['buckets']} buckets" for row in shown]
+    axes.set_yticks(range(len(shown)), [text.replace(" , 1 buckets", ", f32") for text in words])
+    axes.axvline(10, color="black", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="per cent longer than the rates allow", xlim=(0, None))
+    axes.invert_yaxis()
+    figure.suptitle("With shares by rates, a host at half rate costs little more than it must", x=0.01, ha="left")
+    return figure
 
 
 def _work(job: Mapping[str, Any]) -> None:
@@ -136,19 +147,21 @@ def _work(job: Mapping[str, Any]) -> None:
     engines: list[Engine] = []
     for name in job["codecs"]:
         codec = fl.codecs.get(name).bare
-        for operation, given in ((EQUAL, ()), (BY_SHARES, shares)):
-            engine = _engine(codec, transport, job["numel"], job["buckets"], given)
+        row = {"codec": name, "message": codec.wire(source.numel()).capacity}
+        for buckets, (operation, given) in product(job["buckets"], ((EQUAL, ()), (BY_SHARES, shares))):
+            engine = _engine(codec, transport, job["numel"], buckets, given)
             engines.append(engine)
-            row = {"operation": operation, "codec": name, "message": codec.wire(source.numel()).capacity}
-            calls.append((row, partial(_step, engine)))
-    calls.append(({"operation": GLOO, "codec": "", "message": source.nbytes}, dist.all_reduce))
-    of_equal: dict[str, bytes] = {}
+            calls.append(({"operation": operation, **row, "buckets": buckets}, partial(_step, engine)))
+    calls.append(({"operation": GLOO, "codec": "", "message": source.nbytes, "buckets": 1}, dist.all_reduce))
+    of_equal: dict[tuple[str, int], bytes] = {}
     for row, call in calls:  # the first call of each opens windows, and is compared
         _, result = _turn(call, source)
         digest = hashlib.sha256(result.numpy().tobytes()).digest()
         told = torch.empty(fl.size(), len(digest), dtype=torch.uint8)
         transport.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), told)
-        row["equal"] = bool((told == told[0]).all()) and of_equal.setdefault(row["codec"], digest) == digest
+        row["equal"] = (
+            bool((told == told[0]).all()) and of_equal.setdefault((row["codec"], row["buckets"]), digest) == digest
+        )
         row["seconds"] = []
     for number in range(job["rounds"]):
         for row, call in random.Random(number).sample(calls, len(calls)):

@@ -16,6 +16,7 @@ from benchmarks.pages.found import CONVERGENCE, RESULTS, SCOREBOARD, TRAINING, e
 from benchmarks.pages.tables import HEADLINE
 from benchmarks.scoreboard.picture import picture as scoreboard
 from benchmarks.sharded import __main__ as sharded
+from benchmarks.simulate.picture import draw as projections
 from benchmarks.tensor_parallel import __main__ as tensor_parallel
 from benchmarks.zipped import __main__ as zipped
 from fusionlayer.cli import drawing
@@ -80,6 +81,7 @@ def _interfaces() -> Figure:
 
 
 TITLES = {
+    "simulate-gpt-far": "Steps on long and lossy links, projected and measured",
     "ablation-gpt-2x1": "Planners that fuse wait less than wfbp, which sends every tensor by itself",
     "faults": "What is attacked tells so, and rightly, or trains on",
     "hops": "Each hop of a ring adds an error, two_shot adds none (grey: other methods)",
@@ -119,6 +121,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "sharded-losses": lambda: _titled(
         "sharded-losses", sharded_losses.curves(rows("sharded-losses"), result("sharded-losses").title)
     ),
+    "simulate-gpt-far": lambda: _titled("simulate-gpt-far", projections(rows("simulate-gpt-far"))),
     "stragglers": lambda: stragglers.picture(rows("stragglers-2-percent")),
     "tensor-parallel-2x1": lambda: _titled("tensor-parallel-2x1", tensor_parallel.picture(rows("tensor-parallel-2x1"))),
     "zipped": lambda: _titled("zipped", zipped.ratios([row for row in rows("zipped") if "size" in row])),

@@ -67,9 +67,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if folder.exists() and any(folder.glob("*.json")) and not options.resume:
         parser.error(f"{folder} has records; go on with --resume, or choose another --records")
     try:
+        read(options.losses, found, losses_alone=True)
         read([*options.merge, *([folder] if folder.exists() else [])], found)
     except ValueError as error:
-        parser.error(f"--merge: {error}")
+        parser.error(f"--losses or --merge: {error}")
     environment = driver.begin(options)
     records = Records(folder, settings.title, environment)
     failed = _campaign(options, settings, methods, records, found)
@@ -134,7 +135,7 @@ def _report(options: argparse.Namespace, settings: Settings, environment: Any, f
     ]
     if compared := checks(found):
         more.append(table("Minutes of all steps, computed and measured as a whole", compared))
-    theme = settings.theme.replace("convergence", "scoreboard")
+    theme = options.theme or settings.theme.replace("convergence", "scoreboard")
     pictures = {theme: lambda: picture(rows)} if any(row["link"] and row["minutes"][-1] for row in rows) else {}
     driver.finish(
         options, theme, title, environment, [*rows, *found.rows()], overview(rows), more=more, pictures=pictures
@@ -199,7 +200,11 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--merge", type=Path, nargs="+", default=[], help="take results, or folders of records, of others too"
     )
+    parser.add_argument(
+        "--losses", type=Path, nargs="+", default=[], help="take the losses of these results, whatever their machine"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, only to see that it works")
+    parser.add_argument("--theme", help="first part of the result files' names (default: of what is trained)")
     driver.add_options(parser, timed=True)
     return parser, parser.parse_args()
 

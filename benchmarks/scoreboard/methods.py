@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from benchmarks import peers
 from benchmarks.training.methods import PEERS as THEIRS
 from benchmarks.variants import LOCAL as LOCAL_WORD
@@ -15,6 +17,7 @@ __all__ = [
     "check",
     "family",
     "losses_of",
+    "over_connections",
     "phases",
     "steps_of",
     "version",
@@ -53,6 +56,8 @@ METHODS = {
     ),
 }
 """By the optimizer that they are meant for. ``auto`` is not among them: its losses depend on the network."""
+
+_CONNECTIONS = "connections="
 
 QUICK = ("ddp", "ddp-powersgd", "int4")
 """What ``--quick`` tries."""
@@ -93,8 +98,15 @@ def version(name: str) -> str:
 
 
 def losses_of(name: str) -> str:
-    """Return the method whose losses these are, too: overlap computes the same values."""
-    return name.removesuffix(OVERLAP)
+    """Return the method whose losses these are, too: overlap and connections of our own compute the same values."""
+    words = name.removesuffix(OVERLAP).split(SEPARATOR)
+    return SEPARATOR.join(word for word in words if not word.startswith(_CONNECTIONS))
+
+
+def over_connections(name: str, timed: Iterable[str]) -> list[str]:
+    """Return the method over each number of connections of our own that steps were ``timed`` over, if it is ours."""
+    words = {word for method in timed for word in method.split(SEPARATOR) if word.startswith(_CONNECTIONS)}
+    return [] if name in THEIRS else [f"{name}{SEPARATOR}{word}" for word in sorted(words)]
 
 
 def phases(name: str) -> tuple[tuple[int, str], ...]:
@@ -111,6 +123,7 @@ def phases(name: str) -> tuple[tuple[int, str], ...]:
         return ((0, SEPARATOR.join(words)),)
     frozen = [word for word in words if not word.startswith(("freeze_step=", "warmup_codec="))]
     warm = (variant.warmup_codec or "raw") + (OVERLAP if variant.overlap else "")
+    warm += "".join(SEPARATOR + word for word in words if word.startswith(_CONNECTIONS))
     return (0, warm), (variant.freeze_step or 0, SEPARATOR.join([*frozen, "freeze_step=1"]))
 
 

@@ -81,8 +81,10 @@ class Found:
         return {row["hardware"] for row in [*self.steps.values(), *self.measured.values()]}
 
 
-def read(paths: Iterable[Path], found: Found) -> None:
+def read(paths: Iterable[Path], found: Found, *, losses_alone: bool = False) -> None:
     """Let ``found`` take the rows of files, and of the records in folders; later ones replace earlier ones.
+
+    With ``losses_alone`` what depends on the machine stays out: steps, and runs that were timed as a whole.
 
     Raises:
         ValueError: a file is none that a benchmark has written, or nothing in it is of this training.
@@ -94,7 +96,8 @@ def read(paths: Iterable[Path], found: Found) -> None:
             try:
                 data = load(file)
                 before = len(found)
-                found.take(data.title, data.environment, data.rows)
+                rows = [row for row in data.rows if row.get("kind") == "losses"] if losses_alone else data.rows
+                found.take(data.title, data.environment, rows)
                 taken += len(found) - before
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .links import LINKS, Link
-from .methods import family, losses_of, phases, steps_of, version
+from .methods import family, losses_of, over_connections, phases, steps_of, version
 from .records import Found
 
 __all__ = ["BASELINE", "SHARES", "checks", "columns", "levels", "mean_curve", "overview", "reached", "scores"]
@@ -78,6 +78,10 @@ def scores(found: Found, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """
     links = sorted({link for link, _ in found.steps}, key=_order)
     names = dict.fromkeys([*(method for method, _ in found.losses), *(method for _, method in found.steps)])
+    timed_methods = {method for _, method in found.steps}
+    for method, _ in found.losses:
+        more = over_connections(method, timed_methods)
+        names.update((name, None) for name in more if {part for _, part in phases(name)} <= timed_methods)
     wanted = [name for name in names if name not in ("alone", "ddp-again")]
     base = _runs(found, BASELINE, seeds)
     curve = mean_curve(base) if base else []
@@ -105,7 +109,7 @@ def _timed(found: Found, name: str, links: Sequence[str]) -> list[Link]:
 def _with_timed(names: Sequence[str], found: Found) -> list[str]:
     """Return the names without those that are only timed in place of another one."""
     have = {method for method, _ in found.losses}
-    stand_ins = {steps_of(name) for name in have if steps_of(name) != name}
+    stand_ins = {steps_of(name) for name in {*have, *names} if steps_of(name) != name}
     return [name for name in names if name in have or losses_of(name) in have or name not in stand_ins]
 
 

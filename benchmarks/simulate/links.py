@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from fusionlayer.planning.collective_phases import Phase, exchange_phases, messa
 from fusionlayer.planning.cost_model import FREE
 from fusionlayer.planning.profile import Profile
 
+from .validate import rtt_of
+
 __all__ = ["predicted_calls", "read_calls"]
 
 _NEGOTIATION_BYTES = 24
 """Of the record that ranks exchange before each call of a function: a digest, and a number for each of two ranks."""
-
-_HALVES_AT_LOSS = ("reno",)
-"""Congestion controls that the formula is for; others, such as bbr, are taken not to slow down for a loss."""
 
 
 def read_calls(path: Path) -> list[dict[str, Any]]:
@@ -50,10 +50,11 @@ def predicted_calls(rows: Sequence[Mapping[str, Any]], profile: Profile) -> Iter
     for row in rows:
         function, way = row["operation"].split(" over ")
         connections = None if way == "gloo" else int(way.split()[0])
-        rtt = 2 * _seconds(row["delay"])
+        rtt = rtt_of(row)
         congestion = way.partition(" of ")[2] or row["congestion"]
-        loss = row["loss"] if congestion in _HALVES_AT_LOSS else 0.0
-        scenario = Scenario(row["rate"], cores=1.0, rtt=rtt, loss=loss, connections=connections)
+        scenario = Scenario(
+            row["rate"], cores=1.0, rtt=rtt, loss=row["loss"], congestion=congestion, connections=connections
+        )
         phases = _phases(function, row["codec"], row["size"] / 4, profile, scenario, row["world"])
         predicted, measured = sum(phase.seconds for phase in phases), statistics.median(row["seconds"])
         yield {
@@ -76,6 +77,8 @@ def _phases(
 ) -> list[Phase]:
     """Return what a call of the function consists of: ranks agree first, then messages travel."""
     codec, cluster = profile.codec(name), scenario.cluster(profile, workers)
+    assert cluster.connections is not None
+    cluster = replace(cluster, connections=replace(cluster.connections, rested=True))  # calls come after pauses
     agreement = exchange_phases(cluster, _NEGOTIATION_BYTES)
     if function == "all_reduce":
         algorithm = collectives.choose(codec, workers, ahead=None)
@@ -85,7 +88,3 @@ def _phases(
     decoded = codec.decode(elements)
     work = [Phase(seconds, seconds) for seconds in (encoded, decoded)]
     return [*agreement, work[0], *exchange_phases(cluster, codec.nbytes(piece)), work[1]]
-
-
-def _seconds(delay: str | None) -> float:
-    return float(delay.removesuffix("ms")) / 1e3 if delay else 0.0

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.collective.options import Link
 from benchmarks.lab import Network, launch, why_not
 from benchmarks.report import Environment
+from fusionlayer.planning.connections import way_name
 from fusionlayer.planning.profile import PROFILE_VERSION, Machine, Profile
 from fusionlayer.planning.profiler import as_codecs, as_curve, as_link, as_model
 
 from .worker import Job
 
-__all__ = ["FULL", "QUICK", "measure"]
+__all__ = ["FULL", "QUICK", "measure", "measure_connections"]
 
 FULL = Job(
     model=None,
@@ -30,6 +32,9 @@ QUICK = replace(FULL, elements=FULL.elements[::2], nbytes=FULL.nbytes[1:-1:2], s
 """For a look at whether everything works; its figures are rough."""
 
 CROWD = 6
+WAY_BYTES = (1 << 20, 4 << 20)
+"""Sizes of transfers over a long way; the last one counts."""
+
 TIMEOUT = 600.0
 
 
@@ -65,6 +70,25 @@ def measure(model: str, rates: Sequence[str], job: Job, environment: Environment
         inside=as_link(local["link"], overhead),
         disturbance=local["disturbance"],
     )
+
+
+def measure_connections(links: Sequence[Link], job: Job) -> dict[str, float]:
+    """Return what one connection of gloo's carries each way over links, in bits per second, by ``way_name``.
+
+    Raises:
+        SystemExit: as for ``measure``.
+    """
+    found = {}
+    for link in links:
+        network = Network(2, link.rate, delay=link.delay, loss=link.loss, congestion=link.congestion)
+        if reason := why_not(network):
+            raise SystemExit(f"what connections carry needs two hosts, which cannot be made here: {reason}")
+        _say(f"{network}: one connection")
+        told = _run(network, 1, replace(job, nbytes=WAY_BYTES))["link"]
+        nbytes, seconds = told["exchange"][-1]
+        name = way_name(2 * network.delay_seconds, link.loss, link.congestion)
+        found[name] = round(8 * nbytes / (seconds - told["latency"]), -3)
+    return found
 
 
 def _run(network: Network, workers: int, job: Job) -> dict[str, Any]:

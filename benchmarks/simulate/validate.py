@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab.network import seconds_of
 from fusionlayer.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import parse_rate
@@ -16,10 +17,11 @@ from fusionlayer.planning.profile import Profile, Validation
 from fusionlayer.planning.projection import Method, project
 from fusionlayer.planning.simulation import Compute, run_step
 
-__all__ = ["Comparison", "compare", "read_cells", "summarize"]
+__all__ = ["Comparison", "compare", "read_cells", "rtt_of", "summarize"]
 
 _ALIASES = {"ddp-again": "ddp"}
 _ALONE = "alone"
+_CONNECTIONS = "+connections="
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class Comparison:
         """projected / measured - 1."""
         return self.projected / self.measured - 1
 
+    def _way(self) -> dict[str, Any]:
+        if not self.cell.get("delay"):
+            return {}
+        lost, congestion = self.cell.get("frame_loss", 0.0), self.cell.get("congestion", "reno")
+        return {"rtt, ms": f"{1e3 * rtt_of(self.cell):g}", "lost": lost, "congestion": congestion}
+
     def row(self) -> dict[str, Any]:
         """Return the comparison for a table and a result file."""
         counted = self.cell.get("bytes_per_step")
@@ -55,6 +63,7 @@ class Comparison:
             "hosts": self.cell["hosts"],
             "workers": self.cell["workers"],
             "rate": self.cell["rate"],
+            **self._way(),
             "method": self.cell["method"],
             "measured ms": round(self.measured * 1e3, 1),
             "projected ms": round(self.projected * 1e3, 1),
@@ -62,6 +71,13 @@ class Comparison:
             "measured MB": round(counted / 1e6, 2) if counted is not None else "",
             "projected MB": round(self.projected_bytes / 1e6, 2),
         }
+
+
+def rtt_of(row: Mapping[str, Any]) -> float:
+    """Return the seconds of a round trip of a result's link, from ``rtt``, or ``delay`` each way, such as "25ms"."""
+    if row.get("rtt"):
+        return seconds_of("rtt", row["rtt"])
+    return 2 * seconds_of("delay", row["delay"]) if row.get("delay") else 0.0
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
@@ -120,8 +136,17 @@ def _project(cell: Mapping[str, Any], profile: Profile, curves: bool) -> Iterato
         )
     if cell["rate"] is None:
         raise ConfigError("a step on a link without limit; its rate is not known")
-    name = _ALIASES.get(cell["method"], cell["method"])
-    scenario = Scenario(cell["rate"], cell["workers"], cores, curves=curves)
+    name, _, connections = _ALIASES.get(cell["method"], cell["method"]).partition(_CONNECTIONS)
+    scenario = Scenario(
+        cell["rate"],
+        cell["workers"],
+        cores,
+        curves=curves,
+        rtt=rtt_of(cell),
+        loss=cell.get("frame_loss", 0.0),
+        congestion=cell.get("congestion", "reno"),
+        connections=int(connections) if connections else None,
+    )
     method = Method.named(name, profile)
     step = project(profile, method, scenario, workers)
     yield Comparison(cell, method, workers, step.seconds, float(cell["step_seconds"]), step.sent)

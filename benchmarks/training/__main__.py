@@ -31,7 +31,8 @@ def main() -> int:
     parser, options = _parse()
     try:
         methods, absent = select(options.methods)
-        networks = [Network(options.hosts, rate, delay=options.delay) for rate in options.rates]
+        link = {"delay": options.delay, "loss": options.frame_loss, "congestion": options.congestion}
+        networks = [Network(options.hosts, rate, **link) for rate in options.rates]
     except ValueError as error:
         parser.error(str(error))
     for method, reason in absent.items():
@@ -48,6 +49,8 @@ def main() -> int:
         cell = Cell(
             *(options.model, hosts, workers, network.rate, tuple(methods), options.rounds, options.seed),
             delay=network.delay,
+            loss=network.loss,
+            congestion=options.congestion,
         )
         refuse_if_busy(options.busy_ok, hosts * workers)
         _say(f"{cell}: {len(methods)} methods, {cell.rounds} rounds")
@@ -61,7 +64,7 @@ def main() -> int:
         print("\n".join(readings(cell_rows)), end="\n\n", flush=True)
         if options.out:
             shown = [{"link": row["rate"] or "no limit", **columns(row)} for row in found]
-            theme = f"training-{options.model}-{hosts}x{workers}"
+            theme = options.theme or f"training-{options.model}-{hosts}x{workers}"
             _say(f"wrote {write(options.out, theme, title, environment, found, shown)}")
     return 0
 
@@ -84,6 +87,11 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--delay", help="of every frame between hosts, half of a round trip, such as 25ms (default: none)"
     )
+    parser.add_argument(
+        "--frame-loss", type=float, default=0.0, help="chance of a frame to be lost, such as 0.0005 (default 0)"
+    )
+    parser.add_argument("--congestion", default="reno", help="control of TCP, such as bbr (default reno)")
+    parser.add_argument("--theme", help="first part of the result files' names (default: training, model and hosts)")
     parser.add_argument("--methods", type=comma_separated(str), help="comma-separated (default: all)")
     parser.add_argument("--rounds", type=count(), default=8, help="turns of each method (default 8)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and order (default 0)")

@@ -22,6 +22,8 @@ class Cell:
         seed: of weights, data and the order of methods in each round.
         plans: files of fusion plans by the methods that are to use them.
         delay: of every frame between two hosts, half of a round trip, such as "25ms"; None: not delayed.
+        loss: chance of a frame between two hosts to be lost.
+        congestion: control of TCP.
     """
 
     model: str
@@ -33,10 +35,14 @@ class Cell:
     seed: int = 0
     plans: Mapping[str, str] = field(default_factory=dict)
     delay: str | None = None
+    loss: float = 0.0
+    congestion: str = "reno"
 
     def __str__(self) -> str:
         delay = f", {self.delay} each way" if self.delay else ""
-        return f"{self.model}, {self.hosts} x {self.workers} workers, {self.rate or 'no limit'}{delay}"
+        lossy = f", {self.loss:.3g} lost" if self.loss else ""
+        control = f", {self.congestion}" if self.loss else ""
+        return f"{self.model}, {self.hosts} x {self.workers} workers, {self.rate or 'no limit'}{delay}{lossy}{control}"
 
 
 @dataclass(frozen=True)

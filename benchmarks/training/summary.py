@@ -68,6 +68,8 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
                 "workers": cell.workers,
                 "rate": cell.rate,
                 "delay": cell.delay,
+                "frame_loss": cell.loss,
+                "congestion": cell.congestion,
                 "method": method,
                 "about": about(method),
                 "note": one.note,

@@ -12,6 +12,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..planning.cluster import Scenario
 from ..planning.collective_phases import ALGORITHMS
+from ..planning.connections import CONGESTION_CONTROLS
+from ..planning.cost_model import parse_rate
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
@@ -54,9 +56,15 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("profile", type=Path, metavar="PROFILE.yaml", help="measured costs (profiles/README.md)")
     parser.add_argument(
-        "--workers", type=numbers, default=list(_WORKERS), metavar="N,N", help=f"default {join(_WORKERS)}"
+        "--workers", type=numbers, metavar="N,N", help=f"default {join(_WORKERS)}, or one on each host of --rates"
     )
     parser.add_argument("--rate", help="of each host's link, such as 1gbit (default: the profile's highest)")
+    parser.add_argument(
+        "--rates",
+        type=names,
+        metavar="RATE,RATE",
+        help="of the hosts' links, where they differ; two_shot gets shares by them",
+    )
     parser.add_argument(
         "--codec", type=names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
     )
@@ -80,6 +88,12 @@ def add_parser(commands: Any) -> None:
         help="of a TCP segment between hosts, such as 0.001 (default 0)",
     )
     parser.add_argument(
+        "--congestion",
+        choices=sorted(CONGESTION_CONTROLS),
+        default="reno",
+        help="control of TCP, which says what a connection carries after a loss (default reno)",
+    )
+    parser.add_argument(
         "--connections",
         type=positive,
         metavar="K",
@@ -97,7 +111,10 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         check_picture(options.plot)
     profile = Profile.from_yaml(options.profile)
-    rate = options.rate or profile.fastest_rate
+    if options.rates and options.rate:
+        raise ConfigError("--rate and --rates; give one of them")
+    slowest = min(options.rates, key=parse_rate) if options.rates else profile.fastest_rate
+    rate = options.rate or slowest
     scenario = Scenario(
         rate,
         options.per_host,
@@ -106,11 +123,14 @@ def run(options: argparse.Namespace) -> None:
         curves=options.curves,
         rtt=options.rtt,
         loss=options.loss,
+        congestion=options.congestion,
         connections=options.connections,
+        rates=tuple(options.rates or ()),
     )
     if options.cores is not None and profile.machine.on_device:
         raise ConfigError(f"--cores {options.cores:g} with a profile of {profile.machine.device}; leave it out")
-    workers = [count for count in options.workers if count % options.per_host == 0]
+    default = [len(options.rates) * options.per_host] if options.rates else list(_WORKERS)
+    workers = [count for count in options.workers or default if count % options.per_host == 0]
     if not workers:
         raise ConfigError(f"--workers: none is a multiple of --per-host {options.per_host}")
     codecs = options.codec or sorted(profile.codecs)
@@ -206,9 +226,11 @@ class Projection:
         return {
             "title": self.profile.title,
             "rate": self.scenario.rate,
+            "rates": list(self.scenario.rates),
             "per_host": self.scenario.per_host,
             "rtt": self.scenario.rtt,
             "loss": self.scenario.loss,
+            "congestion": self.scenario.congestion,
             "connections": self.scenario.connections,
             "steps": [
                 {
@@ -293,9 +315,10 @@ class Projection:
         latency = f"latency {cluster.between.latency * 1e6:.0f} us"
         computing = "a device" if self.profile.machine.on_device else f"cores per worker {cluster.cores:g}"
         over = self.scenario.connections
-        lossy = f", loss {self.scenario.loss:g}" if self.scenario.loss else ""
+        lossy = f", loss {self.scenario.loss:g}, {self.scenario.congestion}" if self.scenario.loss else ""
         lossy += f", {over} connection{'s' if over > 1 else ''}" if over is not None else ""
-        return f"{self.scenario.rate}, {latency}{lossy}, {computing}{hosts}"
+        rate = ", ".join(self.scenario.rates) or self.scenario.rate
+        return f"{rate}, {latency}{lossy}, {computing}{hosts}"
 
     def reliability(self) -> str:
         """Return a sentence on how far the projection may be trusted."""

@@ -103,7 +103,7 @@ class BucketCosts:
 
     def _work(self, elements: float, codec: CodecCost, copy: Cost, unpack: bool = False) -> list[Phase]:
         """Return the phases of the collective with links that cost nothing: only the work on the CPU."""
-        offline = replace(self.cluster, between=_NO_LINK, inside=_NO_LINK, staging=None)
+        offline = replace(self.cluster, between=_NO_LINK, inside=_NO_LINK, staging=None, connections=None)
         return message_phases(self.algorithm, elements, codec, offline, copy, unpack)
 
     def _measured(self, elements: float) -> list[Phase]:

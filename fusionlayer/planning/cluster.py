@@ -6,8 +6,11 @@ import math
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .cost_model import Cost, LinkCost, parse_rate
+from ..registry import nearest
+from .connections import CONGESTION_CONTROLS, Connections, way_name
+from .cost_model import AlphaBeta, Cost, LinkCost, parse_rate
 from .profile import Profile
+from .rates import least_time
 
 __all__ = ["Cluster", "Scenario"]
 
@@ -25,6 +28,9 @@ class Cluster:
         threads: threads that a rank computes with.
         staging: seconds of copying so many bytes from the device to the host, and as many back, where the links carry
             the host's memory. A copy engine for each direction does it.
+        connections: of a rank to each rank of another host, where they may carry less than the link; None: they fill
+            it.
+        two_shot: bytes of a ``two_shot`` on the slowest link, as a part of what equal shares would be there.
     """
 
     workers: int
@@ -34,6 +40,8 @@ class Cluster:
     cores: float = 2.0
     threads: int = 1
     staging: Cost | None = None
+    connections: Connections | None = None
+    two_shot: float = 1.0
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
@@ -59,15 +67,17 @@ class Scenario:
     """A cluster to predict for, without its number of ranks.
 
     Attributes:
-        rate: of each host's link, in the words of tc.
+        rate: of each host's link, in the words of tc; of the slowest, if ``rates`` are given.
         per_host: ranks of a host.
         cores: cores that each rank has for itself; None: as many as where the profile was measured.
         latency: seconds of a message; None: as measured.
         latency_factor: multiplies the latency, and the round trip.
         curves: take measured curves instead of alpha-beta costs if the rate was measured.
         rtt: seconds of a round trip between hosts, beyond what was measured.
-        loss: chance of a segment to be lost between hosts, with congestion control that halves its window for it.
+        loss: chance of a segment to be lost between hosts.
+        congestion: control of TCP, a key of ``CONGESTION_CONTROLS``.
         connections: TCP connections to each other rank, of our own; None: gloo's one.
+        rates: of each host's link, where they differ. A ``two_shot`` has shares by them, as with the setting ``rates``.
     """
 
     rate: str
@@ -78,13 +88,22 @@ class Scenario:
     curves: bool = False
     rtt: float = 0.0
     loss: float = 0.0
+    congestion: str = "reno"
     connections: int | None = None
+    rates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         parse_rate(self.rate)
+        if self.rates and parse_rate(self.rate) != min(map(parse_rate, self.rates)):
+            raise ConfigError(f"rate={self.rate!r} with rates={self.rates!r}; expected the slowest of them")
         if not (0 <= self.rtt < math.inf and 0 <= self.loss < 1):
             raise ConfigError(
                 f"rtt={self.rtt!r}, loss={self.loss!r}; expected seconds and a chance below 1, at least 0"
+            )
+        if self.congestion not in CONGESTION_CONTROLS:
+            raise ConfigError(
+                f"no formula for congestion control {self.congestion!r}; "
+                f"{nearest(self.congestion, sorted(CONGESTION_CONTROLS))}"
             )
         if self.connections is not None and self.connections < 1:
             raise ConfigError(f"connections={self.connections}; expected 1 or more")
@@ -101,14 +120,47 @@ class Scenario:
     def cluster(self, profile: Profile, workers: int) -> Cluster:
         """Return the cluster with so many ranks."""
         link = profile.link(self.rate, self.curves)
+        connections = None
         if self.latency is not None or self.latency_factor != 1:
             base = link.latency if self.latency is None else self.latency
             link = link.with_latency(base * self.latency_factor)
         if self.is_distant:
-            link = link.at_distance(self.rtt * self.latency_factor, self.loss, self.connections)
+            measured = link.latency
+            rtt = self.rtt * self.latency_factor
+            link = link.at_distance(rtt, asks=self.connections is None)
+            assert isinstance(link.exchange, AlphaBeta)
+            connections = Connections(
+                rtt + measured,
+                self.loss,
+                self.congestion,
+                self.connections,
+                8 / max(link.exchange.beta, 1e-300),
+                profile.connections.get(way_name(rtt, self.loss, self.congestion)),
+            )
         if self.per_host > 1 and profile.inside is None:
             raise ConfigError(f"{self.per_host} workers on a host, and the profile has no costs of a link inside one")
         cores = profile.machine.cores_per_worker if self.cores is None else self.cores
         inside = profile.inside.fitted() if profile.inside else None
         threads = profile.machine.threads
-        return Cluster(workers, link, min(self.per_host, workers), inside, cores, threads, profile.staging)
+        return Cluster(
+            workers,
+            link,
+            min(self.per_host, workers),
+            inside,
+            cores,
+            threads,
+            profile.staging,
+            connections,
+            self._two_shot(workers),
+        )
+
+    def _two_shot(self, workers: int) -> float:
+        """Return the time of a ``two_shot`` with shares by rates, as a part of that with equal shares."""
+        if not self.rates or workers <= 2:
+            return 1.0
+        if workers != len(self.rates) * self.per_host:
+            raise ConfigError(
+                f"{len(self.rates)} rates for {workers} workers, {self.per_host} on each host; give one for each host"
+            )
+        rates = [parse_rate(rate) for rate in self.rates for _ in range(self.per_host)]
+        return least_time(rates) * min(rates) / (2 - 2 / workers)

@@ -22,6 +22,7 @@ class Phase:
         seconds: its length with cores to spare and the link for itself.
         cpu: its CPU seconds: all of it for a codec, a part for a transfer.
         link: name of the link that it keeps busy, or None.
+        share: of that link, which it keeps busy by itself.
         sent: bytes that leave the host over its link.
     """
 
@@ -29,6 +30,7 @@ class Phase:
     cpu: float
     link: str | None = None
     sent: float = 0.0
+    share: float = 1.0
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -46,16 +48,31 @@ def _work(cost: Cost, elements: float) -> Phase:
 
 
 def _transfer(
-    cluster: Cluster, nbytes: float, seconds: float, latency: float, cpu: float, link: str, sent: float = 0.0
+    cluster: Cluster,
+    nbytes: float,
+    seconds: float,
+    latency: float,
+    cpu: float,
+    link: str,
+    sent: float = 0.0,
+    pair: float = 0.0,
 ) -> list[Phase]:
     """Return a transfer: first its latency, which keeps no link busy, then its time on the link.
+
+    Of ``sent`` bytes that leave the host ``pair`` go from a rank to one other. Where their connections take longer for
+    them than the link for all, the link is busy in part; all of it counts as busy where lanes share connections.
 
     Where messages travel from the host's memory, a copy engine of the device brings the rank's ``nbytes`` there before
     that, and another one as many back.
     """
     way = min(latency, seconds)
     used = min(cpu, seconds) / seconds if seconds else 0.0
-    phases = [Phase(way, way * used), Phase(seconds - way, (seconds - way) * used, link, sent)]
+    busy = taken = seconds - way
+    if link == BETWEEN and cluster.connections is not None and busy > 0:
+        taken = max(busy, cluster.connections.seconds(pair))
+    shared = cluster.connections is not None and cluster.connections.shared
+    share = 1.0 if shared or not taken else busy / taken
+    phases = [Phase(way, way * used), Phase(taken, busy * used, link, sent, share)]
     if cluster.staging is None:
         return phases
     copying = cluster.staging(nbytes)
@@ -75,7 +92,7 @@ def exchange_phases(cluster: Cluster, nbytes: float) -> list[Phase]:
     own = (near + far) * nbytes
     if not far:
         return _transfer(cluster, own, seconds, within.latency + more, cpu, _INSIDE)
-    return _transfer(cluster, own, seconds, between.latency + more, cpu, BETWEEN, crossing)
+    return _transfer(cluster, own, seconds, between.latency + more, cpu, BETWEEN, crossing, nbytes)
 
 
 def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = False) -> list[Phase]:
@@ -88,7 +105,8 @@ def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = Fa
     cost, measured_hops = (link.all_reduce, 2) if transports_own else (link.exchange, 1)
     seconds = cost(nbytes) + max(0, hops - measured_hops) * link.latency
     cpu = nbytes * link.cpu_per_byte + hops * link.overhead
-    return _transfer(cluster, nbytes, seconds, hops * link.latency, cpu, name, nbytes if name == BETWEEN else 0.0)
+    sent = nbytes if name == BETWEEN else 0.0
+    return _transfer(cluster, nbytes, seconds, hops * link.latency, cpu, name, sent, nbytes)
 
 
 def _share(cluster: Cluster) -> float:
@@ -144,7 +162,7 @@ def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
         latency = messages * link.latency
         seconds = link.exchange(sharing * each) + latency - link.latency
         cpu = messages * link.overhead + each * link.cpu_per_byte
-        return _transfer(cluster, each, seconds, latency, cpu, name, sharing * each if name == BETWEEN else 0.0)
+        return _transfer(cluster, each, seconds, latency, cpu, name, sharing * each if name == BETWEEN else 0.0, each)
 
     def across(each: float, ranks: int) -> list[Phase]:
         if cluster.hosts == 1:
@@ -185,7 +203,7 @@ def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
 
 def _two_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """All-to-all of pieces, sum, all-gather of sums."""
-    exchange = exchange_phases(cluster, codec.nbytes(n) / cluster.workers)
+    exchange = exchange_phases(cluster, cluster.two_shot * codec.nbytes(n) / cluster.workers)
     return [_work(codec.encode, n), *exchange, _work(codec.recode, n), *exchange, _work(codec.decode, n)]
 
 
@@ -236,7 +254,7 @@ def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
         seconds = link.exchange(sharing * peers * nbytes) + more
         cpu = peers * (link.overhead + nbytes * link.cpu_per_byte)
         sent = ranks * peers * nbytes if name == BETWEEN else 0.0
-        return _transfer(cluster, peers * nbytes, seconds, link.latency + more, cpu, name, sent)
+        return _transfer(cluster, peers * nbytes, seconds, link.latency + more, cpu, name, sent, nbytes)
 
     piece = n / ranks
     across = swap(cluster.between, BETWEEN, hosts - 1, ranks, codec.nbytes(piece) / hosts)

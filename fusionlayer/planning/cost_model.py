@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,10 +16,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from scipy.interpolate import interp1d
 
-__all__ = ["FREE", "AlphaBeta", "CodecCost", "Cost", "Curve", "LinkCost", "parse_rate", "tcp_rate"]
-
-_SEGMENT_BYTES = 1448
-"""Payload of a TCP segment on Ethernet, with timestamps."""
+__all__ = ["FREE", "AlphaBeta", "CodecCost", "Cost", "Curve", "LinkCost", "parse_rate"]
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -31,19 +27,6 @@ def parse_rate(text: str) -> float:
     if found is None or not float(found[1]):
         raise ConfigError(f"rate {text!r}; expected a number above 0 with bit, kbit, mbit or gbit, such as 100mbit")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def tcp_rate(rtt: float, loss: float) -> float:
-    """Return the bits of payload per second that one TCP connection carries, however fast its link; infinite: any.
-
-    This is for congestion control that halves its window at a loss, as reno does: segment / rtt * sqrt(3 / 2) /
-    sqrt(loss), of Mathis et al., "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm" (1997).
-
-    Args:
-        rtt: seconds of a round trip.
-        loss: chance of a segment to be lost, 0 to 1.
-    """
-    return 8 * _SEGMENT_BYTES / rtt * math.sqrt(1.5 / loss) if rtt > 0 and loss > 0 else math.inf
 
 
 FREE = AlphaBeta(0.0, 0.0)
@@ -191,27 +174,15 @@ class LinkCost:
             AlphaBeta(2 * latency, line.all_reduce.beta),
         )
 
-    def at_distance(self, rtt: float, loss: float = 0.0, connections: int | None = None) -> LinkCost:
-        """Return the fitted link with a longer way, on which segments are lost.
-
-        gloo sends a message when its peer has told that it is ready, a round trip after it was asked for; over
-        connections of our own it leaves at once and arrives after half a round trip.
+    def at_distance(self, rtt: float, *, asks: bool) -> LinkCost:
+        """Return the fitted link with a longer way.
 
         Args:
             rtt: seconds of a round trip, beyond the measured latency.
-            loss: chance of a segment to be lost, 0 to 1, each way.
-            connections: of our own to each peer, which add up until they fill the link; None: gloo's one.
+            asks: a message leaves when its receiver has told that it is ready, as gloo's do: a round trip after it was
+                asked for. Others, those over connections of our own, arrive after half a round trip.
         """
-        line = self.with_latency(self.latency + (rtt if connections is None else rtt / 2))
-        slowest = 8 / ((connections or 1) * tcp_rate(rtt + self.latency, loss))
-        assert isinstance(line.exchange, AlphaBeta) and isinstance(line.all_reduce, AlphaBeta)
-        return LinkCost(
-            line.latency,
-            line.overhead,
-            line.cpu_per_byte,
-            AlphaBeta(line.exchange.alpha, max(line.exchange.beta, slowest)),
-            AlphaBeta(line.all_reduce.alpha, max(line.all_reduce.beta, slowest)),
-        )
+        return self.with_latency(self.latency + (rtt if asks else rtt / 2))
 
     @staticmethod
     def between(rate: float, known: Iterable[tuple[float, LinkCost]]) -> LinkCost:

@@ -174,6 +174,8 @@ class Profile:
         disturbance: seconds that a rank's computing loses while it exchanges one small message with all others.
         staging: seconds of copying between device and host, one way, by bytes, where messages travel from the host's
             memory. The costs of ``links`` are then without it; those of ``collectives`` never are.
+        connections: bits per second that one TCP connection was measured to carry each way between two hosts, by round
+            trip, loss and congestion control, such as "50ms/0.0005/reno".
         environment: facts about hardware and software, in words.
         validation: how well projections from this profile held.
     """
@@ -189,6 +191,7 @@ class Profile:
     collectives: Mapping[str, Mapping[str, Cost]] = field(default_factory=dict)
     disturbance: float = 0.0
     staging: Cost | None = None
+    connections: Mapping[str, float] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     validation: Validation | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -48,6 +48,7 @@ class Method:
         fuse: cuts gradients into buckets.
         overlap_forward: the step waits for results only when the next forward needs them.
         lanes: buckets that are under way at once.
+        one_group: all of them travel by one group of gloo, so by the same connections. An engine has one for each lane.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Method:
     fuse: Fuse
     overlap_forward: bool = False
     lanes: int = LANES  # gloo, which DDP uses, has as many threads
+    one_group: bool = False
 
     @classmethod
     def named(cls, name: str, profile: Profile, algorithm: str | None = None, planner: str | None = None) -> Method:
@@ -74,7 +76,7 @@ class Method:
                 raise ConfigError(f"unknown method {name!r}; {nearest(name, [BASELINE + kind for kind in _DDP])}")
             codec, first, size = _DDP[kind]
             profile.codec(codec)
-            return cls(name, codec, "dense", partial(_ddp_buckets, first=first, size=size))
+            return cls(name, codec, "dense", partial(_ddp_buckets, first=first, size=size), one_group=True)
         codec = name.removesuffix(_OVERLAP)
         profile.codec(codec)
         if algorithm is not None and algorithm not in ALGORITHMS:
@@ -121,6 +123,8 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
     """Return the simulated step of ``method`` with so many ranks."""
     codec = profile.codec(method.codec)
     cluster = scenario.cluster(profile, workers)
+    if method.one_group and cluster.connections is not None:
+        cluster = replace(cluster, connections=replace(cluster.connections, shared=True))
     costs = BucketCosts.of(profile, codec, method.algorithm_for(codec, workers), cluster)
     model = profile.model
     runs = method.fuse([tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors)))
@@ -150,6 +154,8 @@ def projected_band(profile: Profile, method: Method, scenario: Scenario, workers
         reasons.append(scenario.rate)
     if scenario.is_distant:
         reasons.append("round trip, loss or connections")
+    if scenario.rates:
+        reasons.append("unequal rates")
     if method.name not in known.methods:
         reasons.append(method.name)
     return Band(seconds * min(1.0, known.low), seconds * max(1.0, known.high), tuple(reasons))

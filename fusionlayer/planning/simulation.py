@@ -6,7 +6,7 @@ All functions are pure and take plain numbers. ``docs/simulation.md`` has the as
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -106,11 +106,12 @@ class Step:
 
 
 class _SimulatedWork(NamedTuple):
-    """Work of so many ``seconds``, if the thread gets the ``cores`` and the ``link`` that it wants."""
+    """Work of so many ``seconds``, if the thread gets the ``cores`` and the ``share`` of the ``link`` that it wants."""
 
     seconds: float
     cores: float
     link: str | None = None
+    share: float = 1.0
 
 
 class _Signal(NamedTuple):
@@ -183,7 +184,7 @@ def run_step(
 
     The computing thread goes through backward, update and forward. A bucket can be sent when its gradients and those of
     all buckets before it are there. The lanes take buckets in turn; each sends one after the other. Transfers that use
-    a link at once get equal parts of it. Threads that want more cores than the rank has get fair shares of them. All
+    a link at once get fair shares of it. Threads that want more cores than the rank has get fair shares of them. All
     buckets have arrived when the next backward begins, so all steps are alike.
 
     Args:
@@ -253,9 +254,9 @@ def run_local_steps(
     phases = [(place, phase) for due in leaving for place, i in enumerate(due) for phase in loads[i].phases]
     busy: defaultdict[int | str, float] = defaultdict(float)
     for place, phase in phases:
-        for user in (place % lanes, phase.link):
-            if user is not None:
-                busy[user] += phase.seconds
+        busy[place % lanes] += phase.seconds
+        if phase.link is not None:
+            busy[phase.link] += phase.seconds * phase.share
     return Step(
         max(end - events["period", periods - 2], *busy.values(), 0.0) / len(leaving),
         (compute.forward + compute.backward + compute.optimizer) * max(1.0, threads / cores),
@@ -329,20 +330,37 @@ def _travel(load: Load, number: int) -> Iterator[_Action]:
     yield _Signal(("started", number))
     for phase in load.phases:
         if phase.seconds > 0:
-            yield _SimulatedWork(phase.seconds, phase.cpu / phase.seconds, phase.link)
+            yield _SimulatedWork(phase.seconds, phase.cpu / phase.seconds, phase.link, phase.share)
     yield _Signal(("arrived", number))
 
 
 def _speeds(busy: Sequence[_SimulatedThread], cores: float) -> list[float]:
-    """Return each thread's share of its full speed: max-min fair shares of cores, equal shares of links."""
-    on_link = Counter(thread.work.link for thread in busy)
-    parts = [1.0 if thread.work.link is None else 1.0 / on_link[thread.work.link] for thread in busy]
+    """Return each thread's share of its full speed: max-min fair shares of links, and of cores."""
+    parts = [1.0] * len(busy)
+    for link in {thread.work.link for thread in busy} - {None}:
+        users = [i for i, thread in enumerate(busy) if thread.work.link == link]
+        shares = _fair_parts([busy[i].work.share for i in users], [1] * len(users), 1.0)
+        for i, part in zip(users, shares, strict=True):
+            parts[i] = part
     wanted = [thread.work.cores * part for thread, part in zip(busy, parts, strict=True)]
-    left, sharers = cores, sum(thread.threads for thread in busy)
-    for i in sorted(range(len(busy)), key=wanted.__getitem__):
+    of_cores = _fair_parts(wanted, [thread.threads for thread in busy], cores)
+    return [part * more for part, more in zip(parts, of_cores, strict=True)]
+
+
+def _fair_parts(wanted: Sequence[float], users: Sequence[int], capacity: float) -> list[float]:
+    """Return what each gets of what it wants: max-min fair shares of ``capacity``.
+
+    Args:
+        wanted: by each of its users.
+        users: that each stands for.
+        capacity: for all of them together.
+    """
+    parts = [1.0] * len(wanted)
+    left, sharers = capacity, sum(users)
+    for i in sorted(range(len(wanted)), key=wanted.__getitem__):
         given = min(wanted[i], left / sharers)
         if given < wanted[i]:
-            parts[i] *= given / wanted[i]
-        left -= given * busy[i].threads
-        sharers -= busy[i].threads
+            parts[i] = given / wanted[i]
+        left -= given * users[i]
+        sharers -= users[i]
     return parts

@@ -28,7 +28,8 @@ class RollCall:
 
     Each rank adds its bit to a number in the store, which answers with the sum. So exactly one rank sees that its bit
     makes half of them. This rank waits for the others, at most for the grace, and then adds the bit that closes the
-    call: who comes after that is out. One atomic number thus elects who decides and says what was decided. A rank that
+    call: who comes after that is out. One atomic number thus elects who decides and says that all are in; who is in a
+    call that was closed stands under another key, as bits are added after that too. A rank that
     was out last time, and has not even come to that call by now, is far behind and is not waited for.
 
     Half are enough, as nobody else can decide too. A third of the ranks would do the same, and stray further from what
@@ -71,7 +72,6 @@ class RollCall:
         is_open = here < _CLOSED
         if is_open and here == everyone:
             present = everyone
-            self._tell(number, present)
         elif is_open and here.bit_count() == -(-self._size // 2):
             present = self._decide(number, grace, sum(1 << rank for rank in must), is_due, deadline)
         else:
@@ -99,15 +99,25 @@ class RollCall:
             raise LinkError(self._first((must or self._everyone) & ~here), "it did not come in time")
         if here != self._everyone:
             here = self._store.add(f"{number}/here", _CLOSED) - _CLOSED
-        self._tell(number, here)
+            self._store.set(f"{number}/in", str(here))
         return here
 
     def _learn(self, number: int, deadline: float) -> int:
-        """Return what another rank has decided."""
-        key = f"{number}/in"
-        if not self._look(lambda: self._store.check([key]), deadline, lambda: self._absent(number)):
+        """Return what another rank has decided. That all are in the number tells by itself, as long as it is open."""
+        present, key = 0, f"{number}/in"
+
+        def is_known() -> bool:
+            nonlocal present
+            here = self._store.add(f"{number}/here", 0)
+            if here == self._everyone:
+                present = here
+            elif here >= _CLOSED and self._store.check([key]):
+                present = int(self._store.get(key))
+            return bool(present)
+
+        if not self._look(is_known, deadline, lambda: self._absent(number)):
             raise LinkError(self._absent(number), "it did not come in time")
-        return int(self._store.get(key))
+        return present
 
     def _look(self, done: Callable[[], bool], until: float, missing: Callable[[], int]) -> bool:
         """Look until ``done()`` is true or the time has come; return whether it became true."""
@@ -127,9 +137,6 @@ class RollCall:
     def _first(self, ranks: int) -> int:
         """Return the first of the ranks whose bits are set, or this one if none is."""
         return (ranks & -ranks).bit_length() - 1 if ranks else self._rank
-
-    def _tell(self, number: int, present: int) -> None:
-        self._store.set(f"{number}/in", str(present))
 
     def _forget(self) -> None:
         """Delete keys of calls that all ranks have left behind, as each of them is in the last one."""

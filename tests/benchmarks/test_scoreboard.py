@@ -132,6 +132,21 @@ class TestArithmetic:
         assert rows["int4+overlap"]["minutes"] == pytest.approx([each / 2 for each in rows["int4"]["minutes"]])
         assert rows["dgc+warmup_steps=60"]["step_seconds"] == 0.25
 
+    def test_connections_of_our_own_have_the_losses_of_the_method(self) -> None:
+        warm = "onebit+freeze_step=75+warmup_codec=int4"
+        mine = [losses(name, seed, 5, 4, 3, 2.5, 2.1) for name in ("int4", warm) for seed in SEEDS]
+        over = {"int4+connections=16": 2.0, "onebit+connections=16+freeze_step=1": 0.5, "ddp": 6.0, "int4": 4.0}
+        it = found(*DDP, *mine, *(steps(name, SLOW, each) for name, each in over.items()))
+        rows = {row["method"]: row for row in scores(it, SEEDS)}
+        assert {name for name, row in rows.items() if row["link"]} == {
+            "ddp",
+            "int4",
+            "int4+connections=16",
+            f"{warm}+connections=16",
+        }
+        assert rows["int4+connections=16"]["minutes"] == pytest.approx([each / 2 for each in rows["int4"]["minutes"]])
+        assert rows[f"{warm}+connections=16"]["step_seconds"] == 0.5
+
     def test_a_run_that_was_timed_as_a_whole_is_compared_with_the_product(self) -> None:
         run = {**losses("int4", 0, 5, 4, 3, 2.5, 2.0), "link": "1gbit/1ms", "seconds": [[0, 0.0], [600, 660.0]]}
         it = found(*DDP, losses("int4", 0, 5, 4, 3, 2.5, 2.0), steps("int4", FAST, 1.0), run)
@@ -265,6 +280,17 @@ class TestCampaign:
             one.write(mine, [])
         with other.claim("losses", "dgc+density=0.1", 0) as theirs:
             assert theirs is None, "it is there"
+
+    def test_losses_are_taken_without_the_machine_s_times(self, tmp_path: Path) -> None:
+        rows = [{"kind": "losses", **DDP[0]}, {"kind": "steps", **steps("ddp", FAST, 1.0)}]
+        file = tmp_path / "r.json"
+        file.write_text(json.dumps({"title": "x", "environment": {"hardware": "Old"}, "rows": rows}))
+        it = found(steps("ddp", FAST, 2.0))
+        read([file], it, losses_alone=True)
+        assert list(it.losses) == [("ddp", 0)] and it.machines() == {"Abacus"}
+        everything = found()
+        read([file], everything)
+        assert everything.machines() == {"Old"}
 
     def test_what_is_of_another_training_is_passed_over(self, tmp_path: Path) -> None:
         longer = {**losses("ddp", 0, 5, 4, 3, 2, 1), "training": "another"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from benchmarks.report import Environment
 from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.links import predicted_calls, read_calls
 from benchmarks.simulate.measure import measure
+from benchmarks.simulate.sums import predicted_sums
 from benchmarks.simulate.validate import compare, read_cells, summarize
 from benchmarks.simulate.worker import Job
+from benchmarks.unequal import BY_SHARES, EQUAL
 from fusionlayer.errors import ConfigError
-from fusionlayer.planning.cluster import Scenario
+from fusionlayer.planning.cluster import Cluster, Scenario
+from fusionlayer.planning.collective_phases import exchange_phases
 from fusionlayer.planning.cost_model import Curve
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
@@ -53,11 +57,19 @@ class TestLinks:
         return [row["predicted ms"] / 1e3 for row in predicted_calls(rows, Profile.from_yaml(path))]
 
     def test_a_call_is_an_agreement_and_its_messages(self, path: Path) -> None:
-        near = Profile.from_yaml(path).link("100mbit")
-        over_gloo, over_two = near.at_distance(0.05, 0.0005), near.at_distance(0.05, 0.0005, 2)
+        profile = Profile.from_yaml(path)
+        over_gloo, over_two = (
+            Scenario("100mbit", rtt=0.05, loss=0.0005, connections=count).cluster(profile, 2) for count in (None, 2)
+        )
+
+        def seconds(cluster: Cluster) -> float:
+            assert cluster.connections is not None
+            after_a_pause = replace(cluster, connections=replace(cluster.connections, rested=True))
+            return sum(phase.seconds for size in (24, 1 << 19) for phase in exchange_phases(after_a_pause, size))
+
         gather, alltoall = self.predicted(path, call("all_gather over gloo"), call("all_to_all over 2 connections"))
-        assert gather == pytest.approx(over_gloo.exchange(24) + over_gloo.exchange(1 << 19), rel=0.02)
-        assert alltoall == pytest.approx(over_two.exchange(24) + over_two.exchange(1 << 19), rel=0.02)
+        assert gather == pytest.approx(seconds(over_gloo), rel=0.02)
+        assert alltoall == pytest.approx(seconds(over_two), rel=0.02)
 
     def test_bbr_does_not_slow_down_for_a_loss_and_codes_are_shorter(self, path: Path) -> None:
         reno, bbr, int4 = self.predicted(
@@ -83,6 +95,31 @@ class TestLinks:
         file.write_text(json.dumps({"rows": [call("all_gather over 4 connections", "int4")]}))
         assert run(monkeypatch, "links", file, "--profile", path) == 0
         assert "4 connections" in capsys.readouterr().out
+
+
+@pytest.mark.short
+class TestSums:
+    ROW: ClassVar[dict[str, Any]] = {
+        **{"operation": BY_SHARES, "codec": "raw", "rates": ["1gbit", "1gbit", "1gbit", "500mbit"], "seconds": [1.0]},
+        **{"buckets": 2, "numel": 1 << 22, "rtt": None},
+    }
+
+    def test_shares_take_what_the_rates_allow(self, path: Path) -> None:
+        rows = [self.ROW, {**self.ROW, "operation": EQUAL}, {**self.ROW, "rtt": "200ms"}]
+        shares, equal, far = (row["predicted ms"] for row in predicted_sums(rows, Profile.from_yaml(path)))
+        assert shares == pytest.approx(2 / 3 * equal, rel=0.05)
+        assert far == pytest.approx(shares + 2 * 200, abs=1)
+
+    def test_the_command_prints_errors_and_refuses_other_results(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "r.json"
+        file.write_text(json.dumps({"rows": [self.ROW]}))
+        assert run(monkeypatch, "sums", file, "--profile", path) == 0
+        assert "% in the median" in capsys.readouterr().out
+        file.write_text(json.dumps({"rows": [{"operation": EQUAL}]}))
+        assert run(monkeypatch, "sums", file, "--profile", path) == 1
+        assert "expected results of benchmarks.unequal" in capsys.readouterr().err
 
 
 @pytest.mark.short
@@ -149,6 +186,25 @@ class TestValidate:
             read_cells(tmp_path / "r.json")
         assert told in str(caught.value)
 
+    def test_a_long_way_and_connections_are_those_of_the_measured_step(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        profile = Profile.from_yaml(path)
+        far = {"delay": "25ms", "frame_loss": 0.0005, "congestion": "reno"}
+        given: dict[str, Any] = {"rtt": 0.05, "loss": 0.0005, "cores": 1.0}
+        for method, connections in (("int4", None), ("int4+connections=16", 16)):
+            seconds = project(
+                profile, Method.named("int4", profile), Scenario("1gbit", connections=connections, **given), 2
+            ).seconds
+            (each,), _ = compare([cell(method, seconds, **far)], profile)
+            assert each.error == pytest.approx(0) and each.row()["rtt, ms"] == "50"
+        file = tmp_path / "r.json"
+        file.write_text(json.dumps({"rows": [cell("int4", 1.0, **far)]}))
+        assert run(monkeypatch, "validate", file, "--profile", path, "--out", tmp_path, "--theme", "simulate-far") == 0
+        assert (tmp_path / "plots" / "simulate-far.svg").exists()
+        with pytest.raises(SystemExit, match="these steps are of long ways"):
+            run(monkeypatch, "validate", file, "--profile", path, "--update")
+
     def test_command_line_updates_the_profile(
         self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -203,3 +259,23 @@ def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
         project(profile, Method.named(name, profile), Scenario("50mbit"), 2).seconds for name in ("ddp", "int4")
     )
     assert math.isfinite(ddp) and int4 < ddp
+
+
+@pytest.mark.medium
+@pytest.mark.netns
+@pytest.mark.timeout(180)
+@needs_namespaces
+def test_steps_on_a_long_way_are_measured_and_can_be_compared(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo and over connections of our own, with the same bits on both ranks."""
+    way = ["--link", "100mbit/10ms/0.001/reno", "--methods", "int4,int4+connections=2", "--model", "gpt-small"]
+    assert run(monkeypatch, "steps", *way, "--rounds", "2", "--busy-ok", "--out", tmp_path) == 0
+    (file,) = tmp_path.glob("steps_*.json")
+    rows = read_cells(file)
+    assert [row["method"] for row in rows] == ["int4", "int4+connections=2"]
+    assert all(row["identical"] and row["step_seconds"] > 0.01 and len(row["rounds"]) == 2 for row in rows)
+    assert (rows[0]["delay"], rows[0]["frame_loss"], rows[0]["congestion"]) == ("5ms", 0.001, "reno")
+    profile = Profile.from_yaml(path)
+    compared, _ = compare(rows, replace(profile, model=replace(profile.model, name="gpt-small")))
+    assert len(compared) == 2 and all(each.row()["rtt, ms"] == "10" for each in compared)

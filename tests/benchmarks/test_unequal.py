@@ -15,7 +15,7 @@ from tests.examples.places import needs_namespaces
 @pytest.mark.short
 def test_a_time_is_held_to_what_the_rates_allow() -> None:
     """A message of a second at 8 Mbit/s: the slow one of four hosts needs two for its own, the fast ones less."""
-    row = {"operation": unequal.EQUAL, "codec": "int8", "message": 1e6 / unequal.FRAME, "equal": True}
+    row = {"operation": unequal.EQUAL, "codec": "int8", "message": 1e6 / unequal.FRAME, "equal": True, "buckets": 4}
     (line,) = unequal.table([{**row, "seconds": [3.3, 2.2, 2.0]}], [8e6, 8e6, 8e6, 4e6])
     assert (line["the rates allow"], line["seconds"], line["over that"]) == (2.0, 2.2, "10.0%")
     assert line["rounds"] == "0.0% to 65.0%"
@@ -35,10 +35,22 @@ def test_rates_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.netns
 @needs_namespaces
 def test_sums_over_unequal_links_have_equal_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    arguments = ["--smoke", "--rates", "64mbit,64mbit,16mbit", "--codecs", "int8", "--out", str(tmp_path)]
+    arguments = [
+        "--smoke",
+        "--rates",
+        "64mbit,64mbit,16mbit",
+        "--codecs",
+        "int8",
+        "--buckets",
+        "2,3",
+        "--out",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", ["unequal", *arguments])
     assert unequal.main() == 0
     (path,) = tmp_path.glob("unequal-c10d_*.json")
     rows = json.loads(path.read_text())["rows"]
-    assert [row["operation"] for row in rows] == [unequal.EQUAL, unequal.BY_SHARES, unequal.GLOO]
+    assert [row["operation"] for row in rows] == [unequal.EQUAL, unequal.BY_SHARES] * 2 + [unequal.GLOO]
+    assert [row["buckets"] for row in rows] == [2, 2, 3, 3, 1]
+    assert (tmp_path / "plots" / "unequal-c10d.svg").exists()
     assert all(row["bits equal"] and len(row["seconds"]) == 2 for row in rows)

@@ -66,15 +66,17 @@ def test_a_long_lossy_way_costs_round_trips_and_rate(validated: Path, capsys: py
     near, _ = steps()
     far, told = steps("--rtt", "0.1", "--loss", "0.001")
     several, _ = steps("--rtt", "0.1", "--loss", "0.001", "--connections", "8")
+    bbr, _ = steps("--rtt", "0.1", "--loss", "0.001", "--congestion", "bbr")
     assert (told["rtt"], told["loss"], told["connections"]) == (0.1, 0.001, None)
     for method in ("ddp", "int4"):
+        assert near[method]["step_seconds"] < bbr[method]["step_seconds"] < far[method]["step_seconds"]
         assert near[method]["step_seconds"] < several[method]["step_seconds"] < far[method]["step_seconds"]
         assert far[method]["extrapolated"] == ["round trip, loss or connections"] and near[method]["extrapolated"] == []
     assert (
         main(["simulate", str(validated), "--workers", "2", "--rtt", "0.1", "--loss", "0.001", "--connections", "2"])
         == 0
     )
-    assert "loss 0.001, 2 connections" in capsys.readouterr().out
+    assert "loss 0.001, reno, 2 connections" in capsys.readouterr().out
 
 
 def test_tables(validated: Path, capsys: pytest.CaptureFixture[str]) -> None:
