@@ -183,9 +183,9 @@ class BlockCodec {
   const bool look_;
 };
 
-// Sums stay in registers: L1 has them once.
+// As for `int`: long tiles pay, where L1 has the codes of all messages.
 template <class Numbers>
-constexpr int kSumTile<BlockCodec<Numbers, false>> = 2048;
+constexpr int kSumTile<BlockCodec<Numbers, false>> = Numbers::kBytes == 32 ? kShortTile : 2048;
 
 template <class Codec>
 class Values;
