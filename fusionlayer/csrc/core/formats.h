@@ -47,7 +47,7 @@ struct FloatRounding {
   int32_t step;   // added to the bits of 2^E
 };
 
-FL_HD FloatRounding float_rounding(const FloatFormat &f) {
+FL_HD constexpr FloatRounding float_rounding(const FloatFormat &f) {
   return {23 - f.mantissa, (128 - f.bias) << 23, (23 - f.mantissa) << 23};
 }
 

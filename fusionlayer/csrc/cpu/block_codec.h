@@ -59,8 +59,7 @@ class BlockCodec {
 
   static constexpr bool kCanonical = false;  // formats have NaNs of their own
 
-  explicit BlockCodec(const Job &job)
-      : scales_(job), block_(scales_.block()), numbers_(job.spec->param[0]), look_(job.look) {}
+  explicit BlockCodec(const Job &job) : scales_(job), block_(scales_.block()), look_(job.look) {}
 
   int unit() const { return block_; }
 
@@ -84,7 +83,6 @@ class BlockCodec {
   // v += the sum of n elements of all messages in their order. Its runs stay in registers while messages are added.
   FL_NOINLINE void sum(const fl_messages &in, int64_t unit, int n, float *v) const {
     static_assert(!kHadamard, "products are not exact");
-    const Numbers numbers = numbers_;
     const int blocks = (n + block_ - 1) / block_, bytes = code_bytes();
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
@@ -92,7 +90,7 @@ class BlockCodec {
       Message messages[kTogether] = {};
       for (int m = 0; m < count; ++m) {
         messages[m] = at(in, first + m, unit);
-        scales_.load(messages[m].scales, blocks, numbers.unit(), scales + m * kMaxBlocks);
+        scales_.load(messages[m].scales, blocks, Numbers::unit(), scales + m * kMaxBlocks);
       }
       Ahead ahead(messages[0].codes + blocks * bytes, in.stride, count, blocks * bytes);
       const int lines = (ahead.lines() + blocks - 1) / blocks;
@@ -102,9 +100,9 @@ class BlockCodec {
         float *to = v + g * block_;
         int k = 0;
         for (; (k + kWideRuns) * kBlock <= block_; k += kWideRuns)
-          sum_runs<kWideRuns>(numbers, messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
+          sum_runs<kWideRuns>(messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
         for (; k * kBlock < block_; ++k)
-          sum_runs<1>(numbers, messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
+          sum_runs<1>(messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
       }
     }
   }
@@ -112,16 +110,15 @@ class BlockCodec {
   template <class Sink>
   FL_INLINE void decode(Message in, int n, const Sink &sink) const {
     alignas(64) float scales[kMaxBlocks];
-    const Numbers numbers = numbers_;
-    scales_.load(in.scales, (n + block_ - 1) / block_, numbers.unit(), scales);
+    scales_.load(in.scales, (n + block_ - 1) / block_, Numbers::unit(), scales);
     const int block = block_, bytes = code_bytes();
     const float *scale = scales;
     for (int begin = 0; begin < n; begin += block, ++scale, in.codes += bytes)
       if constexpr (kHadamard) {
-        decode_rotated(numbers, in.codes, *scale, begin, sink);
+        decode_rotated(in.codes, *scale, begin, sink);
       } else {
         for (int i = 0; i < block; i += kBlock) {
-          Block b = numbers.decode(in.codes + i / kBlock * Numbers::kBytes);
+          Block b = Numbers::decode(in.codes + i / kBlock * Numbers::kBytes);
           for (vf &v : b.v) v *= *scale;
           sink(begin + i, b);
         }
@@ -134,14 +131,13 @@ class BlockCodec {
 
   // The scale of message m has number m * kMaxBlocks.
   template <int kWide>
-  static FL_INLINE void sum_runs(const Numbers &numbers, const Message *messages, int count, int codes,
-                                 const float *scales, float *v) {
+  static FL_INLINE void sum_runs(const Message *messages, int count, int codes, const float *scales, float *v) {
     Block sum[kWide];
     for (int w = 0; w < kWide; ++w) sum[w] = load_block(v + w * kBlock);
     for (int m = 0; m < count; ++m) {
       const vf scale = broadcast(scales[m * kMaxBlocks]);
       for (int w = 0; w < kWide; ++w)
-        add_scaled(sum[w], numbers.decode(messages[m].codes + codes + w * Numbers::kBytes), scale);
+        add_scaled(sum[w], Numbers::decode(messages[m].codes + codes + w * Numbers::kBytes), scale);
     }
     for (int w = 0; w < kWide; ++w) store_block(v + w * kBlock, sum[w]);
   }
@@ -154,7 +150,6 @@ class BlockCodec {
       values = scales_.bring(values, top, blocks, out.scales, inverse, tile);
     else
       scales_.make(top, blocks, out.scales, inverse);
-    const Numbers numbers = numbers_;
     const int block = block_, lines = (ahead.lines() + blocks - 1) / blocks;
     for (int g = 0; g < blocks; ++g) {
       const float factor = inverse[g];
@@ -163,37 +158,34 @@ class BlockCodec {
         if (__builtin_expect(factor == 0.0f, 0))
           __builtin_memset(out.codes, 0, Numbers::kBytes);
         else
-          numbers.encode(values, factor, out.codes);
+          Numbers::encode(values, factor, out.codes);
       }
     }
   }
 
   template <class Sink>
-  FL_INLINE void decode_rotated(const Numbers &numbers, const uint8_t *codes, float scale, int begin,
-                                const Sink &sink) const {
+  FL_INLINE void decode_rotated(const uint8_t *codes, float scale, int begin, const Sink &sink) const {
     alignas(64) float tile[kMaxBlock];
-    rotate_codes(numbers, codes, scale, tile);
+    rotate_codes(codes, scale, tile);
     for (int i = 0; i < block_; i += kBlock) sink(begin + i, load_block(tile + i));
   }
 
-  FL_NOINLINE void rotate_codes(const Numbers &given, const uint8_t *codes, float scale, float *tile) const {
-    const Numbers numbers = given;
+  FL_NOINLINE void rotate_codes(const uint8_t *codes, float scale, float *tile) const {
     with_runs(block_ / kBlock, [&](auto runs) FL_LAMBDA {
       hadamard_runs<decltype(runs)::value>(
-          tile, [&](int k) FL_LAMBDA { return numbers.decode(codes + k * Numbers::kBytes); },
+          tile, [&](int k) FL_LAMBDA { return Numbers::decode(codes + k * Numbers::kBytes); },
           [&](vf v) FL_LAMBDA { return v * scale; });
     });
   }
 
   const BlockScales scales_;
   const int block_;
-  const Numbers numbers_;
   const bool look_;
 };
 
-// Sums stay in registers: L1 has them once.
+// As for `int`: long tiles pay, where L1 has the codes of all messages.
 template <class Numbers>
-constexpr int kSumTile<BlockCodec<Numbers, false>> = 2048;
+constexpr int kSumTile<BlockCodec<Numbers, false>> = Numbers::kBytes == 32 ? kShortTile : 2048;
 
 template <class Codec>
 class Values;

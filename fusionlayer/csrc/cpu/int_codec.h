@@ -338,9 +338,9 @@ class IntCodec {
   const int group_;
 };
 
-// Sums stay in registers: L1 has them once, and the scales of a tile are made side by side.
+// Sums stay in registers and scales of a tile are made side by side: long tiles pay, where L1 has the codes of all messages.
 template <int kBits, bool kHadamard>
-constexpr int kSumTile<IntCodec<kBits, kHadamard>> = 2048;
+constexpr int kSumTile<IntCodec<kBits, kHadamard>> = kBits == 8 ? kShortTile : 2048;
 
 template <class Codec>
 class Values;

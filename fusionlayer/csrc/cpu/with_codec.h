@@ -33,12 +33,25 @@ FL_INLINE void with_int_codec(const Job &job, const Body &body) {
 
 template <class Body>
 FL_INLINE void with_numbers(const Job &job, const Body &body) {
-  const bool hadamard = job.spec->param[3] & FL_BLOCK_HADAMARD;
-  if (job.spec->param[0] == FL_INT8)
-    return hadamard ? body(BlockCodec<Int8, true>(job)) : body(BlockCodec<Int8, false>(job));
-  const int bits = format_bits(job.spec->param[0]);
-  if (bits == 8) return hadamard ? body(BlockCodec<Float8, true>(job)) : body(BlockCodec<Float8, false>(job));
-  bits == 6 ? body(BlockCodec<Float6, false>(job)) : body(BlockCodec<Float4, false>(job));
+  const auto rotated_or_not = [&](auto numbers) FL_LAMBDA {
+    using Numbers = decltype(numbers);
+    job.spec->param[3] & FL_BLOCK_HADAMARD ? body(BlockCodec<Numbers, true>(job))
+                                           : body(BlockCodec<Numbers, false>(job));
+  };
+  switch (job.spec->param[0]) {
+    case FL_E4M3:
+      return rotated_or_not(Float8<FL_E4M3>{});
+    case FL_E5M2:
+      return rotated_or_not(Float8<FL_E5M2>{});
+    case FL_INT8:
+      return rotated_or_not(Int8{});
+    case FL_E2M3:
+      return body(BlockCodec<Float6<FL_E2M3>, false>(job));
+    case FL_E3M2:
+      return body(BlockCodec<Float6<FL_E3M2>, false>(job));
+    default:
+      return body(BlockCodec<Float4, false>(job));
+  }
 }
 
 // thc has all verbs but recode: the root mean square of a sum is not known before the sum is.

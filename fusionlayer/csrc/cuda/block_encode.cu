@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const BlockEncoding a)
 
 // FL_SCALE_MESSAGE: plane 0, which is zero, becomes the largest magnitude.
 template <bool kSum, bool kResidual>
-__global__ void __launch_bounds__(kThreads) look_kernel(const BlockEncoding a) {
+__global__ void __launch_bounds__(kThreads, 3) look_kernel(const BlockEncoding a) {
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
     uint32_t amax = 0;

@@ -106,8 +106,9 @@ FL_DEVICE uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 // to make no fused multiply-add of its own, and tests look for one outside of this.
 FL_DEVICE float add_exact_product(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
-  asm("fma.rn.f32 %0, %1, %2, %0;" : "+f"(c) : "f"(a), "f"(b));
-  return c;
+  float sum;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+  return sum;
 #else
   return __builtin_fmaf(a, b, c);
 #endif
