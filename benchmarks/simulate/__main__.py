@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
 from benchmarks.collective.options import Link
-from benchmarks.report import result_path
+from benchmarks.report import result_path, table
 from benchmarks.training.workloads import MODELS
 from fusionlayer.errors import FusionLayerError
 from fusionlayer.planning.connections import way_name
@@ -178,7 +178,8 @@ def _links(options: argparse.Namespace) -> None:
     profile = Profile.from_yaml(options.profile)
     rows = [row for path in options.results for row in predicted_calls(read_calls(path), profile)]
     title = f"Predicted beside measured calls on long links: {_errors(rows)}"
-    driver.finish(options, "simulate-links", title, driver.begin(options), rows)
+    grouped = table("The same by what calls go over, and by MB", list(_by("over", rows)) + list(_by("MB", rows)))
+    driver.finish(options, "simulate-links", title, driver.begin(options), rows, more=[grouped])
 
 
 def _sums(options: argparse.Namespace) -> None:
@@ -186,6 +187,12 @@ def _sums(options: argparse.Namespace) -> None:
     rows = [row for path in options.results for row in predicted_sums(read_sums(path), profile)]
     title = f"Predicted beside measured sums over links of unequal rates: {_errors(rows)}"
     driver.finish(options, "simulate-sums", title, driver.begin(options), rows)
+
+
+def _by(key: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for value in dict.fromkeys(row[key] for row in rows):
+        group = [row for row in rows if row[key] == value]
+        yield {"calls": f"{value} MB" if key == "MB" else value, "number": len(group), "error": _errors(group)}
 
 
 def _errors(rows: Sequence[Mapping[str, Any]]) -> str:

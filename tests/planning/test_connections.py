@@ -16,6 +16,7 @@ from fusionlayer.planning.collective_phases import exchange_phases, message_phas
 from fusionlayer.planning.connections import Connections, tcp_rate, way_name
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
 from fusionlayer.planning.profile import Profile
+from fusionlayer.planning.projection import Method, project
 from fusionlayer.planning.simulation import Compute, Load, run_local_steps, run_step
 from tests.planning.profiles import write_example
 
@@ -124,6 +125,15 @@ def test_shares_by_rates_take_less_of_the_slowest_link(tmp_path: Path) -> None:
         slow.cluster(profile, 8)
     with pytest.raises(ConfigError, match="expected the slowest of them"):
         replace(slow, rate="1gbit")
+
+
+def test_ddp_has_one_connection_and_an_engine_one_for_each_lane(tmp_path: Path) -> None:
+    profile = Profile.from_yaml(write_example(tmp_path))
+    far = Scenario("1gbit", rtt=0.05, loss=0.0005, cores=8.0)
+    alone = 8 * 4 * sum(tensor.numel for tensor in profile.model.tensors) / tcp_rate(0.0502, 0.0005)
+    ddp = project(profile, Method.named("ddp", profile), far, 2).seconds
+    buckets = Method.named("raw", profile, "dense", "wfbp")
+    assert ddp > alone > project(profile, buckets, far, 2).seconds
 
 
 def test_lanes_fill_what_one_leaves_of_the_link() -> None:
