@@ -361,16 +361,21 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "elastic/",
-        ("forming.py", "done = min(", "done = max(", "a step counts that some have no results of"),
+        ("forming.py", "done = max(", "done = min(", "a step that some have made is made again"),
         ("forming.py", "2 * len(reports) <= len(base", "2 * len(reports) < len(base", "two halves both go on"),
-        ("forming.py", "told.between and ", "", "a process joins in the middle of a step"),
+        (
+            "forming.py",
+            "if not behind and all(told.between for told in old.values()):",
+            "if not behind:",
+            "a process joins in the middle of a step",
+        ),
         (
             "forming.py",
             "if told.generation.number > base.number:",
             "if False:",
             "a leader that is behind waits for all",
         ),
-        ("members.py", "self.step, wants]", "self.step, False]", "nobody who asks to join is let in"),
+        ("members.py", "[step, wants]", "[step, False]", "nobody who asks to join is let in"),
     ),
     *_of(
         "scheduler/",
@@ -485,14 +490,24 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "integrations/",
-        ("elastic_optimizer.py", "members.done > members.step", "False", "a step that others have made is made twice"),
         (
             "elastic_optimizer.py",
-            "if counts else (before, step)",
-            "if counts else (after, step)",
+            "self._fl_held = receive_results(transport, giver)",
+            "receive_results(transport, giver)",
+            "a step that others have made is made twice",
+        ),
+        (
+            "elastic_optimizer.py",
+            "(after, at + 1) if gained else (before,",
+            "(after, at + 1) if gained else (after,",
             "feedback counts twice",
         ),
-        ("elastic_optimizer.py", "forget(error)\n        self", "self", "a generation that has failed is not freed"),
+        (
+            "elastic_optimizer.py",
+            "forget(error)\n            self._fl_state",
+            "self._fl_state",
+            "a generation that has failed is not freed",
+        ),
         ("handover.py", "known.digest == digest_of(x)", "True", "a tensor with the same checksum stays"),
         ("handover.py", "if native.crc32c(out) != crc:", "if False:", "a newcomer takes a damaged state"),
         ("handover.py", "near = any(", "near = True or any(", "a state is not compressed between hosts"),

@@ -9,6 +9,7 @@ __all__ = ["MEASURED"]
 _1 = "scoreboard-gpt-2x1-adamw-50ms_intel-r-xeon-r-processor_2026-11-25"
 _2 = "scoreboard-gpt-4x1-adamw_amd-epyc-zen-5_2026-11-24"
 _3 = "convergence-small-2x1-adamw_amd-epyc-zen-3_2026-11-23"
+_4 = "wire-2-losses_intel-r-xeon-r-processor_2026-11-25"
 
 MEASURED = LossCosts(
     (
@@ -20,6 +21,8 @@ MEASURED = LossCosts(
         LossCost("int4", 5.98, _1, 1, "streaming()", 30, 3, 5),
         LossCost("int8", -0.19, _1, 3),
         LossCost("onebit", 5.58, _3, 3),
+        LossCost("taco", 0.01, _4, 3),
+        LossCost("tlq_hs", 0.0, _4, 3),
         LossCost("topk", 19.47, _1, 1),
     )
 )
