@@ -93,6 +93,8 @@ class _Present:
     What goes to all of them is posted to the others too.
     """
 
+    peer_bytes = 0  # no launch waits for those who are late
+
     def __init__(self, whole: Transport, present: Sequence[int]) -> None:
         self._whole = whole
         self._present = present

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -43,21 +42,22 @@ class PeerMemory:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # before another rank writes there
         self._all: list[Tensor] = []
-        offers, problem = _gather(transport, bytes(ForkingPickler.dumps(self._own))), ""
+        offers, problem = _gather(transport, bytes(ForkingPickler.dumps(self._own))), None
         try:
             for rank, offer in enumerate(offers):
                 self._all.append(self._own if rank == transport.rank else ForkingPickler.loads(offer))
         except (RuntimeError, OSError, EOFError) as error:
-            problem = str(error).splitlines()[0]
+            problem = error
         # What differs over ranks: whether one cannot reach another's memory, and how many warps run at a time.
-        worst = torch.tensor([bool(problem), -warps])
+        worst = torch.tensor([problem is not None, -warps])
         transport.all_reduce_max(worst)
         failed, least = worst.tolist()
         self.is_whole = not failed
         if failed:
             self._all.clear()
             _logger.warning(
-                "sums travel by NCCL: a rank cannot reach the memory of another's device%s", problem and f" ({problem})"
+                "sums travel by NCCL: a rank cannot reach the memory of another's device%s",
+                f" ({problem})" if problem else "",
             )
             return
         memory = (ctypes.c_void_p * MAX_PEERS)(*[each.data_ptr() for each in self._all])
@@ -71,7 +71,7 @@ def sum_in_one_launch(
 
     The bits are those of ``two_shot``. A tensor for which the memory is too small is summed in pieces.
     """
-    if not transport.peer_bytes or not transport.can_launch(x.device) or not isinstance(codec, NativeCodec):
+    if not transport.can_launch(x.device) or not isinstance(codec, NativeCodec):
         return False
     # What a codec does besides its core's verbs, such as a header or scales that ranks agree on, no kernel does.
     if codec.header or type(codec)._encode_rows is not NativeCodec._encode_rows:
@@ -79,7 +79,8 @@ def sum_in_one_launch(
     rank, size = transport.rank, transport.size
     if size > MAX_PEERS or len(transport.nodes) > 1:
         return False
-    known = _known.setdefault(transport, {})
+    # One thread at a time uses a transport, and what belongs to it ends with it.
+    known: dict[torch.device, PeerMemory] = transport.__dict__.setdefault("_peer_memory", {})
     if x.device not in known:
         known[x.device] = PeerMemory(transport, x.device, transport.peer_bytes, native.most_warps(x.device))
     memory = known[x.device]
@@ -121,7 +122,3 @@ def _gather(transport: Transport, mine: bytes) -> list[bytes]:
     padded = mine.ljust(every.size(1), b"\0")
     transport.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8), every)
     return [bytes(row[:length].tolist()) for row, length in zip(every, lengths.view(-1).tolist(), strict=True)]
-
-
-# Each thread that makes calls has a transport of its own, so nothing here is shared by threads.
-_known: weakref.WeakKeyDictionary[Transport, dict[torch.device, PeerMemory]] = weakref.WeakKeyDictionary()

@@ -50,7 +50,7 @@ def two_shot(
         codec = codec.agree(x, transport, seed=seed, residual=residual)
     rank, size = transport.rank, transport.size
     out = x if out is None else out
-    if sum_in_one_launch(x, codec, transport, seed=seed, residual=residual, out=out):
+    if transport.peer_bytes and sum_in_one_launch(x, codec, transport, seed=seed, residual=residual, out=out):
         return
     sums, run_length = (codec, 1) if residual is not None else summing(codec)
 

@@ -21,6 +21,7 @@ from tests.synthetic import awkward, bit_patterns, gradient, noise
 
 from . import block_reference as reference
 from .conformance import DTYPES, decoded, encoded, planes, same_bits, vnmse
+from .int_reference import short_scales
 
 pytestmark = pytest.mark.short
 
@@ -157,7 +158,7 @@ def test_known_answers() -> None:
 @pytest.mark.parametrize("number", ["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("block", [32, 64, 128, 256, 512])
 def test_two_scales_lose_what_one_does(number: str, block: int) -> None:
-    """The paper's alpha cancels but for f32's rounding, which moves few codes, by one."""
+    """The paper's alpha cancels but for the rounding of scales to 16 bits, which moves few codes, by one."""
     folded, dual = (
         codecs.get("taco", format=number, block_size=block, scales=scales, header=False)
         for scales in ("folded", "dual")
@@ -167,7 +168,7 @@ def test_two_scales_lose_what_one_does(number: str, block: int) -> None:
         x[::97] *= 50
         one, two = folded.compress(x), dual.compress(x)
         codes = [planes(codec, made, len(x), x.dtype)[1] for codec, made in ((folded, one), (dual, two))]
-        assert (codes[0] != codes[1]).float().mean() < 1e-3
+        assert (codes[0] != codes[1]).float().mean() < (127 * 2.0**-15 if number == "int8" else 1e-3)
         lost = [vnmse(x, codec.decompress(made, len(x))) for codec, made in ((folded, one), (dual, two))]
         assert lost[1] == pytest.approx(lost[0], rel=1e-3)
         alpha = dual.wire(len(x)).views(two)[0].view(-1, 2)[:, 1]
@@ -175,7 +176,8 @@ def test_two_scales_lose_what_one_does(number: str, block: int) -> None:
     steady = torch.full((block,), 2.0)
     s, alpha = dual.wire(block).views(dual.compress(steady))[0].tolist()
     assert alpha == pytest.approx(224.0, rel=1e-6)
-    assert s == pytest.approx(448.0 * block**0.5 / reference.largest(number), rel=1e-6)
+    amax = np.array([448.0 * block**0.5], dtype=np.float32)
+    assert s == short_scales(amax, np.float32(reference.largest(number)), 8)
 
 
 def test_alpha_is_what_its_options_say() -> None:

@@ -71,6 +71,7 @@ def in_4_bits(x: Tensor) -> Tensor:
     """Return ``x`` (n,) as int4 in groups of 2048 has it."""
     rows = nn.functional.pad(x, (0, -len(x) % 2048)).view(-1, 2048)
     width = rows.abs().amax(1, keepdim=True) / 7
+    width = ((width.view(torch.int32) + 255) & -256).view(torch.float32)  # scales have 16 bits, and are rounded up
     return ((rows / width).round() * width).nan_to_num().flatten()[: len(x)]
 
 

@@ -83,7 +83,7 @@ def compressed(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]
             results["router"] = _averages(kind, {"gradients": "raw"}), _averages(kind, {"gradients": INT4})
         sections = {
             "raw": {"gradients": "raw"},
-            "warm-up": {"gradients": INT8, "warmup_steps": STEPS},
+            "warm-up": {"gradients": {**INT8, "min_bytes": 64}, "warmup_steps": STEPS},  # norms travel as they are
             "gradients": {"gradients": INT8},
         }
         if kind in ("zero1", "zero2", "zero3"):

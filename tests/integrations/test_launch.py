@@ -221,7 +221,7 @@ fl.shutdown()
 assert not fl.is_initialized()
 for _ in range(2):
     fl.init()
-    x = fl.all_reduce(torch.tensor([float(fl.rank())]), op=fl.Sum)
+    x = fl.all_reduce(torch.tensor([float(fl.rank())]), "raw", op=fl.Sum)
     assert x.item() == sum(range(fl.size()))
     fl.shutdown()
 """

@@ -153,19 +153,19 @@ def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype
 
 @pytest.mark.parametrize("gradients", ["raw", "zip", "int8", "tlq"])
 def test_gradients_of_bf16_are_averaged_in_f32(gradients: str) -> None:
-    """A sum of few of them needs more bits than bf16 has."""
+    """A sum of few of them needs more bits than bf16 has. The values are such that messages lose nothing of them."""
 
     def body(transport: Transport) -> Tensor:
         w = nn.Parameter(torch.ones(1536, dtype=torch.bfloat16))
         optimizer = fl.ShardedOptimizer([w], torch.optim.SGD, gradients=gradients, group=transport, lr=0.1)
-        w.grad = torch.full((1536,), 1.0 + 2.0**-7 * transport.rank, dtype=torch.bfloat16)
+        w.grad = torch.full((1536,), 127 / 128 * 2.0**transport.rank, dtype=torch.bfloat16)
         optimizer.step()
         (part,) = optimizer._fl_parts
         grad = part.main.grad
         assert grad is not None and grad.dtype is torch.float32
         return grad[: part._filled].clone()
 
-    exact = torch.tensor(1.0 + 2.0**-7)
+    exact = torch.tensor(127 / 128 * (1 + 2 + 4) / 3)
     for got in over_threads(3, body):
         assert (got - exact).abs().max() < 2.0**-20
 
