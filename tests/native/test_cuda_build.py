@@ -135,7 +135,8 @@ def test_nothing_is_contracted_to_a_fused_multiply_add(compiled: dict[str, tuple
     contracted = {name for name, text in ptx.items() if re.search(fused, re.sub(by_hand, "", text, flags=re.DOTALL))}
     assert contracted == set()
     meant = {name for name, text in ptx.items() if re.search(fused, text)}
-    assert meant == {"int_decode", "int_encode", "block_decode", "block_encode"}
+    sums = {f"{codec}_{verb}" for codec in ("int", "block") for verb in ("decode", "encode", "two_shot")}
+    assert meant == sums
     source = "".join(path.read_text() for path in sorted((CSRC / "cuda").glob("*.cu*")))
     assert len(re.findall(r"\bfma\.rn\.f32", source)) == 1 and "__fmaf" not in source
 
@@ -152,7 +153,7 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     shared = {name for name, (_, text) in compiled.items() if "bytes smem" in text}
     codecs = ("int", "block", "thc", "tahquant", "chunked")
     through = {f"{codec}_{verb}" for codec in codecs for verb in ("encode", "decode")}
-    through |= {"qsdp", "onebit", "delta_encode", "delta_decode"}
+    through |= {"qsdp", "onebit", "delta_encode", "delta_decode", "int_two_shot", "block_two_shot"}
     assert shared == {"dynamiq", "magnitudes", "sparse_decode", "zip_encode", *through}, (
         "for histograms, sums, blocks, tables"
     )
