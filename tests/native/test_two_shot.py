@@ -149,6 +149,7 @@ def test_what_makes_no_sense_is_refused(kernels: ctypes.CDLL) -> None:
 
     assert refused(chunk=500) == refused(chunk=384) == BAD_ARGUMENT, "a chunk that is not whole groups, or is too short"
     assert refused(rank=2) == refused(size=17) == refused(stop=None) == refused(bytes=needed - 1) == BAD_ARGUMENT
+    assert refused(warps=6) == refused(warps=0) == BAD_ARGUMENT, "not whole blocks of warps"
     assert refused(memory=(ctypes.c_void_p * 16)(places[0].data_ptr(), places[1].data_ptr() + 8)) == BAD_ARGUMENT
     for name in ("int2", "fp8", "mxfp6", "thc", "onebit", "zip"):
         other = cast(NativeCodec, codecs.get(name).bare).core_spec(1000, torch.float32)

@@ -364,12 +364,10 @@ inline int check_sparse_encode(const fl_spec *spec, const void *x, const float *
 constexpr int kPeerPhases = 2;  // what a warp tells others in a round: its parts are there; its sum is there
 
 // Where something begins in a rank's memory.
-inline int64_t peer_aligned(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+FL_HD int64_t peer_aligned(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
 // Bytes of the numbers with which a rank's memory begins: rounds and flags of `warps` warps.
-FL_HD int64_t peer_numbers(int64_t warps, int64_t size) {
-  return (4 * warps * (1 + kPeerPhases * size) + 127) / 128 * 128;
-}
+FL_HD int64_t peer_numbers(int64_t warps, int64_t size) { return peer_aligned(4 * warps * (1 + kPeerPhases * size)); }
 
 // Bytes of a message of `chunk` elements there.
 inline int64_t peer_message_bytes(fl_spec spec, int64_t chunk) {
@@ -386,7 +384,8 @@ inline int check_two_shot_spec(const fl_spec *spec, int64_t chunk, int32_t size,
     if (scale_kind(param) == FL_SCALE_MESSAGE || param[3] & FL_BLOCK_GIVEN || format_bits(param[0]) == 6)
       return FL_UNSUPPORTED;
   }
-  if (size < 1 || size > FL_MAX_PEERS || warps < 1 || chunk < 1 || chunk > kMaxElements) return FL_BAD_ARGUMENT;
+  if (size < 1 || size > FL_MAX_PEERS || warps < 4 || warps % 4 || chunk < 1 || chunk > kMaxElements)
+    return FL_BAD_ARGUMENT;
   return chunk % spec->param[1] || chunk < (spec->numel + size - 1) / size ? FL_BAD_ARGUMENT : FL_OK;
 }
 
