@@ -29,7 +29,8 @@ class Sender:
         clock: of the gradients' device.
         timeline: record of the buckets' way.
         learns_order: time the buckets of some steps, for an order in which the next forward needs them.
-        rolls: finds out who is there for each bucket, while buckets before it travel; None: all ranks are waited for.
+        rolls: take the questions who is there for a bucket in turn, while buckets before it travel; without any, all
+            ranks are waited for.
 
     Attributes:
         jobs: of the buckets that were sent in the present step, by number.
@@ -40,7 +41,7 @@ class Sender:
     """
 
     def __init__(
-        self, lanes: Sequence[Lane], clock: Clock, timeline: Timeline, learns_order: bool, rolls: Lane | None = None
+        self, lanes: Sequence[Lane], clock: Clock, timeline: Timeline, learns_order: bool, rolls: Sequence[Lane] = ()
     ) -> None:
         self._lanes = lanes
         self._rolls = rolls
@@ -73,9 +74,9 @@ class Sender:
         lane = self._lanes[len(self.jobs) % len(self._lanes)]
         ready = self._timeline.now() if self._timeline.enabled else None
         roll = None
-        if buffer.graceful is not None and self._rolls is not None:
+        if buffer.graceful is not None and self._rolls:
             buffer.graceful.is_due = False
-            roll = self._rolls.put(buffer.graceful.attend)
+            roll = self._rolls[len(self.jobs) % len(self._rolls)].put(buffer.graceful.attend)
         work = partial(self._run, index, buffer, step, seed, ready, done, roll)
         self.nbytes += buffer.nbytes
         buffer.full = False

@@ -24,6 +24,10 @@ from .worker import Job
 
 __all__ = ["Traffic"]
 
+_ROLLS = 4
+"""Lanes that find out who is there. A question takes some round trips, each behind the payload that waits at a link;
+on one lane they would follow each other more slowly than the sums of small buckets."""
+
 
 class Traffic:
     """The lanes of an engine, the buckets on them, and their results; one failure ends all of it.
@@ -36,7 +40,7 @@ class Traffic:
         lanes: how many there are, equally many on all ranks; over NCCL one, whatever is asked for.
         name: of the threads.
         learns_order: time the buckets of some steps, for an order in which the next forward needs them.
-        leaves_out: sums do not wait for ranks that are late: a lane of its own finds out who is there.
+        leaves_out: sums do not wait for ranks that are late: lanes of their own find out who is there.
         release: called when a failure has ended all; it lets go of the gradients.
 
     Attributes:
@@ -75,9 +79,11 @@ class Traffic:
             timeline.note_clock(*offset, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
-        rolls = Lane(transport.duplicate(), device, f"{name} roll calls") if leaves_out else None
+        rolls = [
+            Lane(transport.duplicate(), device, f"{name} roll calls {i}") for i in range(_ROLLS if leaves_out else 0)
+        ]
         self.sender = Sender(tuple(self._lanes), clock, timeline, learns_order, rolls)
-        self._all = self._lanes if rolls is None else [*self._lanes, rolls]
+        self._all = [*self._lanes, *rolls]
         self.results = Results(clock, timeline)
         self.steps = 0
         counts.register(self)
