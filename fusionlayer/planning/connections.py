@@ -16,6 +16,11 @@ _SEGMENT_BYTES = 1448
 _FIRST_SEGMENTS = 10
 """That a connection sends before it has heard anything (RFC 6928), and after a pause."""
 
+_SPREAD = 0.407
+"""Standard deviation of a window of reno by its mean, where losses come at random (Ott, Kemperman, Mathis: "The
+Stationary Behavior of Ideal TCP Congestion Avoidance", 1996): of loss p the mean is 1.31 / sqrt(p), the mean of the
+square 2 / p."""
+
 _CHUNK_BYTES = 12 << 10
 """Of a short message over connections of our own. A message with fewer chunks leaves connections unused."""
 
@@ -105,7 +110,19 @@ class Connections:
                 left -= window
                 waited += self.rtt
                 window *= 2
-        return waited + (8 * left / rate if rate < math.inf else 0.0) + self._repeated(nbytes, rate)
+        carried = 8 * left / rate if rate < math.inf else 0.0
+        if self.loss and used * one < self.link_rate and self.congestion != "bbr":
+            carried *= self._slower(nbytes, used)
+        return waited + carried + self._repeated(nbytes, rate)
+
+    def _slower(self, nbytes: float, used: int) -> float:
+        """Return by how much the slower direction of an exchange takes longer than their mean.
+
+        Each loss halves a window. So windows differ, and a message has as many independent ones as it has connections
+        and losses. The larger one of two equal normal distributions is in the mean 1 / sqrt(pi) deviations above theirs.
+        """
+        losses = self.loss * nbytes / _SEGMENT_BYTES
+        return 1 + _SPREAD / math.sqrt(math.pi * (used + losses))
 
     def _repeated(self, nbytes: float, rate: float) -> float:
         """Return the mean seconds by which repeated segments come later than all others, both ways together.
