@@ -119,7 +119,8 @@ class Connections:
         """Return by how much the slower direction of an exchange takes longer than their mean.
 
         Each loss halves a window. So windows differ, and a message has as many independent ones as it has connections
-        and losses. The larger one of two equal normal distributions is in the mean 1 / sqrt(pi) deviations above theirs.
+        and losses. The larger of two values of one normal distribution is in the mean 1 / sqrt(pi) deviations above
+        its mean.
         """
         losses = self.loss * nbytes / _SEGMENT_BYTES
         return 1 + _SPREAD / math.sqrt(math.pi * (used + losses))
