@@ -422,6 +422,7 @@ MUTANTS: list[Mutant] = [
         ("connections.py", "math.sqrt(1.5 / loss)", "1.5 / math.sqrt(loss)", "a connection carries what it cannot"),
         ("projection.py", "if method.one_group and", "if False and", "DDP has a connection for each thread"),
         ("connections.py", "often = 2 * self.loss", "often = self.loss", "segments are lost one way alone"),
+        ("connections.py", "1 + _SPREAD", "1 + 0 * _SPREAD", "both directions of an exchange last equally long"),
         ("cost_model.py", "rtt if asks else rtt / 2", "rtt / 2", "gloo does not ask first"),
         (
             "simulation.py",
