@@ -91,7 +91,7 @@ def test_nobody_joins_while_a_member_lacks_results() -> None:
 
 @pytest.mark.parametrize("reader", [1, 3])
 def test_a_leader_that_is_lost_before_all_have_read_is_followed_by_the_next(reader: int) -> None:
-    """One rank has read the generation that rank 0 has formed; the others, perhaps the next leader, know an older one."""
+    """One rank has read the generation that rank 0 has formed; the others, with the next leader, know an older one."""
     desks, first = begun(4)
     formed = at_once(*(forming(desk, Report(first, 3, False)) for desk in desks))[0]
     desks[0].close()
