@@ -264,7 +264,7 @@ MUTANTS: list[Mutant] = [
         ("_introduction.py", "if len(self._callers) >= self._most:", "if False:", "strangers take all descriptors"),
         ("_board.py", 'if self._store.add("left", 1) == self._size:', "if False:", "keys stay in the store"),
         ("_states.py", "_require(len(call.sends) in (0, most)", "_require(True", "garbage"),
-        ("_nccl.py", "self._is_drained = False\n        with", "with", "messages that NCCL still sends are dropped"),
+        ("_queueing_link.py", "self._is_drained = False\n        with", "with", "messages that NCCL still sends are dropped"),
         ("_shared_memory.py", "lag = 1 if whole else 2", "lag = 1", "shares are read before they are summed"),
         (
             "local.py",
