@@ -264,7 +264,16 @@ MUTANTS: list[Mutant] = [
         ("_introduction.py", "if len(self._callers) >= self._most:", "if False:", "strangers take all descriptors"),
         ("_board.py", 'if self._store.add("left", 1) == self._size:', "if False:", "keys stay in the store"),
         ("_states.py", "_require(len(call.sends) in (0, most)", "_require(True", "garbage"),
-        ("_queueing_link.py", "self._is_drained = False\n        with", "with", "messages that NCCL still sends are dropped"),
+        (
+            "_queueing_link.py",
+            "self._is_drained = False\n        with",
+            "with",
+            "messages that NCCL still sends are dropped",
+        ),
+        ("_peer_link.py", "self._sent[peer] + 1 - _SLOTS)", "self._sent[peer] - _SLOTS)", "a slot that was not taken"),
+        ("_peer_link.py", "self._taken[peer] + 1) for", "self._taken[peer]) for", "a slot that was not filled"),
+        ("_peer_link.py", "return self._left() or super()", "return super()", "bytes of who gave up are whole"),
+        ("_peer_memory.py", "if of != self._rank:", "if False:", "nobody hears that a rank gave up"),
         ("_shared_memory.py", "lag = 1 if whole else 2", "lag = 1", "shares are read before they are summed"),
         (
             "local.py",

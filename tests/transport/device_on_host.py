@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import os
+import pickle
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,13 +15,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-import torch.multiprocessing
+from torch import Tensor
 
-from fusionlayer.transport import _capture, _copy_engines
+from fusionlayer.transport import _capture, _copy_engines, _peer_memory
 from fusionlayer.transport._copy_engines import CopyEngines
 from fusionlayer.transport._link import LinkMessage
 from fusionlayer.transport._peer_link import PeerLink
 from fusionlayer.transport._rendezvous import Connecting
+from fusionlayer.transport._shared_memory import map_memory
 from fusionlayer.transport.c10d import C10dTransport
 from tests.native.conftest import find_compiler
 
@@ -46,7 +49,7 @@ def compiled() -> str:
 
 
 class Host:
-    """Streams, one for each thread that asks, and events of them.
+    """Streams, one for each thread that asks or that a test chooses, and events of them.
 
     Args:
         path: of the library.
@@ -60,13 +63,22 @@ class Host:
         self.library.host_mark.restype = ctypes.c_long
         self._seed, self._longest = seed, longest
         self._of_thread = threading.local()
+        self._numbered: dict[int, SimpleNamespace] = {}
 
     def stream(self, device: object = None) -> SimpleNamespace:
         if not hasattr(self._of_thread, "stream"):
-            handle = self.library.host_stream(self._seed, self._longest)
-            self._of_thread.stream = SimpleNamespace(cuda_stream=handle)
+            self._of_thread.stream = self._made()
         found: SimpleNamespace = self._of_thread.stream
         return found
+
+    def on(self, number: int) -> None:
+        """Let this thread go on with a stream that has this number."""
+        if number not in self._numbered:
+            self._numbered[number] = self._made()
+        self._of_thread.stream = self._numbered[number]
+
+    def _made(self) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=self.library.host_stream(self._seed, self._longest))
 
     def event(self) -> SimpleNamespace:
         mark: list[tuple[ctypes.c_void_p, ctypes.c_long]] = []
@@ -78,14 +90,30 @@ class Host:
         return SimpleNamespace(record=record, query=lambda: bool(self.library.host_has_reached(*mark[0])))
 
 
+class Shared:
+    """Stands in for ``ForkingPickler``: memory without a name, and without a process of torch's that looks after it."""
+
+    @staticmethod
+    def dumps(x: Tensor) -> bytes:
+        file = os.memfd_create("device")
+        os.truncate(file, x.nbytes)
+        x.set_(torch.from_file(f"/proc/self/fd/{file}", shared=True, size=x.nbytes, dtype=torch.uint8))
+        return pickle.dumps((os.getpid(), file, x.nbytes))
+
+    @staticmethod
+    def loads(offer: bytes) -> Tensor:
+        pid, file, nbytes = pickle.loads(offer)
+        return map_memory(pid, file, b"", nbytes)
+
+
 @contextmanager
 def device_on_host(path: str, seed: int = 1, longest: int = 0) -> Iterator[Host]:
     """Let this process have a device of this kind, whose memory is that of the host."""
-    torch.multiprocessing.set_sharing_strategy("file_system")
     host, begin = Host(path, seed, longest), CopyEngines.__init__
     with (
         mock.patch.object(_capture, "DRIVER", path),
         mock.patch.object(_copy_engines, "DRIVER", path),
+        mock.patch.object(_peer_memory, "ForkingPickler", Shared),
         mock.patch.object(torch.cuda, "Event", host.event),
         mock.patch.object(torch.cuda, "current_stream", host.stream),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
