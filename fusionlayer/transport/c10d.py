@@ -194,9 +194,7 @@ class C10dTransport(LinkedTransport):
                 peers = PeerLink(link, self.rank, self.size, self.timeout, self.peer_bytes, gather)
             except OutOfReach as problem:
                 pays = False
-                _logger.warning(
-                    "messages travel by NCCL: memory of another rank's device is out of reach (%s)", problem
-                )
+                _logger.warning("messages travel by NCCL, as a rank cannot reach the memory of the others: %s", problem)
             else:
                 yield where, peers
                 if pays is None:

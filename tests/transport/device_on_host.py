@@ -26,7 +26,7 @@ from fusionlayer.transport._shared_memory import map_memory
 from fusionlayer.transport.c10d import C10dTransport
 from tests.native.conftest import find_compiler
 
-__all__ = ["OverPeers", "compiled", "device_on_host"]
+__all__ = ["Host", "Keeping", "OverPeers", "Shared", "compiled", "device_on_host"]
 
 SOURCE = Path(__file__).with_name("driver_on_host.c")
 FLAGS = ("-xc", "-std=gnu11", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
@@ -122,7 +122,18 @@ def device_on_host(path: str, seed: int = 1, longest: int = 0) -> Iterator[Host]
         yield host
 
 
-class Awaited(PeerLink):
+_used: list[Tensor] = []
+
+
+class Keeping(PeerLink):
+    """It keeps all tensors, as the device may still use them. On a GPU the allocator sees to that: it knows streams."""
+
+    def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
+        _used.extend(each.data for each in (*outgoing, *incoming))
+        super().exchange(outgoing, incoming)
+
+
+class Awaited(Keeping):
     """Its calls return when the device has done them, as is expected with tensors of the host."""
 
     only_queues = False
@@ -135,7 +146,7 @@ class Awaited(PeerLink):
 class OverPeers(C10dTransport):
     """A transport whose messages are copied from memory to memory. Its sums are gloo's."""
 
-    link = Awaited
+    link: type[PeerLink] = Awaited
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, PeerLink]]:  # type: ignore[override]
         gloo, gather = self._gloo_link(connecting), self._gather_by(connecting)
