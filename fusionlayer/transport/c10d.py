@@ -75,7 +75,8 @@ class C10dTransport(LinkedTransport):
             so with True CUDA tensors travel through pinned host memory.
         sockets: makes all tensors travel by connections of our own, those of CUDA through pinned host memory. Given on
             all ranks, with one number of connections; None: by gloo and NCCL.
-        peer_bytes: bytes of each rank's device that sums in one launch may take; 0: there are none.
+        peer_bytes: bytes of each rank's device by which ranks of one host reach each other's memory: for messages where
+            that is faster than NCCL, and as much again for sums in one launch; 0: all travels by NCCL.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -163,7 +164,7 @@ class C10dTransport(LinkedTransport):
 
     @property
     def peer_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of each rank's device that sums in one launch may take."""
+        """Bytes of each rank's device that messages by peer memory, and sums in one launch, may take each."""
         return self._rendezvous.peer_bytes
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
