@@ -38,6 +38,7 @@ class Nothing(Link):
 
     device = torch.device("cpu")
     ended = 0
+    found: LinkError | None = None
 
     def exchange(self, *_: object) -> None:
         raise NotImplementedError
@@ -46,6 +47,9 @@ class Nothing(Link):
 
     def close(self) -> None:
         self.ended += 1
+
+    def overdue(self) -> LinkError | None:
+        return self.found
 
 
 def gathers(size: int) -> list[Gather]:
@@ -136,6 +140,7 @@ def test_what_a_rank_sends_after_it_gave_up_is_never_taken_for_whole(host: Host)
     assert ranks.links[0]._is_at_work(), "it has to wait for a slot"
     ranks.links[0].close()
     wait_for_device(ranks.links[0])
+    assert str(ranks.links[1].overdue()) == "rank 0 has given up", "the monitor ends the others' calls"
     ranks.let_go(1)
     with pytest.raises(LinkError, match="rank 0 has given up") as told:
         ranks.drain(1)
@@ -210,6 +215,15 @@ def test_a_device_that_refuses_is_told_as_itself(host: Host) -> None:
         ranks.send(1, 0, message(1, 0, 10))
     words = "the device of rank 1 has failed: CUDA error: cuStreamBatchMemOp: CUDA_ERROR_INVALID_VALUE"
     assert str(told.value) == words and told.value.ranks == (1,)
+
+
+def test_what_the_other_link_finds_ends_this_one(host: Host) -> None:
+    link = Ranks(host, 2).links[0]
+    found = link.others.found = DeviceError(0, "an assert")  # type: ignore[attr-defined]
+    assert link.overdue() is found
+    link.close()
+    with pytest.raises(DeviceError, match="the device of rank 0 has failed: an assert"):
+        link.drain()
 
 
 def test_what_cannot_be_counted_is_refused(host: Host) -> None:
