@@ -31,8 +31,8 @@ class PeerLink(QueueingLink):
     of all that it receives, and so on. So a rank waits only for what others have queued before, in whatever order their
     devices come to it.
 
-    A rank writes to no other rank's device: one that is late can damage nothing. And a counter, which lies in memory of
-    the host, may get there before bytes that take another way, since those are read only afterwards.
+    A rank writes to no other rank's device: one that is late can damage nothing. And the order holds however a machine
+    is wired: what is sent stays where it was written before it was counted, until the receiver reads it there.
 
     Sums, broadcasts and launches are those of another link: copies cannot add.
 
@@ -56,8 +56,9 @@ class PeerLink(QueueingLink):
         if not self._slot:
             raise OutOfReach(f"{nbytes} bytes have no room for the messages of {size} ranks")
         self._engines = together(gather, lambda: CopyEngines(others.device))
-        self._counters = Counters(rank, size, gather, self._engines.reach)
+        # Before what the driver is asked for: it makes the device's context current on this thread.
         self._memory = PeerMemory(rank, others.device, nbytes, gather)
+        self._counters = Counters(rank, size, gather, self._engines.reach)
         # Pieces to each rank, and from each.
         self._sent, self._taken = [0] * size, [0] * size
 
