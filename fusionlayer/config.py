@@ -93,8 +93,8 @@ class Config:
         "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
     )
     peer_memory_mb: int = _setting(
-        "MiB of each GPU for sums in one launch, in which the kernels of one host's ranks write into each other's "
-        "memory; 0: sums travel by NCCL",
+        "MiB of each GPU by which ranks of one host reach each other's memory: for messages, where copies are measured "
+        "to be faster than NCCL, and as much again for sums in one launch; 0: all travels by NCCL",
         0,
     )
     rates: tuple[str, ...] = _setting(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from multiprocessing.reduction import ForkingPickler
 
 import torch
-import torch.multiprocessing  # lets ForkingPickler send the memory of tensors
 from torch import Tensor
 
 from .. import native
@@ -15,15 +13,16 @@ from ..codecs import Codec, NativeCodec
 from ..libraries import MAX_PEERS
 from ..seeds import derive_seed
 from ..transport import Transport
+from ..transport._peer_memory import OutOfReach, PeerMemory
 from ._base import split_evenly
 from ._pieces import cut
 
-__all__ = ["PeerMemory", "sum_in_one_launch"]
+__all__ = ["LaunchMemory", "sum_in_one_launch"]
 
 _logger = logging.getLogger("fusionlayer")
 
 
-class PeerMemory:
+class LaunchMemory:
     """One rank's memory for such sums, and that of all other ranks. All ranks make it together.
 
     Args:
@@ -38,30 +37,17 @@ class PeerMemory:
     """
 
     def __init__(self, transport: Transport, device: torch.device, nbytes: int, warps: int) -> None:
-        self._own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # before another rank writes there
-        self._all: list[Tensor] = []
-        offers, problem = _gather(transport, bytes(ForkingPickler.dumps(self._own))), None
         try:
-            for rank, offer in enumerate(offers):
-                self._all.append(self._own if rank == transport.rank else ForkingPickler.loads(offer))
-        except (RuntimeError, OSError, EOFError) as error:
-            problem = error
-        # What differs over ranks: whether one cannot reach another's memory, and how many warps run at a time.
-        worst = torch.tensor([problem is not None, -warps])
-        transport.all_reduce_max(worst)
-        failed, least = worst.tolist()
-        self.is_whole = not failed
-        if failed:
-            self._all.clear()
-            _logger.warning(
-                "sums travel by NCCL: a rank cannot reach the memory of another's device%s",
-                f" ({problem})" if problem else "",
-            )
+            self._memory = PeerMemory(transport.rank, device, nbytes, lambda mine: _gather(transport, mine))
+        except OutOfReach as problem:
+            self.is_whole = False
+            _logger.warning("sums travel by NCCL, as a rank cannot reach the memory of the others: %s", problem)
             return
-        memory = (ctypes.c_void_p * MAX_PEERS)(*[each.data_ptr() for each in self._all])
-        self.peers = native.Peers(transport.rank, transport.size, -least, nbytes, memory, None)
+        self.is_whole = True
+        least = torch.tensor([-warps])
+        transport.all_reduce_max(least)
+        memory = (ctypes.c_void_p * MAX_PEERS)(*[each.data_ptr() for each in self._memory.every])
+        self.peers = native.Peers(transport.rank, transport.size, -int(least), nbytes, memory, None)
 
 
 def sum_in_one_launch(
@@ -80,9 +66,9 @@ def sum_in_one_launch(
     if size > MAX_PEERS or len(transport.nodes) > 1:
         return False
     # One thread at a time uses a transport, and what belongs to it ends with it.
-    known: dict[torch.device, PeerMemory] = transport.__dict__.setdefault("_peer_memory", {})
+    known: dict[torch.device, LaunchMemory] = transport.__dict__.setdefault("_peer_memory", {})
     if x.device not in known:
-        known[x.device] = PeerMemory(transport, x.device, transport.peer_bytes, native.most_warps(x.device))
+        known[x.device] = LaunchMemory(transport, x.device, transport.peer_bytes, native.most_warps(x.device))
     memory = known[x.device]
     piece = _fitting(x, codec, memory) if memory.is_whole else None
     if piece is None:
@@ -99,7 +85,7 @@ def sum_in_one_launch(
     return True
 
 
-def _fitting(x: Tensor, codec: NativeCodec, memory: PeerMemory) -> int | None:
+def _fitting(x: Tensor, codec: NativeCodec, memory: LaunchMemory) -> int | None:
     """Return how many elements of ``x`` the memory has room for at a time; None: there is no such sum of this codec."""
     peers, numel = memory.peers, max(1, x.numel())
     spec = codec.core_spec(x.numel(), x.dtype)
@@ -118,7 +104,7 @@ def _gather(transport: Transport, mine: bytes) -> list[bytes]:
     """Return what every rank gives, in rank order."""
     lengths = torch.zeros(transport.size, 1, dtype=torch.int64)
     transport.all_gather(torch.tensor([len(mine)]).view(torch.uint8), lengths.view(torch.uint8))
-    every = torch.zeros(transport.size, int(lengths.max()), dtype=torch.uint8)
+    every = torch.zeros(transport.size, 1 + int(lengths.max()), dtype=torch.uint8)
     padded = mine.ljust(every.size(1), b"\0")
     transport.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8), every)
     return [bytes(row[:length].tolist()) for row, length in zip(every, lengths.view(-1).tolist(), strict=True)]

@@ -46,7 +46,8 @@ class Transport(ABC):
             them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
             nothing to what is sent. Over NCCL, which cannot tell messages apart, only calls on CPU tensors differ.
         why: what led this rank to the next exchanges, for the errors of ranks that make other calls.
-        peer_bytes: bytes of each rank's device that sums in one launch may take; the same on all ranks.
+        peer_bytes: bytes of each rank's device that messages by peer memory, and sums in one launch, may take each; the
+            same on all ranks.
     """
 
     rank: int

@@ -10,9 +10,9 @@ import torch
 
 from ..errors import UsageError
 
-__all__ = ["beside_captures", "refuse_capture"]
+__all__ = ["DRIVER", "beside_captures", "refuse_capture"]
 
-_DRIVER = "libcuda.so.1"
+DRIVER = "libcuda.so.1"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -35,7 +35,7 @@ def beside_captures() -> Iterator[None]:
 
     By default a capture fails if any thread of the process makes such a call.
     """
-    exchange = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode
+    exchange = ctypes.CDLL(DRIVER).cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
     try:

@@ -112,9 +112,9 @@ class Link(ABC):
         Peers have received then what was posted to them.
         """
 
-    def is_overdue(self) -> bool:
-        """Return whether a call has returned but its work did not end within the time-out. Any thread may ask."""
-        return False
+    def overdue(self) -> LinkError | None:
+        """Return why the work of a call that has returned can no longer be waited for, or None. Any thread may ask."""
+        return None
 
 
 class RowLink(Link):

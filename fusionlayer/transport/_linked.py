@@ -292,7 +292,7 @@ class LinkedTransport(Transport):
             "a transport",
             self.timeout,
             self._stall_warning,
-            is_overdue=lambda: any(link.is_overdue() for link in links.values()),
+            is_overdue=lambda: any(link.overdue() for link in links.values()),
             interrupt=lambda: _close_all(links),
         )
         self._watch = watch = connecting.watch

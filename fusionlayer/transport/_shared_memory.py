@@ -24,7 +24,7 @@ from ..processes import Identity
 from ._link import LinkError
 from ._sum import sum_in_rank_order
 
-__all__ = ["Invitation", "SharedMemory"]
+__all__ = ["Invitation", "SharedMemory", "map_memory"]
 
 # Bytes of one slot, which holds one piece of a tensor. A piece of this size stays in the processors' caches until it
 # has been read.
@@ -87,7 +87,7 @@ class Invitation:
             for rank, (place, token, pid, file) in enumerate(self._records):
                 if not pid or place != self._place:
                     return False
-                self._memory.append(_map(f"/proc/{pid}/fd/{file}", token))
+                self._memory.append(map_memory(pid, file, token, _SLOTS * SLOT_BYTES))
                 if rank < self._rank:
                     end = self._ends[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                     end.settimeout(self._patience())
@@ -238,13 +238,19 @@ def _address(token: bytes) -> str:
     return f"\0fusionlayer-{hashlib.sha256(token).hexdigest()}"
 
 
-def _map(path: str, token: bytes) -> Tensor:
+def map_memory(pid: int, file: int, token: bytes, nbytes: int) -> Tensor:
+    """Return memory of a process of this host, which it has as ``file`` and which begins with ``token``, as uint8.
+
+    Raises:
+        OSError: this process cannot reach it, or it is no such memory.
+    """
     # The pid may be that of an unrelated process, and the file anything that it has open. So open() must not wait for
     # it, and the token is compared.
-    file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    path = f"/proc/{pid}/fd/{file}"
+    own = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if os.pread(file, len(token), 0) != token:
+        if os.pread(own, len(token), 0) != token:
             raise OSError(f"{path} is not the memory that was offered")
-        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=_SLOTS * SLOT_BYTES, dtype=torch.uint8)
+        return torch.from_file(f"/proc/self/fd/{own}", shared=True, size=nbytes, dtype=torch.uint8)
     finally:
-        os.close(file)
+        os.close(own)

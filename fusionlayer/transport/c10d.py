@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import os
 import weakref
 from collections import Counter
@@ -21,11 +23,15 @@ from ._gloo import GlooLink
 from ._link import Link, LinkError
 from ._linked import LinkedTransport
 from ._nccl import NcclLink
+from ._peer_link import PeerLink
+from ._peer_memory import Gather, OutOfReach
 from ._rendezvous import Connecting, Rendezvous
 from ._socket_options import SocketOptions
 from ._sockets import SocketLink
 
 __all__ = ["C10dTransport"]
+
+_logger = logging.getLogger("fusionlayer")
 
 # Number of transports made so far over the same ranks, for each default group. It makes their names unique.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -41,6 +47,7 @@ class _GroupRendezvous(Rendezvous):
         sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
         pays: whether they are faster than gloo; None: that was not measured yet.
         peer_bytes: as of ``Transport``.
+        peers_pay: whether messages by peer memory are faster than by NCCL; None: that was not measured yet.
     """
 
     nccl: bool
@@ -48,6 +55,7 @@ class _GroupRendezvous(Rendezvous):
     sockets: SocketOptions | None = None
     pays: bool | None = None
     peer_bytes: int = 0
+    peers_pay: bool | None = None
 
 
 class C10dTransport(LinkedTransport):
@@ -67,7 +75,8 @@ class C10dTransport(LinkedTransport):
             so with True CUDA tensors travel through pinned host memory.
         sockets: makes all tensors travel by connections of our own, those of CUDA through pinned host memory. Given on
             all ranks, with one number of connections; None: by gloo and NCCL.
-        peer_bytes: bytes of each rank's device that sums in one launch may take; 0: there are none.
+        peer_bytes: bytes of each rank's device by which ranks of one host reach each other's memory: for messages where
+            that is faster than NCCL, and as much again for sums in one launch; 0: all travels by NCCL.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -155,7 +164,7 @@ class C10dTransport(LinkedTransport):
 
     @property
     def peer_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of each rank's device that sums in one launch may take."""
+        """Bytes of each rank's device that messages by peer memory, and sums in one launch, may take each."""
         return self._rendezvous.peer_bytes
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
@@ -169,7 +178,46 @@ class C10dTransport(LinkedTransport):
             yield "cpu", self._gloo_link(connecting)
         if nccl:
             store, device = connecting.waiting_store(), torch.device("cuda", torch.cuda.current_device())
-            yield "cuda", connecting.run(lambda _: NcclLink(store, self.rank, self.size, self.timeout, device))
+            link = connecting.run(lambda _: NcclLink(store, self.rank, self.size, self.timeout, device))
+            yield "cuda", link
+            if self.peer_bytes and len(self.nodes) == 1:
+                yield from self._over_peers(connecting, link)
+
+    def _over_peers(self, connecting: Connecting, link: Link) -> Iterator[tuple[str, Link]]:
+        """Yield a link over the memory of the ranks' devices; then ``link`` again, if it is as fast. As all ranks do.
+
+        So what is measured has the watch that every link has.
+        """
+        pays = self._rendezvous.peers_pay
+        if pays is not False:
+            gather, where = self._gather_by(connecting), link.device.type
+            try:
+                peers = PeerLink(link, self.rank, self.size, self.timeout, self.peer_bytes, gather)
+            except OutOfReach as problem:
+                pays = False
+                _logger.warning("messages travel by NCCL, as a rank cannot reach the memory of the others: %s", problem)
+            else:
+                yield where, peers
+                if pays is None:
+                    pays = is_faster(peers, link, self.rank, self.size, ("copies out of the peers' memory", "NCCL"))
+                if not pays:
+                    yield where, link
+        self._rendezvous = replace(self._rendezvous, peers_pay=pays)
+
+    def _gather_by(self, connecting: Connecting) -> Gather:
+        """Return a function by which the ranks tell each other what they need to connect."""
+        turns = itertools.count()
+
+        def gather(mine: bytes) -> list[bytes]:
+            name = f"peers/{next(turns)}"
+
+            def swap(store: dist.Store) -> list[bytes]:
+                store.set(f"{name}/{self.rank}", mine.hex())
+                return [bytes.fromhex(store.get(f"{name}/{rank}").decode()) for rank in range(self.size)]
+
+            return connecting.run(swap)
+
+        return gather
 
     def _gloo_link(self, connecting: Connecting) -> GlooLink:
         place = (self.rank, self.size, self.timeout, self._node)

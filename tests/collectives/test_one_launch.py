@@ -12,8 +12,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from fusionlayer import codecs, collectives, libraries, native
-from fusionlayer.collectives import _one_launch
-from fusionlayer.transport import C10dTransport
+from fusionlayer.transport import C10dTransport, _peer_memory
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._link import LinkError
 from tests.harness import run_ranks
@@ -87,7 +86,7 @@ def mine_alone(rank: int, world: int, path: str) -> tuple[bool, int]:
     """Return whether rank 1, which cannot map the memory of others, keeps all ranks from it, and the calls of a sum."""
     with kernels_instead(path):
         if rank == 1:
-            with mock.patch.object(_one_launch.ForkingPickler, "loads", side_effect=RuntimeError("no access")):
+            with mock.patch.object(_peer_memory.ForkingPickler, "loads", side_effect=RuntimeError("no access")):
                 return _summed(rank)
         return _summed(rank)
 

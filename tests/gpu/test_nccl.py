@@ -33,12 +33,14 @@ def meeting() -> None:
     assert over_nccl(two_ranks.meet) == [[3.0] * 3] * 2
 
 
-def test_what_every_transport_does() -> None:
-    over_nccl(two_ranks.conform)
+@pytest.mark.parametrize("peers", [False, True], ids=["nccl", "peers"])
+def test_what_every_transport_does(peers: bool) -> None:
+    over_nccl(two_ranks.conform, peers)
 
 
-def test_subsets_duplicates_and_messages() -> None:
-    assert over_nccl(two_ranks.in_parts) == by_gloo(two_ranks.in_parts)
+@pytest.mark.parametrize("peers", [False, True], ids=["nccl", "peers"])
+def test_subsets_duplicates_and_messages(peers: bool) -> None:
+    assert over_nccl(two_ranks.in_parts, peers) == by_gloo(two_ranks.in_parts, False)
 
 
 def test_sums_in_one_launch() -> None:
@@ -67,9 +69,10 @@ def test_communicators_of_others_beside_ours(codec: str) -> None:
 @pytest.mark.parametrize(
     "how, words", [(signal.SIGKILL, "rank 1 is gone (process "), (signal.SIGSTOP, "rank 1 is stopped (process ")]
 )
-def test_a_rank_that_is_lost_is_named(how: signal.Signals, words: str) -> None:
+@pytest.mark.parametrize("peers", [False, True], ids=["nccl", "peers"])
+def test_a_rank_that_is_lost_is_named(how: signal.Signals, words: str, peers: bool) -> None:
     outcomes = outcomes_of(
-        two_ranks.lose_the_other, 2, ON, signals={(1, "summed"): how}, timeout=60, backend=BACKEND, store="tcp"
+        two_ranks.lose_the_other, 2, ON, peers, signals={(1, "summed"): how}, timeout=60, backend=BACKEND, store="tcp"
     )
     assert (outcomes[0].kind, outcomes[0].error[0]) == ("raised", "TransportError"), outcomes[0]
     assert words in outcomes[0].error[1] and outcomes[0].attributes["ranks"] == (1,), outcomes[0]

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from torch.optim import Optimizer
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer import codecs, collectives
-from fusionlayer.transport import C10dTransport
+from fusionlayer.transport import C10dTransport, c10d
+from fusionlayer.transport._peer_link import PeerLink
 from tests.gpu.place import TensorsOn
 from tests.harness import checkpoint
 from tests.integrations.training import CLASSES, FEATURES, HIDDEN, fill, make_batch
@@ -80,10 +82,18 @@ def meet(rank: int, world: int, device: str) -> list[float]:
     return x[:3].tolist()
 
 
-def conform(rank: int, world: int, device: str) -> None:
+def connect(on: torch.device, timeout: float, peers: bool) -> C10dTransport:
+    """Return a transport whose messages travel by peer memory, if ``peers`` and the device has such a thing."""
+    with mock.patch.object(c10d, "is_faster", lambda *_: True):  # whatever is measured
+        transport = C10dTransport(timeout=timeout, peer_bytes=(1 << 20) * peers)
+    assert on.type == "cpu" or isinstance(transport._links["cuda"], PeerLink) == peers
+    return transport
+
+
+def conform(rank: int, world: int, device: str, peers: bool) -> None:
     """What every transport must do, with tensors on the device."""
     on = place(rank, device)
-    transport = C10dTransport(timeout=30.0)
+    transport = connect(on, 30.0, peers)
     for check in conformance.CHECKS:
         try:
             with TensorsOn(on):
@@ -93,10 +103,10 @@ def conform(rank: int, world: int, device: str) -> None:
     transport.close()
 
 
-def in_parts(rank: int, world: int, device: str) -> list[float]:
+def in_parts(rank: int, world: int, device: str, peers: bool) -> list[float]:
     """Subsets in another order and of one rank alone, a duplicate, and messages both ways at once."""
     on = place(rank, device)
-    transport = C10dTransport(timeout=30.0)
+    transport = connect(on, 30.0, peers)
     turned, alone, twin = transport.subset([1, 0]), transport.subset([rank]), transport.duplicate()
     assert (turned.rank, turned.size, alone.size) == (1 - rank, 2, 1)
     kept = []
@@ -118,7 +128,10 @@ def in_parts(rank: int, world: int, device: str) -> list[float]:
 
 
 def in_one_launch(rank: int, world: int, device: str) -> list[float]:
-    """Sums whose kernels write into each other's memory, several in a row. Over gloo they travel as messages."""
+    """Sums whose kernels write into each other's memory, several in a row. Over gloo they travel as messages.
+
+    The transport measures whether messages travel by peer memory, too.
+    """
     on = place(rank, device)
     transport = C10dTransport(timeout=30.0, peer_bytes=8 << 20)
     kept = []
@@ -387,17 +400,20 @@ def beside_others(rank: int, world: int, device: str, codec: str) -> list[float]
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
-def lose_the_other(rank: int, world: int, device: str) -> None:
+def lose_the_other(rank: int, world: int, device: str, peers: bool) -> None:
     """Rank 1 gets a signal at the checkpoint. The other goes on until it is told, which must be soon."""
     on = place(rank, device)
-    transport = C10dTransport(timeout=TIMEOUT)
-    x = torch.zeros(1000, device=on)
-    transport.all_reduce(x)
-    wait_for(on)
+    transport = connect(on, TIMEOUT, peers)
+    x = torch.zeros(2, 3 << 20, dtype=torch.uint8, device=on)
+
+    def call() -> None:
+        transport.all_to_all(x, torch.empty_like(x)) if peers else transport.all_reduce(x)
+        wait_for(on)
+
+    call()
     checkpoint("summed")
     while True:
-        transport.all_reduce(x)
-        wait_for(on)
+        call()
 
 
 def close_at_once(rank: int, world: int, device: str, numel: int) -> list[float]:

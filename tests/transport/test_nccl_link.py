@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer.transport import _capture, _nccl
+from fusionlayer.transport import _capture, _nccl, _queueing_link
 from fusionlayer.transport._link import DeviceError, LinkError
 from fusionlayer.transport._nccl import NcclLink
 
@@ -132,14 +132,14 @@ def test_the_time_of_an_operation_begins_when_the_device_begins_it(
     device: Device, link: NcclLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(_nccl, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_queueing_link, "time", SimpleNamespace(monotonic=lambda: now[0]))
     sum_once(link)
     sum_once(link)
 
     def overdue_after(seconds: float, reached: int) -> bool:
         now[0] += seconds
         device.reached = reached
-        return link.is_overdue()
+        return link.overdue() is not None
 
     assert not overdue_after(50, 0), "backward before it takes its time"
     assert not overdue_after(0, 1) and not overdue_after(9, 1) and not overdue_after(0, 2)
@@ -158,7 +158,7 @@ def test_a_device_that_fails_is_told_as_itself(
     text = "CUDA error: an illegal memory access was encountered"
     if seen_by == "the watch":
         device.error = f"{text}\nSearch for `cudaErrorIllegalAddress'"
-        assert link.is_overdue()
+        assert link.overdue()
         link.close()
     else:
 
@@ -180,7 +180,7 @@ def test_kernels_that_wait_for_others_end_with_the_link(
     for _ in range(2):
         with link.launching() as stop:
             words.append(stop)
-    assert words[0] is words[1] and not stop.item() and not link.is_overdue()
+    assert words[0] is words[1] and not stop.item() and not link.overdue()
     link.close()
     assert stop.item(), "a kernel would wait for ever"
     with pytest.raises(LinkError), link.launching():

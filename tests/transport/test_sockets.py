@@ -324,6 +324,8 @@ def test_interfaces_and_numbers_that_there_are_not(tmp_path: Path) -> None:
 class Timed:
     """A link whose exchanges take a given time; sums go over a transport of threads."""
 
+    device, only_queues = torch.device("cpu"), False
+
     def __init__(self, transport: Transport, seconds: float) -> None:
         self._transport, self.seconds = transport, seconds
 

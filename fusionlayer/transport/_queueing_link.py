@@ -1,0 +1,158 @@
+"""A link whose calls only queue their work on a device: it knows when that has begun and ended, and what ends it."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ..errors import again
+from ._capture import beside_captures
+from ._link import DeviceError, Link, LinkError
+
+__all__ = ["Pending", "QueueingLink"]
+
+# Seconds between two looks at an event, at first and at most.
+_POLL, _LONGEST_POLL = 0.0001, 0.01
+_OVERDUE = "an operation on the device did not end in time"
+
+
+@dataclass(slots=True)
+class Pending:
+    """An operation that the device may still have to do.
+
+    Attributes:
+        begun: behind what was queued before it.
+        ended: behind all of it.
+        since: when it was first seen to have begun, or 0.
+        awaited: what it waits for, if the link knows: a rank, one of its counters, and the number that has to come.
+    """
+
+    begun: torch.cuda.Event
+    ended: torch.cuda.Event
+    since: float = 0.0
+    awaited: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class QueueingLink(Link):
+    """One rank's end of a group on a device. Every operation runs in the order of the device's current stream.
+
+    Calls return before the device has done the work. Events before and after each operation tell ``overdue`` when it
+    began and ended.
+
+    Args:
+        rank: of this process in the group.
+        timeout: seconds that an operation may take on the device.
+        device: of all tensors.
+    """
+
+    only_queues = True
+
+    def __init__(self, rank: int, timeout: float, device: torch.device) -> None:
+        self.device = device
+        self._rank = rank
+        self._timeout = timeout
+        # The thread that makes calls appends to it; the monitor's thread looks at its head and removes that.
+        self._pending: deque[Pending] = deque()
+        self._last: torch.cuda.Event | None = None
+        self._is_drained = False
+        # Why no call can be made any more, and what overdue() has found.
+        self._lost: LinkError | None = None
+        self._found: LinkError | None = None
+
+    def overdue(self) -> LinkError | None:
+        if self._found is None:
+            self._found = self._look()
+        return self._found
+
+    def drain(self) -> None:
+        deadline, pause = time.monotonic() + self._timeout, _POLL
+        with self._failing():
+            # Not synchronize(): nothing could interrupt it when a rank is lost.
+            while self._last is not None and not _is_over(self._last):
+                self._check_open()
+                if time.monotonic() > deadline:
+                    raise self._late(next(iter([*self._pending]), None))
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL)
+        self._check_open()  # an operation that was cut off ends like any other
+        self._is_drained = True
+
+    def close(self) -> None:
+        if self._lost is None:
+            self._lost = self._found or LinkError(self._rank, "the connections are closed")
+            self._end()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Make what is queued end, after ``drain`` in good order. It is called once."""
+
+    @contextmanager
+    def _operation(self) -> Iterator[Pending]:
+        """Let the body queue one operation."""
+        self._check_open()
+        self._is_drained = False
+        with self._failing():
+            pending = Pending(torch.cuda.Event(), torch.cuda.Event())
+            pending.begun.record()
+            yield pending
+            pending.ended.record()
+        self._last = pending.ended
+        self._pending.append(pending)
+
+    def _look(self) -> LinkError | None:
+        """Return why the oldest operation can no longer be waited for, or None."""
+        try:
+            while self._pending and _is_over(self._pending[0].ended):
+                self._pending.popleft()
+            oldest = self._pending[0] if self._pending else None
+            if oldest is None or not _is_over(oldest.begun):
+                return None  # what was queued before it takes its time, and that is no fault of the other ranks
+        except RuntimeError as error:
+            return DeviceError(self._rank, str(error))
+        oldest.since = oldest.since or time.monotonic()
+        return self._late(oldest) if time.monotonic() - oldest.since > self._timeout else None
+
+    def _is_at_work(self) -> bool:
+        """Return whether the device may still have to do something of what was queued."""
+        try:
+            return self._last is not None and not _is_over(self._last)
+        except RuntimeError:
+            return True
+
+    def _late(self, pending: Pending | None) -> LinkError:
+        """Return the error for an operation that has not ended in time."""
+        return LinkError(self._rank, _OVERDUE)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Close the link after an error in the body, and raise it as ``LinkError``."""
+        try:
+            yield
+        except (LinkError, RuntimeError) as error:
+            self._found = self._found or self._named(error)
+            self.close()
+            self._check_open()
+
+    def _named(self, error: LinkError | RuntimeError) -> LinkError:
+        if isinstance(error, LinkError):
+            return error
+        # NCCL has an error of its own, and says so if its call of CUDA has failed.
+        by_device = not isinstance(error, dist.DistBackendError) or "cuda error" in str(error).lower()
+        return (DeviceError if by_device else LinkError)(self._rank, str(error))
+
+    def _check_open(self) -> None:
+        if self._lost is not None:
+            raise again(self._lost) from None
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    with beside_captures():
+        is_over: bool = event.query()
+    return is_over
