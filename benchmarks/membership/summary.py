@@ -42,12 +42,15 @@ def row_of(name: str, lines: Lines, events: Sequence[Mapping[str, Any]]) -> dict
     }
     for kind, found in stalls.items():
         row[f"stall of a {kind}, s"] = f"{statistics.median(found):.2f}, at most {max(found):.2f}" if found else "-"
-    digests: dict[int, set[int]] = {}
+    digests: dict[tuple[int, int], list[int]] = {}
     for line in steps:
         if "digest" in line:
-            digests.setdefault(line["generation"], set()).add(line["digest"])
-    digests[-1] = {line["digest"] for line in ends}
-    row["changes with other bits"] = sum(len(found) > 1 for found in digests.values())
+            digests.setdefault((line["generation"], line["step"]), []).append(line["digest"])
+    digests[-1, -1] = [line["digest"] for line in ends]
+    # The step in which the members changed is made by those alone that lacked its results.
+    compared = {generation for (generation, _), found in digests.items() if len(found) > 1}
+    row["changes not compared"] = len({generation for generation, _ in digests} - compared)
+    row["changes with other bits"] = len({of for (of, _), found in digests.items() if len(set(found)) > 1})
     row["validation loss"] = round(statistics.mean(line["validation"] for line in ends), 4)
     row["events"] = {
         "stalls": stalls,
