@@ -49,6 +49,9 @@ FL_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); 
 // Lanes see what others wrote to shared memory before it.
 FL_DEVICE void meet() { __syncwarp(); }
 
+// All warps of a thread block see what others wrote to shared memory before it. No warp may leave the others alone at it.
+FL_DEVICE void meet_all() { __syncthreads(); }
+
 // The bits of a mask that belong to lower lanes.
 FL_DEVICE uint32_t below(uint32_t mask, int lane) { return mask & ((1u << lane) - 1); }
 
