@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusionlayer import native
 from fusionlayer.codecs.rans import Rans
+from fusionlayer.wire import WireFormat
 from tests.native.abi import GUARD, Area
 from tests.synthetic import bit_patterns, gradient
 from tests.tiers import exhaustive
@@ -106,23 +107,27 @@ def test_more_blocks_than_the_grid_has_warps(kernels: ctypes.CDLL) -> None:
     assert same(kernels, gradient(16 * 9 * BLOCK, 8, torch.bfloat16), count=16) == 1
 
 
-def damages(form_offsets: list[int], static: int, blocks: int) -> dict[str, tuple[int, int]]:
-    """Return places in a message, and what is flipped there."""
-    head, data = form_offsets
+def damages(form: WireFormat, static: int, good: np.ndarray) -> dict[str, list[tuple[int, int]]]:
+    """Return places in a message, and what is added to the bytes there."""
+    head, data = form.offsets
+    blocks = -(-form.numel // BLOCK)
+    words = int(good[head + 4 : head + 8].view(np.uint32)[0])
     states = data + -(-(512 + 4 * blocks) // 64) * 64
     return {
-        "form": (head, 2),
-        "length": (head + 4, 2),
-        "an odd length": (head + 4, 1),
-        "a length beyond the message": (head + 7, 0x80),
-        "a frequency": (data + 2 * 122, 2),
-        "a frequency beyond all": (data + 2 * 122 + 1, 0x80),
-        "an end": (data + 512, 2),
-        "an end beyond the words": (data + 512 + 3, 0x80),
-        "the last end": (data + 512 + 4 * (blocks - 1), 2),
-        "a state": (states + 5, 2),
-        "a state's end": (states + 128 * blocks - 1, 2),
-        "a word": (data + static + 1000, 2),
+        "form": [(head, 2)],
+        "length": [(head + 4, 2)],
+        "an odd length": [(head + 4, 1)],
+        "a length beyond the message": [(head + 7, 0x80)],
+        "a frequency": [(data + 2 * 122, 2)],
+        "a frequency beyond all": [(data + 2 * 122 + 1, 0x80)],
+        "an end": [(data + 512, 2)],
+        "an end beyond the words": [(data + 512 + 3, 0x80)],
+        "the last end": [(data + 512 + 4 * (blocks - 1), 2)],
+        "a word too many": [(head + 4, 2), (data + 512 + 4 * (blocks - 1), 1)],
+        "a state": [(states + 5, 2)],
+        "a state's end": [(states + 128 * blocks - 1, 2)],
+        "a word": [(data + static + 1000, 2)],
+        "the last word": [(data + static + words - 2, 1)],
     }
 
 
@@ -134,16 +139,17 @@ def test_a_block_that_contradicts_itself_is_nan(kernels: ctypes.CDLL, dtype: tor
     cpu, job = Job(native.cpu(), numel, dtype), Job(kernels, numel, dtype)
     good = cpu.encode(x)
     static = CODEC.static_bytes(numel, dtype) - 16
-    for what, (place, bits) in damages(list(job.form.offsets), static, 3).items():
+    for what, changes in damages(job.form, static, good).items():
         bad = good.copy()
-        bad[place] ^= bits
+        for place, more in changes:
+            bad[place] += np.uint8(more)
         assert cpu.decode(bad, dtype)[0] == native.BAD_MESSAGE, what
         for out in (dtype, torch.float32):
             status, made = job.decode(bad, out)
             blocks = list(zip(made.split(BLOCK), x.to(out).split(BLOCK), strict=True))
             lost = [bool(block.isnan().all()) for block, _ in blocks]
             assert status == 0 and any(lost), what
-            if what in ("a state", "a state's end", "a word"):  # of one block alone
+            if what in ("a word too many", "a state", "a state's end", "a word", "the last word"):  # of one block alone
                 assert lost.count(True) == 1
                 assert all(torch.equal(*pair) for pair, gone in zip(blocks, lost, strict=True) if not gone)
 
@@ -163,6 +169,22 @@ def test_any_bytes_are_decoded_within_bounds(kernels: ctypes.CDLL) -> None:
                 noise[job.form.offsets[1] + 512 :][:8] = good[job.form.offsets[1] + 512 :][:8]
             assert job.decode(noise, dtype)[0] == 0
             assert cpu.decode(noise, dtype)[0] in (0, native.BAD_MESSAGE)
+
+
+def test_nothing_behind_a_message_that_fills_its_room_is_read(kernels: ctypes.CDLL) -> None:
+    numel = BLOCK + 1024
+    bytes_ = torch.randint(0, 256, (numel,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    for exponents in range(210, 1, -1):
+        bits = (torch.arange(numel) % exponents << 7) | (bytes_ & 127) | (bytes_ >> 7 << 15)
+        x = bits.to(torch.int16).view(torch.bfloat16)
+        job = Job(kernels, numel, torch.bfloat16)
+        messages = Job(native.cpu(), numel, torch.bfloat16).encode(x)
+        if messages[0] == 1:  # the first that is shorter than its elements
+            break
+    words = int(messages[4:8].view(np.uint32)[0])
+    assert CODEC.static_bytes(numel, torch.bfloat16) - 16 + words > 2 * numel - 300
+    status, made = job.decode(messages, torch.bfloat16)
+    assert status == 0 and torch.equal(made.view(torch.int16), x.view(torch.int16))
 
 
 def test_sums_are_made_of_elements(kernels: ctypes.CDLL) -> None:
