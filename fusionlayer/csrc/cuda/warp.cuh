@@ -76,6 +76,19 @@ FL_DEVICE int64_t sum_over_lanes(int64_t v) {
   return v;
 }
 
+// The largest of all lanes' numbers, in all of them.
+FL_DEVICE uint32_t largest_of_lanes(uint32_t v) {
+#ifdef __CUDA_ARCH__
+  return __reduce_max_sync(0xffffffffu, v);
+#else
+  for (int mask = 1; mask < kLanes; mask *= 2) {
+    const uint32_t other = shuffle_xor(v, mask);
+    v = other > v ? other : v;
+  }
+  return v;
+#endif
+}
+
 // The sum over lower lanes.
 FL_DEVICE int64_t sum_before(int64_t v, int lane) {
   int64_t sum = 0, group = v;  // over the lower lanes of a group of lanes; over all of the group
