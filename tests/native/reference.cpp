@@ -521,6 +521,12 @@ void reference_levels(int bits, uint32_t epsilons, float *values) {
   std::memcpy(values, fl::levels_of(all, bits).value, sizeof(float) << (bits - 1));
 }
 
+// Where a rank rounds the elements of pairs 0 to n - 1, two in each word.
+void reference_places(uint64_t seed, uint32_t place, int n, uint32_t *places) {
+  const fl::DynamiqKeys keys = fl::dynamiq_keys(seed, place);
+  for (int i = 0; i < n; ++i) places[i] = fl::rounding_places(keys, fl::random_bits(keys.noise, uint32_t(i)));
+}
+
 // How often a value between 0 and the largest, 1, becomes the level below and the one above, of n places that cover (0, 1); by
 // how much the mean differs from it, in steps.
 double reference_bias(int bits, uint32_t epsilons, float value, int n) {
