@@ -50,6 +50,8 @@ ALIGNED: tuple[Replaced, ...] = (
     ("dynamiq.cu", "for (int64_t first = 0; first < in.count; first += kLookedUp)", "const int64_t first = 0;"),
     ("strip_io.cuh", "if (at.wide)", "if (true)"),
     ("zip_tile.cuh", "if (count >= kEight && is_aligned(x, 16))", "if (true)"),
+    ("rans_rows.cuh", "if (count >= kEight)", "if (true)"),
+    ("rans_decode.cu", "while (int32_t(filled_ - next_) < kRansRow)", "if (int32_t(filled_ - next_) < kRansRow)"),
     ("dynamiq_codes.cuh", "if (wide_)", "if (true)"),
     ("dynamiq_codes.cuh", "if (bits == 8)\n", "if (false)\n"),
     ("dynamiq_codes.cuh", "else if (bits == 4)\n", "else if (true)\n"),
@@ -156,6 +158,10 @@ PROBES = (
     *_of("dynamiq, agreed", "dynamiq", 0.5734375, DYNAMIQ, ("decode", "decode_kernel"), held=8),
     *_of("dynamiq", "dynamiq", 0.5734375, DYNAMIQ, ("decode_sum x8", "decode_sum_kernel"), held=8),
     *_of("dynamiq", "dynamiq", 0.5734375, DYNAMIQ, ("recode x8", "encode_kernelILb1ELb0E"), held=8),
+    *_of("rans", "rans_encode", 0.0, ZIP, ("encode, counting", "count_kernel"), held=8),
+    *_of("rans", "rans_encode", 0.0, ZIP, ("encode, measuring", "encode_kernelILj[01]ELb0E"), held=8),
+    *_of("rans", "rans_encode", None, ZIP, ("encode, writing", "encode_kernelILj[01]ELb1E"), held=8),
+    *_of("rans", "rans_decode", None, (*ZIP, TYPE), ("decode", "decode_kernelILj[01]E"), held=8),
     *_of("zip", "zip_encode", 0.0, ZIP, ("encode, counting", "count_kernel"), held=8),
     *_of("zip", "zip_encode", None, ZIP, ("encode, writing", "write_kernel"), held=8),
 )
@@ -212,6 +218,7 @@ def compiled(tools: ModuleType, nvdisasm: str, probe: Probe, size: int, arch: in
 def listing(text: str, resources: str, probe: Probe, size: int, arch: int) -> Listing:
     """Return what the texts of nvdisasm and cuobjdump say of a probe's kernel."""
     kernel = rf"_{probe.source}_cu_\w*\d{probe.kernel}".replace("[jt]", "j" if size == 4 else "t")
+    kernel = kernel.replace("[01]", "0" if size == 4 else "1")  # enum fl_dtype
     (body,) = [part for part in re.split(r"\n\s*\.section\s+", text) if re.match(rf"\.text\.\w*{kernel}", part)]
     mine = "".join(part for part in resources.split("\narch = ") if part.startswith(f"sm_{arch}\n"))
     ((registers, frame),) = re.findall(rf"Function \w*{kernel}\w*:\n\s*REG:(\d+) STACK:(\d+)", mine)

@@ -355,7 +355,6 @@ def kernels() -> str:
         "[the wire format](wire_format.md) what the bytes are, and\n"
         "[results](../benchmarks/results/README.md#on-a-gpu) how fast the kernels are on a GPU.",
         "`fusionlayer/csrc/include/fusionlayer_codec.h` declares all of it. Python calls it by ctypes.\n"
-        "`rans` has kernels on the CPU alone. Tensors on CUDA are copied there and back.\n"
         "Encoding an unchanged element of bf16 by `delta` takes some 45 instructions of sm_90, counted in the code:\n"
         "eight of them are lookups for two checksums. The kernels of `delta` have not run on a GPU.",
         "## What every function promises",

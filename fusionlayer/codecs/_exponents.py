@@ -18,10 +18,12 @@ from ._capabilities import ZippedCodec
 from ._encoding import Encoding
 from ._native import NativeCodec
 
-__all__ = ["ExponentCodec", "bring_back", "rounded"]
+__all__ = ["ROW_ALIGNMENT", "ExponentCodec", "copying", "rounded"]
 
 _HEAD = struct.Struct("<IIII")
 _RAW, _CODED = 0, 1
+ROW_ALIGNMENT = 16
+"""What bytes of a row of elements are filled up to a multiple of, where rows are messages of ``raw``."""
 
 
 class ExponentCodec(ZippedCodec, NativeCodec):
@@ -136,11 +138,6 @@ def rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
     return out
 
 
-def bring_back(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
-    """Copy the first tensor of each pair, which ``cpu()`` made, to the second, unless it is the same or there is none.
-
-    Codecs whose kernels run on the CPU alone use it for tensors on CUDA.
-    """
-    for near, x in pairs:
-        if near is not None and x is not None and near is not x:
-            x.copy_(near)
+def copying(form: WireFormat, dtype: torch.dtype) -> native.Spec:
+    """Return the core's spec for elements as they are, rows of ``ROW_ALIGNMENT``, which become ``dtype``."""
+    return native.CodecParams(native.CAST, (native.DTYPES[form.dtype],)).spec(form.numel, dtype)

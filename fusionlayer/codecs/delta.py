@@ -14,11 +14,11 @@ from ..timeline import here
 from ..wire import WireFormat, aligned
 from ._capabilities import ChangeCodec
 from ._encoding import Encoding
-from ._exponents import ExponentCodec, rounded
+from ._exponents import ROW_ALIGNMENT, ExponentCodec, copying, rounded
 
 __all__ = ["Delta"]
 
-_BLOCK, _ALIGN = 16384, 16
+_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,15 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
         self._write(rounded(x, form.dtype, how.residual), None, bodies, form)
 
     def _decode_rows(self, bodies: Tensor, out: Tensor, form: WireFormat) -> None:
-        native.decode(_copying(form, out.dtype), [0], self._elements(bodies, form), out)
+        native.decode(copying(form, out.dtype), [0], self._elements(bodies, form), out)
 
     def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
-        native.decode_sum(_copying(form, out.dtype), [0], self._elements(bodies, form), out, add=add)
+        native.decode_sum(copying(form, out.dtype), [0], self._elements(bodies, form), out, add=add)
 
     def _elements(self, bodies: Tensor, form: WireFormat) -> Tensor:
         """Return the elements of messages without a base, a row (uint8) for each, as messages of ``raw``."""
         nbytes = form.numel * form.dtype.itemsize
-        rows = torch.empty(bodies.size(0), aligned(nbytes, _ALIGN), dtype=torch.uint8, device=bodies.device)
+        rows = torch.empty(bodies.size(0), aligned(nbytes, ROW_ALIGNMENT), dtype=torch.uint8, device=bodies.device)
         for body, row in zip(bodies, rows, strict=True):
             native.delta_decode(self._known(form, form.dtype), form.offsets, body, None, row[:nbytes].view(form.dtype))
         return rows
-
-
-def _copying(form: WireFormat, dtype: torch.dtype) -> native.Spec:
-    """Return the core's spec for elements as they are, which become ``dtype``."""
-    return native.CodecParams(native.CAST, (native.DTYPES[form.dtype],)).spec(form.numel, dtype)

@@ -48,6 +48,7 @@ def core_codecs() -> Iterator[Codec]:
         yield fl.codecs.get("mxfp4", scale=scale, header=False)
     yield from (fl.codecs.get("zip", exponents=choice, header=False) for choice in ("auto", "window", "table"))
     yield fl.codecs.get("zip", sigma=0.25, header=False)
+    yield fl.codecs.get("rans", header=False)
     for block, levels in product((32, 64, 128, 256, 512, 1024), ("normal", "uniform")):
         for rounding in ("nearest", "stochastic"):
             yield fl.codecs.get("thc", block_size=block, levels=levels, rounding=rounding, header=False)
@@ -82,7 +83,7 @@ KERNELS = list(first_of_each_kernel())
 PLAIN = [
     *(
         fl.codecs.get(name).bare
-        for name in ("raw", "int8", "int4", "int3", "int2", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip")
+        for name in ("raw", "int8", "int4", "int3", "int2", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip", "rans")
     ),
     *(fl.codecs.get("thc", block_size=256).bare, fl.codecs.get("tahquant", channels=384).bare),
     *(fl.codecs.get(name).bare for name in ("chunked_topk", "tlq_hs")),

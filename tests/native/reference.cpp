@@ -228,14 +228,12 @@ struct DynamiqCodec {
       }
       for (int i = 0; usual && i < fl::kSuperGroup; ++i) {
         const uint64_t at = number * fl::kPairs + uint64_t(i % fl::kPairs);
-        const uint32_t shared = fl::random_bits(fl::key_at(keys.shared, at), uint32_t(at));
-        const uint32_t own = fl::random_bits(fl::key_at(keys.own, at), uint32_t(at));
-        const float u = i < fl::kPairs ? fl::rounding_place(keys, shared & 0xffff, own & 0xffff)
-                                       : fl::rounding_place(keys, shared >> 16, own >> 16);
+        const uint32_t random = fl::random_bits(fl::key_at(keys.noise, at), uint32_t(at));
+        const float w = fl::rounding_number(fl::rounding_places(keys, random), i >= fl::kPairs);
         const uint32_t most_of_group = amax[i / 16];
         const float factor = most_of_group >= fl::kTinyBits ? table.span / fl::bits_float(most_of_group) : 0.0f;
         const float y = std::fabs(v[i]) * factor;
-        const int code = fl::level_number(table, place.bits, y, u) | int(fl::float_bits(v[i]) >> 31)
+        const int code = fl::level_number(table, place.bits, y, w) | int(fl::float_bits(v[i]) >> 31)
                                                                          << (place.bits - 1);
         const auto [byte, bit] = code_at(place.bits, i);
         codes[byte] = uint8_t(codes[byte] | code << bit);
@@ -523,6 +521,12 @@ void reference_levels(int bits, uint32_t epsilons, float *values) {
   std::memcpy(values, fl::levels_of(all, bits).value, sizeof(float) << (bits - 1));
 }
 
+// Where a rank rounds the elements of pairs 0 to n - 1, two in each word.
+void reference_places(uint64_t seed, uint32_t place, int n, uint32_t *places) {
+  const fl::DynamiqKeys keys = fl::dynamiq_keys(seed, place);
+  for (int i = 0; i < n; ++i) places[i] = fl::rounding_places(keys, fl::random_bits(keys.noise, uint32_t(i)));
+}
+
 // How often a value between 0 and the largest, 1, becomes the level below and the one above, of n places that cover (0, 1); by
 // how much the mean differs from it, in steps.
 double reference_bias(int bits, uint32_t epsilons, float value, int n) {
@@ -530,7 +534,8 @@ double reference_bias(int bits, uint32_t epsilons, float value, int n) {
   const fl::Levels &levels = fl::levels_of(all, bits);
   double sum = 0.0;
   for (int i = 0; i < n; ++i) {
-    const int r = fl::level_number(levels, bits, value * levels.span, (float(i) + 0.5f) / float(n));
+    const float w = float((i + 0.5) / n + fl::kFirstPlace);
+    const int r = fl::level_number(levels, bits, value * levels.span, w);
     sum += levels.value[r];
   }
   int below = 0;

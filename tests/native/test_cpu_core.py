@@ -264,6 +264,26 @@ def test_dynamiq_rounds_to_the_neighbours_without_bias(reference: ctypes.CDLL, e
         assert max(map(abs, biases)) < most
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_each_rank_rounds_anywhere_and_one_in_each_cell(reference: ctypes.CDLL, ranks: int) -> None:
+    """Places are uniform for every rank, no two ranks share a cell, and where in it they lie is not common."""
+    reference.reference_places.argtypes = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p)
+    pairs, cell = 1 << 15, 65536 >> (ranks - 1).bit_length()
+    words = np.zeros((ranks, pairs), np.uint32)
+    for rank in range(ranks):
+        reference.reference_places(99, rank | ranks << 16, pairs, words[rank].ctypes.data)
+    places = words.view(np.uint16).reshape(ranks, -1).astype(int)  # of elements
+    for of_rank in places:
+        counts = np.bincount(of_rank // 1024, minlength=64)  # 1024 each, give or take 32
+        assert abs(of_rank.mean() - 32767.5) < 6 * 65536 / 12**0.5 / len(of_rank) ** 0.5
+        assert ((counts - 1024) ** 2 / 1024).sum() < 64 + 6 * 128**0.5
+    cells = np.sort(places // cell, axis=0)
+    # A carry between the halves of a word moves one place in thousands on.
+    assert (np.diff(cells, axis=0) > 0).all(0).mean() > 0.999
+    within = np.corrcoef(places % cell)
+    assert ranks == 1 or np.abs(within - np.eye(ranks)).max() < 0.2
+
+
 def test_widths_that_contradict_themselves_are_refused(cpu: ctypes.CDLL) -> None:
     bits = torch.tensor([8, 4, 2, 2], dtype=torch.uint8)
     spec = native.CodecParams(native.DYNAMIQ, (0, 8, 1 << 16, 0)).spec(1024, torch.float32)

@@ -154,7 +154,7 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
     codecs = ("int", "block", "thc", "tahquant", "chunked")
     through = {f"{codec}_{verb}" for codec in codecs for verb in ("encode", "decode")}
     through |= {"qsdp", "onebit", "delta_encode", "delta_decode", "int_two_shot", "block_two_shot"}
-    assert shared == {"dynamiq", "magnitudes", "sparse_decode", "zip_encode", *through}, (
+    assert shared == {"dynamiq", "magnitudes", "rans_decode", "rans_encode", "sparse_decode", "zip_encode", *through}, (
         "for histograms, sums, blocks, tables"
     )
 

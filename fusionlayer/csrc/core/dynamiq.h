@@ -8,7 +8,7 @@
 //      amax < 2^-100: the scale is 0, likewise.
 //   3. A group's scale is r = floor(amax of the group * (255 / scale) + v), at most 255; v in [0, 1) is random.
 //   4. y = |x| * (span / amax of the group) lies between two levels y_r and y_{r + 1} = y_r + step. The code is r + 1 if
-//      y > y_r + u * step, else r; u in (0, 1) is random (rounding_place). The sign is the code's highest bit.
+//      y > y_r + u * step, else r; u in (0, 1) is random (rounding_number). The sign is the code's highest bit.
 //   5. decode: value of the level * (r * (scale / 255)).
 // FL_DYNAMIQ_FLAT: no scale for the super-group; two groups together have a scale, which takes as many bits: their amax as
 // bf16, rounded up. It takes the place of amax in 4.
@@ -86,18 +86,21 @@ inline int64_t codes_in_all(const WidthRun *runs, int64_t groups) {
   return (groups + int64_t(fours) + 3 * int64_t(eights)) * kLeastCodes;
 }
 
+// What a random number (rounding_number) is less its place. Exact in f32, as is their difference.
+constexpr float kFirstPlace = 1.0f - 1.0f / 131072.0f;
+
 // Levels ---------------------------------------------------------------------------------------------------------------
 
 // The levels of one width. `curve` is a polynomial of y without constant term, of degree 4 for 4 bits and 6 for 8. It
 // gives the number of a level, with a fraction between levels. For 8 bits it is right to a few thousandths of a step. For
-// 4 bits it tells which level is the one below y; its value is looked up.
+// 4 bits it tells which level is the one below y; what to compare y with is looked up.
 constexpr int kCurve4 = 4, kCurve8 = 6;
 struct Levels {
   alignas(64) float value[128];
-  alignas(64) float y[16];  // of 4 bits, then zeros
-  float curve[kCurve8];     // of y, y^2, ..
-  float span, base, ratio;  // of all y; a step is base + ratio * y_r
-  int top;                  // number of the highest level
+  alignas(64) float low[16], step[16];  // of 4 bits: y_r - step * kFirstPlace, and step; nothing is above the highest
+  float curve[kCurve8];                 // of y, y^2, ..
+  float span;                           // of all y
+  int top;                              // number of the highest level
 };
 
 struct DynamiqLevels {
@@ -134,11 +137,12 @@ inline void make_levels(int bits, uint32_t epsilon_units, Levels &levels) {
   double y[128], power = 1.0;
   for (int r = 0; r <= top; ++r, power *= ratio) y[r] = epsilon_units ? power - 1.0 : double(r) / double(top);
   levels.span = float(y[top]);
-  levels.base = epsilon_units ? float(ratio - 1.0) : float(1.0 / double(top));
-  levels.ratio = epsilon_units ? float(ratio - 1.0) : 0.0f;
   for (int r = 0; r <= top; ++r) {
     levels.value[r] = float(y[r] / y[top]);
-    if (bits == 4) levels.y[r] = float(y[r]);
+    if (bits != 4) continue;
+    const double step = r < top ? y[r + 1] - y[r] : 0.0;
+    levels.low[r] = r < top ? float(y[r] - step * double(kFirstPlace)) : bits_float(kF32Inf);
+    levels.step[r] = float(step);
   }
   if (epsilon_units && bits > 2)
     fit_curve(y, top, bits == 4 ? kCurve4 : kCurve8, levels.curve);
@@ -171,43 +175,53 @@ FL_HD float curve_at(const float *curve, float y) {
   return sum * y;
 }
 
-// The level of y >= 0 that is rounded at place u.
-FL_HD int level_number(const Levels &levels, int bits, float y, float u) {
-  if (bits == 2) return y > u;
+// The level of 0 <= y <= span that is rounded at place u = w - kFirstPlace.
+FL_HD int level_number(const Levels &levels, int bits, float y, float w) {
+  if (bits == 2) return y > w - kFirstPlace;
   if (bits == 8) {
-    const int r = int(curve_at<kCurve8>(levels.curve, y) + (1.0f - u));
+    const int r = int(curve_at<kCurve8>(levels.curve, y) + (1.0f + kFirstPlace - w));
     return r < levels.top ? r : levels.top;
   }
-  int r = int(curve_at<kCurve4>(levels.curve, y));
-  r = r < levels.top - 1 ? r : levels.top - 1;
-  const float below = levels.y[r], step = levels.base + levels.ratio * below;
-  return r + (y > below + u * step);
+  const int r = int(curve_at<kCurve4>(levels.curve, y));
+  return r + (y > levels.low[r] + w * levels.step[r]);
 }
 
 // Random numbers -------------------------------------------------------------------------------------------------------
 
-// A super-group with number s has the random bits of numbers 128 s .. 128 s + 127: of element i < 128 the low half of number
-// i, of element i + 128 the upper one. `shared` is the same on all ranks, `own` and `scale` are not. Group g of it is number
-// 16 s + g of `scale`.
+// A super-group with number s has the random bits of numbers 128 s .. 128 s + 127, which are the same on all ranks: of element
+// i < 128 the low half of number i, of element i + 128 the upper one. Group g of it is number 16 s + g of `scale`, which
+// each rank has for itself.
+//
+// From the common bits each rank makes a place of its own (DynamiQ, section 3.3): of n ranks one in each n-th of (0, 1). The
+// bits are moved on in a circle by what a rank has of it; where in a cell of at most an n-th they lie is then what a rank's
+// own factor makes of them, so that ranks do not also have that in common.
 struct DynamiqKeys {
-  RngKey shared, own, scale;
-  uint32_t rank, ranks;
-  float unit, half;  // 1 / (65536 ranks), and half of that
+  RngKey noise, scale;
+  uint32_t factor;
+  uint16_t moved, cell;  // in 65536 steps of 0 to 1; a power of two less 1
 };
 
 inline DynamiqKeys dynamiq_keys(uint64_t seed, uint32_t place) {
   const uint32_t rank = place & 0xffff, ranks = place >> 16;
   const uint64_t mine = seed + (uint64_t(rank) + 1) * 0x9e3779b97f4a7c15ull;
-  const float unit = 1.0f / (65536.0f * float(ranks));
-  return {make_key(seed), make_key(mine), make_key(~mine), rank, ranks, unit, 0.5f * unit};
+  uint32_t cell = 65536;
+  while (cell * ranks > 65536) cell /= 2;
+  const uint16_t moved = uint16_t(65536ull * rank / ranks);
+  return {make_key(seed), make_key(~mine), make_key(mine).c, moved, uint16_t(cell - 1)};
 }
 
-// Where this rank rounds. There are as many intervals as ranks, and each rank has one of its own. A cyclic shift, which
-// all ranks know, changes which rank has which (DynamiQ, section 3.3).
-FL_HD float rounding_place(const DynamiqKeys &keys, uint32_t shared, uint32_t own) {
-  uint32_t interval = (shared * keys.ranks >> 16) + keys.rank;
-  interval -= interval >= keys.ranks ? keys.ranks : 0;
-  return float(int32_t(interval << 16 | own)) * keys.unit + keys.half;
+// A number in both halves of a word.
+FL_HD uint32_t both_halves(uint16_t half) { return half * 0x10001u; }
+
+// Where this rank rounds two elements that share bits, one in each half of the result.
+FL_HD uint32_t rounding_places(const DynamiqKeys &keys, uint32_t bits) {
+  const uint32_t cell = both_halves(keys.cell);
+  return ((bits + both_halves(keys.moved)) & ~cell) | (bits * keys.factor & cell);
+}
+
+// 1 + t / 65536, t being the place of the first or the second of two elements.
+FL_HD float rounding_number(uint32_t places, bool second) {
+  return bits_float(0x3f800000u | (second ? places >> 16 : places & 0xffff) << 7);
 }
 
 // Scales ---------------------------------------------------------------------------------------------------------------

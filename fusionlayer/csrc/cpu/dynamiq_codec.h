@@ -23,18 +23,17 @@ FL_INLINE vf convert(vi v) { return __builtin_convertvector(v, vf); }
 template <int kBits>
 class LevelLanes {
  public:
-  explicit LevelLanes(const Levels &levels) : y_(levels.y), base_(levels.base), ratio_(levels.ratio), top_(levels.top) {
+  explicit LevelLanes(const Levels &levels) : low_(levels.low), step_(levels.step), top_(levels.top) {
     for (int i = 0; i < kDegree; ++i) curve_[i] = levels.curve[i];
   }
 
-  FL_INLINE vi code(vf x, vf factor, vf u) const {
+  FL_INLINE vi code(vf x, vf factor, vf w) const {
     const vf y = (vf)magnitude_bits(x) * factor;
     const vi sign = (vi)((vu)x >> (32 - kBits)) & 1 << (kBits - 1);
-    if constexpr (kBits == 2) return count_greater(sign, y, u);
-    if constexpr (kBits == 8) return min(truncate(curve(y) + (1.0f - u)), broadcast(top_)) | sign;
-    const vi r = min(truncate(curve(y)), broadcast(top_ - 1));
-    const vf below = y_(r);
-    return count_greater(r, y, below + u * (below * ratio_ + base_)) | sign;
+    if constexpr (kBits == 2) return count_greater(sign, y, w - kFirstPlace);
+    if constexpr (kBits == 8) return min(truncate(curve(y) + (1.0f + kFirstPlace - w)), broadcast(top_)) | sign;
+    const vi r = truncate(curve(y));
+    return count_greater(r, y, low_(r) + w * step_(r)) | sign;
   }
 
  private:
@@ -48,9 +47,8 @@ class LevelLanes {
     return sum * y;
   }
 
-  Lookup<8> y_;
+  Lookup<8> low_, step_;
   float curve_[kDegree];
-  float base_, ratio_;
   int top_;
 };
 
@@ -183,53 +181,36 @@ class DynamiqCodec {
     return (vf)((vi)factor & ((vi)amax >= int32_t(kTinyBits)));
   }
 
-  // The random numbers of groups g and g + 8.
+  // rounding_places of core/dynamiq.h for groups g and g + 8, as numbers.
   class Noise {
    public:
     Noise(const DynamiqKeys &keys, uint64_t number)
-        : shared_(key_at(keys.shared, number * kPairs)),
-          own_(key_at(keys.own, number * kPairs)),
-          spread_((iota() + uint32_t(number * kPairs)) * kSpread),
-          rank_(uint16_t(keys.rank)),
-          ranks_(uint16_t(keys.ranks)),
-          unit_(keys.unit),
-          half_(keys.half) {}
+        : key_(key_at(keys.noise, number * kPairs)),
+          spread_((iota() + uint32_t(number * kPairs)) * kSpread + key_.a),
+          factor_(keys.factor),
+          moved_(both_halves(keys.moved)),
+          cell_(both_halves(keys.cell)) {}
 
     FL_INLINE void of(int g, Sixteen &low, Sixteen &high) const {
       for (int j = 0; j < kQuad; ++j) {
-        const vu spread = spread_ + uint32_t(g * kScaleGroup + j * kLanes) * kSpread;
-        const vu own = random_bits(own_, spread + own_.a);
-        if (ranks_ == 1) {
-          low.v[j] = place(own & 0xffff);
-          high.v[j] = place(own >> 16);
-        } else {
-          const vu interval = intervals(random_bits(shared_, spread + shared_.a));
-          low.v[j] = place(interval << 16 | (own & 0xffff));
-          high.v[j] = place((interval & 0xffff0000u) | own >> 16);
-        }
+        const vu bits = random_bits(key_, spread_ + uint32_t(g * kScaleGroup + j * kLanes) * kSpread);
+        const vu places = ((bits + moved_) & ~cell_) | (bits * factor_ & cell_);
+        low.v[j] = (vf)((places << 7 & 0x007fff80u) | 0x3f800000u);
+        high.v[j] = (vf)((places >> 9 & 0x007fff80u) | 0x3f800000u);
       }
     }
 
    private:
-    // The intervals of both halves of a lane, modulo the number of ranks: if `at` is below that, the difference wraps to a
-    // larger number, and min takes `at`.
-    FL_INLINE vu intervals(vu shared) const {
-      const vh ranks = ranks_ - vh{}, at = high_products((vh)shared, ranks) + rank_;
-      return (vu)min(at, at - ranks);
-    }
-    FL_INLINE vf place(vu bits) const { return convert((vi)bits) * unit_ + half_; }
-
-    RngKey shared_, own_;
+    RngKey key_;
     vu spread_;
-    uint16_t rank_, ranks_;
-    float unit_, half_;
+    uint32_t factor_, moved_, cell_;
   };
 
   template <class Lanes>
-  static FL_INLINE void codes_of(const Lanes &lanes, const float *values, const float *factor, int g, const Sixteen &u,
+  static FL_INLINE void codes_of(const Lanes &lanes, const float *values, const float *factor, int g, const Sixteen &w,
                                  vi (&codes)[kQuad]) {
     const vf by = broadcast(factor[g]);
-    for (int j = 0; j < kQuad; ++j) codes[j] = lanes.code(load(values + g * kScaleGroup + j * kLanes), by, u.v[j]);
+    for (int j = 0; j < kQuad; ++j) codes[j] = lanes.code(load(values + g * kScaleGroup + j * kLanes), by, w.v[j]);
   }
 
   FL_NOINLINE void encode8(const LevelLanes<8> lanes, const float *values, const float *factor, uint64_t number,

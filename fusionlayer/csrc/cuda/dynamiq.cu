@@ -42,15 +42,10 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
     first = larger(first, magnitude_of(v[i]));
     second = larger(second, magnitude_of(v[kSide + i]));
   }
-#pragma unroll
-  for (int mask = 1; mask < 4; mask *= 2) {
-    first = larger(first, shuffle_xor(first, mask));
-    second = larger(second, shuffle_xor(second, mask));
-  }
-  uint32_t most = larger(first, second);
-#pragma unroll
-  for (int mask = 4; mask < kLanes; mask *= 2) most = larger(most, shuffle_xor(most, mask));
-  uint32_t amax = lane & 1 ? second : first;
+  const bool odd = lane & 1;
+  uint32_t amax = larger(odd ? second : first, shuffle_xor(odd ? first : second, 1));
+  amax = larger(amax, shuffle_xor(amax, 2));
+  const uint32_t most = largest_of_lanes(amax);
   const int within = lane / 4 + (lane & 1) * (kScaleGroups / 2);
   const int64_t place = group * kScaleGroups + within;
   const bool writes = lane % 4 < 2;
@@ -81,33 +76,6 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
   return usual;
 }
 
-// Where this rank rounds two values: one by the lower halves of the random bits, one by the upper halves. It is
-// rounding_place of core/dynamiq.h with the interval in the upper half of a word.
-class RoundingPlaces {
-  uint32_t ranks, first, all;
-  float unit, half;
-
- public:
-  FL_DEVICE explicit RoundingPlaces(const DynamiqKeys &keys)
-      : ranks(keys.ranks), first(keys.rank << 16), all(keys.ranks << 16), unit(keys.unit), half(keys.half) {}
-
-  FL_DEVICE float lower(uint32_t shared, uint32_t own) const {
-    return at(__byte_perm(own, interval(shared & 0xffff), 0x7610));
-  }
-
-  FL_DEVICE float upper(uint32_t shared, uint32_t own) const {
-    return at(__byte_perm(own, interval(shared >> 16), 0x7632));
-  }
-
- private:
-  FL_DEVICE uint32_t interval(uint32_t shared) const {
-    const uint32_t straight = shared * ranks + first, wrapped = straight - all;
-    return straight < wrapped ? straight : wrapped;
-  }
-
-  FL_DEVICE float at(uint32_t place) const { return float(int32_t(place)) * unit + half; }
-};
-
 FL_DEVICE void encode_super_group(const EncodeArguments &a, const Tables &tables, const DynamiqMessage &m,
                                   const Place &place, int64_t group, uint64_t number, int lane,
                                   const float (&v)[kOwned]) {
@@ -116,23 +84,23 @@ FL_DEVICE void encode_super_group(const EncodeArguments &a, const Tables &tables
   const bool usual = make_group_scales(a, m, group, number, span, lane, v, low, high);
   if (!place.inside) return;
   uint8_t *codes = m.codes + place.offset;
-  const RoundingPlaces places(a.keys);
   const uint64_t first = number * kPairs + uint64_t(kSide * lane);
-  const RngKey shared_key = near_key(a.keys.shared, first), own_key = near_key(a.keys.own, first);
+  const RngKey key = near_key(a.keys.noise, first);
   with_width(place.bits, [&](auto width) {
     constexpr int kBits = decltype(width)::bits;
-    uint32_t code[kOwned] = {};
+    uint32_t codes_low = 0, codes_high = 0;
     if (usual) {
+      uint32_t code[kOwned];
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
-        const uint32_t shared = random_bits(shared_key, uint32_t(first) + i);
-        const uint32_t own = random_bits(own_key, uint32_t(first) + i);
-        const float u = places.lower(shared, own), w = places.upper(shared, own);
-        code[i] = level_code<kBits>(a.levels, tables, v[i], low, u);
-        code[kSide + i] = level_code<kBits>(a.levels, tables, v[kSide + i], high, w);
+        const uint32_t places = rounding_places(a.keys, random_bits(key, uint32_t(first) + i));
+        code[i] = level_code<kBits>(a.levels, tables, v[i], low, rounding_number(places, false));
+        code[kSide + i] = level_code<kBits>(a.levels, tables, v[kSide + i], high, rounding_number(places, true));
       }
+      codes_low = four_codes<kBits>(code, v);
+      codes_high = four_codes<kBits>(code + kSide, v + kSide);
     }
-    store_codes<kBits>(codes, lane, code);
+    store_codes<kBits>(codes, lane, codes_low, codes_high);
   });
 }
 

@@ -12,15 +12,22 @@ namespace fl {
 constexpr int kOwned = kSuperGroup / kLanes;
 constexpr int kSide = kOwned / 2;  // a lane's elements in each half of a super-group
 
-// y of a level of 4 bits, and how far the next one is.
+// What y is compared with where the level below it has 4 bits; see Levels of core/dynamiq.h.
 struct alignas(8) Step {
-  float y, size;
+  float low, size;
 };
+
+constexpr uint32_t kEighths4 = 7 << 3;  // a level of 4 bits, in eighths
 
 // What is looked up by values: what codes of each width stand for, signs included (of 2 bits 0 and 1), and levels of 4 bits.
 struct Tables {
   float value8[256], value4[16], value2[4];
   Step steps4[8];
+
+  // That of the level of which these are the bits, and others that do not matter.
+  FL_DEVICE const Step &step4(uint32_t bits) const {
+    return *reinterpret_cast<const Step *>(reinterpret_cast<const char *>(steps4) + (bits & kEighths4));
+  }
 
   template <int kBits>
   FL_DEVICE const float *values() const {
@@ -48,7 +55,7 @@ inline DeviceLevels device_levels(uint32_t epsilons) {
   fill(all.eight.value, d.tables.value8, 256);
   fill(all.four.value, d.tables.value4, 16);
   fill(two, d.tables.value2, 4);
-  for (int r = 0; r < 8; ++r) d.tables.steps4[r] = {all.four.y[r], all.four.base + all.four.ratio * all.four.y[r]};
+  for (int r = 0; r < 8; ++r) d.tables.steps4[r] = {all.four.low[r], all.four.step[r]};
   return d;
 }
 
@@ -252,34 +259,49 @@ FL_DEVICE uint32_t whole_part(float v) {
 #endif
 }
 
-// In the lowest byte the code of a value; see level_number of core/dynamiq.h.
+// Eighths of 0 <= v < 2^16, likewise: the integer part begins at bit 3.
+FL_DEVICE uint32_t eighths(float v) {
+#ifdef __CUDA_ARCH__
+  return float_bits(__fadd_rz(v, 1048576.0f));
+#else
+  return float_bits(1048576.0f) + uint32_t(8.0f * v);
+#endif
+}
+
+// In the lowest byte the code of a value without its sign, of 4 bits times 8; see level_number of core/dynamiq.h.
 template <int kBits>
-FL_DEVICE uint32_t level_code(const DeviceLevels &given, const Tables &tables, float x, float factor, float u) {
+FL_DEVICE uint32_t level_code(const DeviceLevels &given, const Tables &tables, float x, float factor, float w) {
   constexpr uint32_t kZero = 0x4b000000u;  // of whole_part
   const float y = absolute(x) * factor;
-  const uint32_t sign = float_bits(x) >> (32 - kBits) & (1u << (kBits - 1));
   if constexpr (kBits == 2) {
-    return sign | uint32_t(y > u);
+    return y > w - kFirstPlace;
   } else if constexpr (kBits == 8) {
-    const uint32_t r = whole_part(curve_at<kCurve8>(given.curve8, y) + (1.0f - u));
-    return sign | (r < kZero + 127 ? r : kZero + 127);
+    const uint32_t r = whole_part(curve_at<kCurve8>(given.curve8, y) + (1.0f + kFirstPlace - w));
+    return r < kZero + 127 ? r : kZero + 127;
   } else {
-    uint32_t r = whole_part(curve_at<kCurve4>(given.curve4, y));
-    r = r < kZero + 6 ? r : kZero + 6;
-    const Step level = tables.steps4[r & 7];
-    return sign | (r + (y > level.y + u * level.size));
+    const uint32_t r = eighths(curve_at<kCurve4>(given.curve4, y)) & kEighths4;
+    const Step step = tables.step4(r);
+    return y > step.low + w * step.size ? r + 8 : r;
   }
 }
 
 // The lowest bytes of four.
-FL_DEVICE uint32_t four_codes(const uint32_t *code) {
-  return __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
+FL_DEVICE uint32_t four_bytes(const uint32_t *word) {
+  return __byte_perm(__byte_perm(word[0], word[1], 0x0040), __byte_perm(word[2], word[3], 0x0040), 0x5410);
+}
+
+// The codes of four values, of what level_code makes.
+template <int kBits>
+FL_DEVICE uint32_t four_codes(const uint32_t *code, const float *v) {
+  const uint32_t top = __byte_perm(__byte_perm(float_bits(v[0]), float_bits(v[1]), 0x0073),
+                                   __byte_perm(float_bits(v[2]), float_bits(v[3]), 0x0073), 0x5410);
+  const uint32_t levels = kBits == 4 ? four_bytes(code) >> 3 : four_bytes(code);
+  return levels | (top & 0x80808080u) >> (8 - kBits);
 }
 
 template <int kBits>
-FL_DEVICE void store_codes(uint8_t *codes, int lane, const uint32_t (&code)[kOwned]) {
+FL_DEVICE void store_codes(uint8_t *codes, int lane, uint32_t first, uint32_t second) {
   uint32_t *words = reinterpret_cast<uint32_t *>(codes);
-  const uint32_t first = four_codes(code), second = four_codes(code + kSide);
   if constexpr (kBits == 8) {
     words[lane] = first;
     words[kLanes + lane] = second;

@@ -38,7 +38,7 @@ constexpr Verbs kVerbs[] = {
     {thc_encode, thc_decode, thc_decode_sum, nullptr},
     {tah_encode, tah_decode, tah_decode_sum, tah_recode},
     {dynamiq_encode, dynamiq_decode, dynamiq_decode_sum, dynamiq_recode},
-    {nullptr, nullptr, nullptr, nullptr},
+    {rans_encode, rans_decode, nullptr, nullptr},
     {chunked_encode, chunked_decode, chunked_decode_sum, chunked_recode},
     {nullptr, nullptr, nullptr, nullptr},
     {onebit_encode, onebit_decode, onebit_decode_sum, onebit_recode},

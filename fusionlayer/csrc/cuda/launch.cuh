@@ -69,6 +69,11 @@ cudaError_t zip_encode(const fl_spec &spec, const void *x, float *residual, cons
 cudaError_t zip_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
 cudaError_t zip_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
 
+// Five launches to encode, likewise.
+cudaError_t rans_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+                        cudaStream_t stream);
+cudaError_t rans_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
+
 cudaError_t thc_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                        cudaStream_t stream);
 cudaError_t thc_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);

@@ -49,6 +49,9 @@ FL_DEVICE uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); 
 // Lanes see what others wrote to shared memory before it.
 FL_DEVICE void meet() { __syncwarp(); }
 
+// All warps of a thread block see what others wrote to shared memory before it. No warp may leave the others alone at it.
+FL_DEVICE void meet_all() { __syncthreads(); }
+
 // The bits of a mask that belong to lower lanes.
 FL_DEVICE uint32_t below(uint32_t mask, int lane) { return mask & ((1u << lane) - 1); }
 
@@ -71,6 +74,19 @@ FL_DEVICE int64_t sum_over_lanes(int64_t v) {
 #pragma unroll
   for (int mask = 1; mask < kLanes; mask *= 2) v += shuffle_xor(v, mask);
   return v;
+}
+
+// The largest of all lanes' numbers, in all of them.
+FL_DEVICE uint32_t largest_of_lanes(uint32_t v) {
+#ifdef __CUDA_ARCH__
+  return __reduce_max_sync(0xffffffffu, v);
+#else
+  for (int mask = 1; mask < kLanes; mask *= 2) {
+    const uint32_t other = shuffle_xor(v, mask);
+    v = other > v ? other : v;
+  }
+  return v;
+#endif
 }
 
 // The sum over lower lanes.

@@ -76,8 +76,9 @@ enum fl_codec {
    * 1e-4, 0 for even levels. Offsets are multiples of 256. Where widths contradict themselves or the room the CPU
    * gives FL_BAD_MESSAGE; CUDA leaves out what would lie outside. docs/wire_format.md has the rest */
   FL_DYNAMIQ = 7,
-  /* lossless, CPU alone. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP. param[0] =
-   * fl_dtype of what was encoded, as for FL_ZIP, as are the limits of verbs and numel */
+  /* lossless. plane 0: 16 bytes, u32 form and u32 bytes of words first; plane 1 as for FL_ZIP. param[0] = fl_dtype of
+   * what was encoded, as for FL_ZIP, as are the limits of verbs and numel. CUDA has no fl_decode_sum, and makes NaN of
+   * blocks that contradict themselves. docs/wire_format.md has the rest */
   FL_RANS = 8,
   /* of each chunk the largest magnitudes. plane 0: low level and step of the chunk, bf16; plane 1: positions; plane 2:
    * codes; each chunk has whole bytes. param[0] = bits of a value, 2, 3, 4, 8 or 32; param[1] = elements of a chunk, a

@@ -1,7 +1,8 @@
 // As much of CUDA as csrc/cuda uses, for a CPU: the tests compile the kernels with g++ and this header in place of
 // CUDA's own. A warp is 32 cooperating fibers that meet at every shuffle, so lanes exchange values as on a GPU; a lane
 // that leaves the others alone at a shuffle, which on a GPU would be undefined behaviour, ends the process with a message.
-// Warps run one after the other, so shared memory is static, and an atomic operation a plain one. Launches of several
+// Warps run one after the other, or as far as a barrier, so shared memory is static, and an atomic operation a plain one. A
+// warp that does not come to a barrier where others wait ends the process, too. Launches of several
 // devices that wait for each other run together: devices.h.
 #pragma once
 
@@ -87,6 +88,13 @@ class Warp {
     swapcontext(&caller_, &context_[lane_]);
   }
 
+  // Lanes wait for each other, and then for the other warps of the block.
+  void meet_all() {
+    meet(0);
+    if (lane_ == kLanes - 1) pause();
+    meet(0);
+  }
+
   bool is_done() const { return finished_ == kLanes; }
   int lane() const { return lane_; }
 
@@ -159,17 +167,33 @@ class Warp {
 inline bool is_deferred(dim3 blocks, unsigned threads, const std::function<void()> &body);
 inline void has_met(int lane);
 
+// Runs the warps of a block, all of them from one barrier to the next.
+inline void run_block(unsigned threads, const std::function<void()> &body) {
+  static std::map<unsigned, std::unique_ptr<Warp>> warps;  // by first thread
+  unsigned done = 0;
+  for (bool is_new = true; done < threads; is_new = false) {
+    if (!is_new && done) {
+      std::fputs("a warp left the others of its block alone at a barrier\n", stderr);
+      std::abort();
+    }
+    for (unsigned first = 0; first < threads; first += kLanes) {
+      auto &warp = warps[first];
+      if (!warp) warp.reset(new Warp);
+      is_new ? warp->run(first, body) : warp->go_on();
+      if (warp->is_done()) done += kLanes;
+    }
+  }
+}
+
 inline void launch(dim3 blocks, unsigned threads, const std::function<void()> &body) {
   if (blocks.x == 0 || blocks.y == 0 || blocks.y > 65535 || threads == 0 || threads % kLanes) {
     next_error = cudaErrorInvalidConfiguration;
     return;
   }
   if (is_deferred(blocks, threads, body)) return;
-  static Warp warp;
   grid = blocks;
   for (block.y = 0; block.y < blocks.y; ++block.y)
-    for (block.x = 0; block.x < blocks.x; ++block.x)
-      for (unsigned first = 0; first < threads; first += kLanes) warp.run(first, body);
+    for (block.x = 0; block.x < blocks.x; ++block.x) run_block(threads, body);
 }
 
 }  // namespace cuda_on_host
@@ -196,6 +220,8 @@ inline void __syncwarp() {
   cuda_on_host::has_met(cuda_on_host::Warp::current().lane());
   cuda_on_host::Warp::current().shuffle_xor(0, 0);
 }
+
+inline void __syncthreads() { cuda_on_host::Warp::current().meet_all(); }
 
 inline long long __double_as_longlong(double v) {
   long long bits;
