@@ -110,10 +110,6 @@ FL_INLINE void prefetch_block(const T *p) {
   for (int i = 0; i < kBlock * int(sizeof(T)); i += 64) __builtin_prefetch(reinterpret_cast<const char *>(p) + i);
 }
 
-// Fetches a line into the second-level cache, which has room for three times as many lines on their way as the first one. The
-// first one has them in time once they are near.
-FL_INLINE void prefetch_far(const uint8_t *p) { __builtin_prefetch(p, 0, 2); }
-
 // Runs of bytes, all of one length and a stride apart, that will be read soon. They are prefetched run after run, some lines
 // at a time: the processor's own prefetchers follow one run, but not many that are read in turns.
 class Ahead {
@@ -135,8 +131,8 @@ class Ahead {
     while (lines > 0 && runs_ > 0) {
       const int left = int((end_ - at_ + 63) >> 6), now = lines < left ? lines : left;
       for (int i = 0; i < now; i += 2) {  // one too many does no harm
-        prefetch_far(at_ + 64 * i);
-        prefetch_far(at_ + 64 * i + 64);
+        __builtin_prefetch(at_ + 64 * i);
+        __builtin_prefetch(at_ + 64 * i + 64);
       }
       at_ += 64 * now;
       lines -= now;
