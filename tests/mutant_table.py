@@ -126,6 +126,7 @@ MUTANTS: list[Mutant] = [
         "csrc/cpu/",
         ("int_codec.h", "_mm512_srli_epi32(both, 4), levels", "both, levels", "sums of high nibbles (AVX-512)"),
         ("random.h", "(bits ^ upper) & 0xffff", "bits & 0xffff", "one of two elements has other noise"),
+        ("thc_codec.h", "of_run + r, random_bits(", "of_run + r, almost_random_bits(", "half of the signs are others"),
         ("small_numbers.h", "-0.0f, -0.5f", "0.0f, -0.5f", "a negative zero of mxfp4 loses its sign (AVX-512)"),
         ("qsdp_codec.h", "values[count - 1];", "0.0f;", "zeros behind the end make the last group's step longer"),
         ("code_runs.h", "<< j / kParts * kLowBits", "<< j % 4 * kLowBits", "codes of 2 bits without a vector unit"),

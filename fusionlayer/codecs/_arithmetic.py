@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RUN", "hadamard", "pack_runs", "random_bits", "rounding_noise", "unpack_runs"]
+__all__ = ["RUN", "hadamard", "pack_runs", "random_bits", "rounding_halves", "unpack_runs"]
 
 RUN = 32
 """Number of codes that are packed together: they take 4 bytes for each bit of a code."""
@@ -30,10 +30,13 @@ def random_bits(seed: int, offset: int, count: int, device: torch.device) -> Ten
     return (bits ^ (bits >> 16)).to(torch.int32)
 
 
-def rounding_noise(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
-    """Return (count,) f32 in [-1/2, 1/2), made from ``random_bits``."""
-    bits = random_bits(seed, offset, count, device)
-    return ((bits >> 9 & 0x7FFFFF) | 0x3F800000).view(torch.float32) - 1.5
+def rounding_halves(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
+    """Return (count,) int32: the 16 bits of each element from number ``offset`` on, a multiple of 32.
+
+    Elements i and i + 16 of 32 have the low and the high half of the first one's ``random_bits``.
+    """
+    bits = random_bits(seed, offset, -(-count // RUN) * RUN, device).view(-1, 2, RUN // 2)[:, 0]
+    return torch.stack((bits & 0xFFFF, bits >> 16 & 0xFFFF), 1).view(-1)[:count]
 
 
 def _key(seed: int) -> tuple[int, int, int]:

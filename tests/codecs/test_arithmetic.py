@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusionlayer import codecs
-from fusionlayer.codecs._arithmetic import hadamard, pack_runs, random_bits, rounding_noise, unpack_runs
+from fusionlayer.codecs._arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -32,9 +32,12 @@ def test_random_numbers_are_those_of_the_core() -> None:
 def test_numbers_belong_to_elements() -> None:
     whole = random_bits(5, 1000, 300, HOST)
     assert torch.equal(whole[100:], random_bits(5, 1100, 200, HOST))
-    noise = rounding_noise(5, 0, 1 << 16, HOST)
-    assert noise.min() >= -0.5 and noise.max() < 0.5
-    assert abs(float(noise.mean())) < 0.005 and abs(float(noise.var()) - 1 / 12) < 0.002
+    halves = rounding_halves(5, 0, 1 << 16, HOST)
+    assert torch.equal(halves[320:], rounding_halves(5, 320, (1 << 16) - 320, HOST))
+    assert torch.equal(halves[:100], rounding_halves(5, 0, 100, HOST))
+    noise = halves.float() / 65536
+    assert noise.min() >= 0 and noise.max() < 1
+    assert abs(float(noise.mean()) - 0.5) < 0.005 and abs(float(noise.var()) - 1 / 12) < 0.002
 
 
 @pytest.mark.parametrize("block", [2, 32, 1024])

@@ -71,6 +71,9 @@ def test_the_core_makes_the_bytes_of_the_oracle(bits: int, tile: int, dtype: tor
         for numel in (1, channels - 1, 3 * channels, 11 * channels + 70, 50 * channels):
             x = gradient(numel, 7, dtype)
             x[::97] *= 30  # pivots
+            kind = torch.arange(numel) // tile % 4  # tiles of one sign, with zeros of the other one
+            x = torch.where(kind == 1, x.abs(), torch.where(kind == 2, -x.abs(), x))
+            x[::31] = torch.where(kind == 1, -0.0, 0.0)[::31].to(dtype)
             payload, want = (torch.zeros(codec.wire(numel, dtype).capacity, dtype=torch.uint8) for _ in range(2))
             codec.encode(x, payload)
             oracle.encode(x, want)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.codecs._arithmetic import rounding_noise
+from fusionlayer.codecs._arithmetic import random_bits, rounding_halves
 from fusionlayer.codecs.thc import THC
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
@@ -22,6 +22,8 @@ from .conformance import vnmse
 from .torch_oracles import TorchTHC
 
 pytestmark = pytest.mark.short
+
+HOST = torch.device("cpu")
 
 
 def agreed(x: Tensor, **options: Any) -> THC:
@@ -38,7 +40,7 @@ def messages(codec: THC, tensors: list[Tensor]) -> Tensor:
 
 def test_levels_are_the_published_ones() -> None:
     assert THC.clip == pytest.approx(NormalDist().inv_cdf(1 - 1 / 64), rel=1e-12)
-    levels = TorchTHC().grid(torch.device("cpu"))
+    levels = TorchTHC().grid(HOST)
     assert ((levels + 30) / 2).tolist() == [0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30]
     assert torch.equal(levels, -levels.flip(0))
 
@@ -46,17 +48,45 @@ def test_levels_are_the_published_ones() -> None:
 @pytest.mark.parametrize("levels", ["normal", "uniform"])
 def test_values_become_neighbouring_levels_without_bias(levels: str) -> None:
     codec = TorchTHC(codec=THC(levels=levels))
-    largest = codec.codec.largest
-    value = torch.linspace(-largest, largest, 1001)
-    grid = codec.grid(value.device)
-    total = torch.zeros_like(value)
+    grid = codec.grid(HOST).double() * (65536 / 6 if levels == "normal" else 65536 / 2)
+    value = torch.linspace(float(grid[0]), float(grid[-1]), 1001).round()
+    total = torch.zeros(len(value), dtype=torch.float64)
     for seed in range(400):
         rounded = grid[codec.round(value, seed, 0)]
         assert ((rounded - value).abs() < grid.diff().max()).all()
         total += rounded
     assert (total / 400 - value).abs().max() < 5 * float(grid.diff().max()) / 2 / 20
     nearest = grid[TorchTHC(codec=THC(levels=levels, rounding="nearest")).round(value, 0, 0)]
-    assert torch.equal((nearest - value).abs(), (grid[:, None] - value).abs().amin(0))
+    assert ((nearest - value).abs() - (grid[:, None] - value).abs().amin(0)).max() < 0.4  # of a unit
+
+
+@pytest.mark.parametrize("levels", ["normal", "uniform"])
+def test_of_all_random_bits_rounding_has_no_bias(levels: str) -> None:
+    """The mean over the 65,536 numbers that an element may draw is the value, to a third of a unit."""
+    codec = TorchTHC(codec=THC(levels=levels))
+    grid = codec.grid(HOST).double() * (65536 / 6 if levels == "normal" else 65536 / 2)
+    value = torch.linspace(float(grid[0]), float(grid[-1]), 99991).round()
+    places = codec.places(value).long()
+    below, parts = places // 65536, places % 65536  # as many of the numbers reach the next level
+    mean = grid[below] + torch.where(parts > 0, grid[(below + 1).clamp(max=15)] - grid[below], 0.0) * parts / 65536
+    assert (mean - value).abs().max() <= (1 / 3 + 1e-6 if levels == "normal" else 0)
+
+
+def test_signs_are_random_and_independent() -> None:
+    """Bits of a word, of words that follow each other, and of two seeds."""
+    runs = 1 << 14
+
+    def bits(seed: int) -> Tensor:
+        words = random_bits(seed, 0, 32 * runs, HOST)[::32]
+        return 2 * (words[:, None] >> torch.arange(32) & 1).double() - 1
+
+    for seed in (0, 1, 0xFFFF_FFF1):
+        x, y = bits(seed), bits(seed ^ 0x1234)
+        assert x.mean(0).abs().max() * runs**0.5 < 5, "one bit is set more often than not"
+        within = (x.t() @ x).fill_diagonal_(0).abs().max() / runs**0.5
+        following = max((x[:-lag].t() @ x[lag:]).abs().max() / runs**0.5 for lag in (1, 2, 16, 32))
+        assert within < 5 and following < 5.5 and (x.t() @ y).abs().max() / runs**0.5 < 5
+        assert x.sum(1).var() == pytest.approx(32, rel=0.06)  # that of 32 bits that know nothing of each other
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -87,17 +117,18 @@ def test_the_core_makes_the_bytes_of_the_oracle(options: dict[str, Any], dtype: 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("levels", ["normal", "uniform"])
 def test_values_beside_the_place_where_they_are_rounded(levels: str, rounding: str) -> None:
-    # The only value of a block makes its rotated values equal, and up to three bits from where one of them is rounded.
+    # A block with one value: its rotated values are equal, and within three bits of where one of them is rounded up.
     blocks, seed = 7 * 32 * 64, 5
     codec = replace(THC(levels=levels, rounding=rounding, block_size=32), rms=torch.ones(()), signs=9).bare
     assert isinstance(codec, THC)
     oracle = TorchTHC(codec=codec, header=False)
-    grid, block = oracle.grid(torch.device("cpu")), torch.arange(blocks)
-    place = 0.5 + rounding_noise(seed, 0, 32 * blocks, grid.device).view(blocks, 32)[block, block // 7 % 32]
-    low = block // 224 % 15
-    value = grid[low] + (grid.diff()[low] * (place if rounding == "stochastic" else 0.5))
+    block = torch.arange(blocks)
+    random = rounding_halves(seed, 0, 32 * blocks, HOST).view(blocks, 32)[block, block // 7 % 32]
+    parts = 65536 - (random if rounding == "stochastic" else torch.full((blocks,), 32767))
+    grid, low = oracle.grid(HOST).double() * oracle.units, block // 224 % 15
+    value = (grid[low] + grid.diff()[low] * parts / 65536).ceil() - 0.5
     x = torch.zeros(blocks, 32)
-    only = (value / oracle._steps_per_rms(32)).float()
+    only = (value / (float(torch.tensor(oracle._steps_per_rms(32))) * oracle.units)).float()
     x[:, 0] = torch.where(only == 0, 0, only.view(torch.int32) + (block % 7 - 3).int()).view(torch.float32)
     x = oracle._with_signs(x.flatten())
     payload, want = (torch.zeros(codec.wire(x.numel()).capacity, dtype=torch.uint8) for _ in range(2))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer.codecs import TorchCodec
-from fusionlayer.codecs._arithmetic import RUN, hadamard, pack_runs, random_bits, rounding_noise, unpack_runs
+from fusionlayer.codecs._arithmetic import RUN, hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
 from fusionlayer.codecs.tahquant import TAHQuant
 from fusionlayer.codecs.thc import THC
 from fusionlayer.wire import Plane
@@ -21,6 +21,9 @@ INTEGERS = {
     "normal": (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30),
     "uniform": tuple(range(16)),
 }
+# Units of the values that are rounded, in a half step of the levels; and how many of 65536 parts of a step a unit is.
+_UNITS = {"normal": 65536 / 6, "uniform": 65536 / 2}
+_PARTS = {"normal": 3, "uniform": 1}
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,30 @@ class TorchTHC(TorchCodec):
         rms = _root_mean_square(x) if self.codec.rms is None else self.codec.rms
         usual = rms.isfinite() & (rms >= _TINY)
         value = torch.zeros(count, device=device)
-        # Divided before it is rotated: no sum of a block overflows.
-        value[: x.numel()] = x.float() / torch.where(usual, rms, 1.0)
-        value = hadamard(self._with_signs(value), block) * self._steps_per_rms(block)
-        code = self.round(value.clamp(-self.codec.largest, self.codec.largest), seed, offset)
+        # Scaled before it is rotated: no sum of a block overflows.
+        units = torch.tensor(self._steps_per_rms(block), device=device) * self.units
+        value[: x.numel()] = x.float() * (units / torch.where(usual, rms, 1.0))
+        code = self.round(hadamard(self._with_signs(value), block), seed, offset)
         planes[0].copy_(torch.where(rms.isfinite(), torch.where(usual, rms, 0.0), math.nan))
         planes[1].copy_(pack_runs(torch.where(usual, code, 0), 4))
 
     def round(self, value: Tensor, seed: int, offset: int) -> Tensor:
-        """Return the codes of ``value`` (m,), in half steps of the levels."""
-        levels = self.grid(value.device)
+        """Return the codes of ``value`` (m,), in units."""
+        places = self.places(value.clamp(-self.units * self.codec.largest, self.units * self.codec.largest).round())
+        random = rounding_halves(seed, offset, value.numel(), value.device)
+        return places + (random if self.codec.rounding == "stochastic" else 32767) >> 16
+
+    def places(self, units: Tensor) -> Tensor:
+        """Return where whole numbers of ``units`` (m,) are among the levels, in 65536 parts from each to the next."""
+        levels, value = 32768 * self.grid(units.device).double(), _PARTS[self.codec.levels] * units.double()
         above = torch.bucketize(value, levels).clamp(1, len(levels) - 1)
-        low, high = levels[above - 1], levels[above]
-        up = (value - low) / (high - low) - 0.5
-        if self.codec.rounding == "nearest":
-            return above - 1 + (up > 0)
-        return above - 1 + (rounding_noise(seed, offset, value.numel(), value.device) < up)
+        low, steps = levels[above - 1], (levels[above] - levels[above - 1]) / 65536
+        return (65536 * (above - 1) + (value - low) / steps).round().int()
+
+    @property
+    def units(self) -> float:
+        """Units of the values that are rounded, in a half step of the levels; f32."""
+        return float(torch.tensor(_UNITS[self.codec.levels]))
 
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
         self._reconstruct(self.grid(out.device)[unpack_runs(planes[1], 4)], planes[0][0], out)
@@ -90,8 +101,9 @@ class TorchTHC(TorchCodec):
 
     def _with_signs(self, value: Tensor) -> Tensor:
         """Return ``value`` (m,) with the signs of some elements changed, the same ones again and again."""
-        changed = random_bits(self.codec.signs, 0, value.numel(), value.device) < 0
-        return torch.where(changed, -value, value)
+        words = random_bits(self.codec.signs, 0, value.numel(), value.device).view(-1, RUN)[:, :1]
+        changed = words >> torch.arange(RUN, device=value.device) & 1
+        return torch.where(changed.view(-1) == 1, -value, value)
 
 
 def _root_mean_square(x: Tensor) -> Tensor:
@@ -130,7 +142,7 @@ class TorchTAHQuant(TorchCodec):
         most = (1 << fine_bits.repeat_interleave(self.codec.channels // self.codec.tile)) - 1
         low, high = tiles.amin(1), tiles.amax(1)
         usual = torch.maximum(high, -low) >= _TINY  # false for NaN
-        start = bf16_below(torch.where(usual, low, 0.0))
+        start = bf16_below(torch.where(usual, low, 0.0) + 0.0)  # -0 becomes 0
         step = bf16_above((torch.where(usual, high, 0.0) - start.float()) / most)
         finite = low.isfinite() & high.isfinite() & start.isfinite() & step.isfinite()
         start, step = (torch.where(finite, each, math.nan) for each in (start, step))

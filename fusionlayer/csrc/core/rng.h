@@ -65,7 +65,7 @@ FL_HD uint32_t rounding_half(RngKey key, uint64_t element) {
   return half_of_bits(random_bits(key_at(key, first), uint32_t(first)), first != element);
 }
 
-// What stochastic rounding of `thc` and `qsdp` adds before rounding to nearest: uniform on the 2^23 multiples of 2^-23 in [-0.5, 0.5).
+// What stochastic rounding of `qsdp` adds before rounding to nearest: uniform on the 2^23 multiples of 2^-23 in [-0.5, 0.5).
 FL_HD float rounding_noise(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return bits_float(__funnelshift_r(bits, 0x7fu, 9)) - 1.5f;  // the same bits in one step

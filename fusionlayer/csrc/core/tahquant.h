@@ -96,57 +96,47 @@ FL_HD float tah_value(uint16_t wire) {
 
 // Entropy -------------------------------------------------------------------------------------------------------------
 
-// log2(1 + z) for 1 / sqrt(2) <= 1 + z <= sqrt(2), to 1e-7: z times a polynomial, the highest power first.
-#define FL_LOG2_TERMS(term)                                                                                  \
-  term(0x1.f5b86ep-4f) term(-0x1.abc2a0p-3f) term(0x1.be3ac0p-3f) term(-0x1.e906ecp-3f) term(0x1.26871ep-2f) \
-      term(-0x1.715cf8p-2f) term(0x1.ec7736p-2f) term(-0x1.715472p-1f) term(0x1.715474p+0f)
+// log2 m - (m - 1) for 1 <= m < 2, to 4e-7: 1 / 4 - h^2 times a polynomial in h = m - 3 / 2, the highest power first.
+constexpr float kLog2First = -0x1.f25ac4p-7f;
+#define FL_LOG2_TERMS(term) \
+  term(0x1.9e90c6p-6f) term(-0x1.507c6cp-5f) term(0x1.3acf94p-4f) term(-0x1.38f940p-3f) term(0x1.5c01f8p-2f)
 
-// Where 1 + z and its power of two come from.
-constexpr uint32_t kRootHalf = 0x3f3504f3u;  // bits of sqrt(1 / 2)
-
-FL_HD int log2_exponent(uint32_t bits) { return int32_t(bits - kRootHalf) >> 23; }
-FL_HD float log2_rest(uint32_t bits, int exponent) { return bits_float(bits - (uint32_t(exponent) << 23)) - 1.0f; }
-
-FL_HD float log2_of_rest(float z) {
-  float sum = 0.0f;
-#define FL_TERM(factor) sum = sum * z + factor;
+FL_HD float log2_bend(float h) {
+  float sum = kLog2First;
+#define FL_TERM(factor) sum = sum * h + factor;
   FL_LOG2_TERMS(FL_TERM)
 #undef FL_TERM
-  return sum * z;
+  return sum * (0.25f - h * h);
 }
 
-FL_HD double log2_of(uint32_t bits) {
-  const int exponent = log2_exponent(bits);
-  return double(exponent) + double(log2_of_rest(log2_rest(bits, exponent)));
+// log2 of a magnitude less that of a power of two, both given by their bits. The bits, read as an integer, are a logarithm that
+// is straight from each power of two to the next.
+FL_HD float log2_above(uint32_t bits, uint32_t power) {
+  const float straight = float(int32_t(bits - power)) * 0x1p-23f;
+  return straight + log2_bend(bits_float((bits & 0x007fffffu) | 0x3f800000u) - 1.5f);
 }
 
-// What one element adds to the two sums that a token's entropy is made of: |x|, and |x| log2 |x|. Subnormals count as 0.
-// Element i belongs to partial sums i mod 32, which add up in order, in f64; the 32 are then folded: 16, 8, 4, 2 and 1 apart.
+// What one element adds to the two sums that a token's entropy is made of: |x|, and |x| times its logarithm above that of the
+// power of two below the largest of the token's first 32 magnitudes, so that sums of any scale are as exact. Element i belongs
+// to partial sums i mod 32, which add up in order; the 32 are then folded: 16, 8, 4, 2 and 1 apart. All of it is f32.
 struct EntropySums {
-  double total, logs;
+  float total, logs;
 };
 
-FL_HD EntropySums entropy_terms(float x) {
+constexpr int kTahSums = 32;
+FL_HD uint32_t entropy_power(uint32_t largest) { return largest & kF32Inf; }
+
+FL_HD EntropySums entropy_terms(float x, uint32_t power) {
   const uint32_t bits = float_bits(x) & 0x7fffffffu;
-  if (bits < 0x00800000u) return {0.0, 0.0};
-  const double a = double(bits_float(bits));
-  return {a, a * log2_of(bits)};
+  return {bits_float(bits), bits_float(bits) * log2_above(bits, power)};
 }
 
 // A token's entropy in units of 2^-20 bits; what is not finite comes last.
-FL_HD int32_t entropy_key(EntropySums sums) {
-  if (!(sums.total < 1e300)) return 0x7fffffff;
-  if (sums.total == 0.0) return 0;
-#if defined(__CUDA_ARCH__)
-  const uint64_t bits = uint64_t(__double_as_longlong(sums.total));
-#else
-  uint64_t bits;
-  std::memcpy(&bits, &sums.total, sizeof bits);
-#endif
-  const int exponent = int(bits >> 52) - 1023;
-  const double log = double(exponent) + log2_of(0x3f800000u | uint32_t(bits >> 29 & 0x7fffffu));
-  const double entropy = log - sums.logs / sums.total;
-  return entropy > 0.0 ? int32_t(entropy * 1048576.0 + 0.5) : 0;
+FL_HD int32_t entropy_key(EntropySums sums, uint32_t power) {
+  if (!is_finite(sums.total) || !is_finite(sums.logs)) return 0x7fffffff;
+  if (sums.total == 0.0f) return 0;
+  const float entropy = log2_above(float_bits(sums.total), power) - sums.logs / sums.total;
+  return entropy > 0.0f ? int32_t(entropy * 1048576.0f + 0.5f) : 0;
 }
 
 }  // namespace fl

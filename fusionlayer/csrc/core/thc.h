@@ -3,9 +3,9 @@
 // shuffles; what they may not change is written here.
 //
 //   1. Plane 0 has the root mean square that all of a message share. Unless it is from 2^-100 on and finite, codes are 0.
-//   2. v = x / rms, zero-padded to whole blocks; the signs of elements with a random bit are changed.
-//   3. Every block becomes H v (hadamard of core/block_scale.h) times `steps`, limited to -top..top: half steps of the grid.
-//   4. code: the level above or below, thc_code.
+//   2. v = x * thc_scale, zero-padded to whole blocks. Signs change where bits of thc_signs are set, a word for each run.
+//   3. Every block becomes H v (hadamard of core/block_scale.h): units of the grid of levels.
+//   4. code: thc_code, of the value's place between the levels and 16 random bits (rounding_half of core/rng.h).
 //   5. decode: H (2 T - top) times thc_factor, T being the codes' integers, or n messages' sum of them less n top.
 #pragma once
 
@@ -53,27 +53,48 @@ FL_HD int thc_integer(bool uniform, int code) {
   return uniform ? code : int(half >> 8 * (code & 7) & 255);
 }
 
-// The highest code whose integer is at most t, and below the highest.
-FL_HD int thc_code_below(bool uniform, int t) {
-  const int most = uniform ? 14 : 29;
-  t = t < most ? t : most;
-  const uint64_t half = t < 16 ? 0x7765544332211000u : 0xeeeddccbbaa998u;  // four bits for each t
-  return uniform ? t : int(half >> 4 * (t & 15) & 15);
+// Places between levels are counted in 65536 parts of the way from each level to the next, as many as 16 random bits tell
+// apart: rounding is unbiased. With normal levels a step of the grid is 65536 / 3 units, so that a unit is 3, 3 / 2 or 1 parts
+// where the levels are 1, 2 or 3 steps apart; with uniform ones a unit is a part.
+FL_HD float thc_units_of_half_step(bool uniform) { return uniform ? 32768.0f : 65536.0f / 6.0f; }
+FL_HD float thc_outermost(bool uniform) { return uniform ? 491520.0f : 327680.0f; }  // half of the grid, in units
+constexpr float kThcMiddle = 491520.0f;                                              // its place
+constexpr uint32_t kThcNearest = 0x7fff;  // what is added to a place instead of random bits
+constexpr float kThcWhole = 12582912.0f;  // sums with it have a whole number in their low bits
+constexpr float kThcPlaces = 8388608.0f;  // likewise, of what is not negative
+
+// v limited to -bound..bound; NaN becomes bound.
+FL_HD float thc_limited(float v, float bound) {
+#if defined(__CUDA_ARCH__)
+  return fmaxf(fminf(v, bound), -bound);
+#else
+  v = v < bound ? v : bound;
+  return v > -bound ? v : -bound;
+#endif
 }
 
-// The code of a value in half steps; `noise` is 0 (nearest) or rounding_noise (stochastic). NaN is the largest.
-FL_HD int thc_code(bool uniform, float value, float noise) {
-  const int top = uniform ? 15 : 30;
-  float v = value < float(top) ? value : float(top);
-  v = v > float(-top) ? v : float(-top);
-  const int cut = int(v), floor = cut - (float(cut) > v);
-  const int below = thc_code_below(uniform, (floor + top) >> 1);
-  const int low = thc_integer(uniform, below), high = thc_integer(uniform, below + 1);
-  const float up = (v - float(2 * low - top)) / float(2 * (high - low)) - 0.5f;
-  return below + (noise < up);
+// Twice the place of a whole number of units, less the middle's. All of it is exact. Levels are 2 steps apart but for the
+// second step from the middle, where they are 1 apart, and for the last three, 3 apart.
+FL_HD float thc_twice(bool uniform, float units) {
+  if (uniform) return units + units;
+  const float parts = units * 3.0f;
+  return parts + (thc_limited(parts, 131072.0f) - thc_limited(parts, 65536.0f)) -
+         (units - thc_limited(units, 262144.0f));
+}
+
+// The code of a value in units: the next one if its place and 16 random bits reach that. NaN is the largest.
+FL_HD int thc_code(bool uniform, float value, uint32_t random) {
+  const float units = (thc_limited(value, thc_outermost(uniform)) + kThcWhole) - kThcWhole;
+  const float place = thc_twice(uniform, units) * 0.5f + (kThcMiddle + kThcPlaces);
+  return int((float_bits(place) + random) >> kNoiseBits & 15u);
 }
 
 FL_HD bool thc_usual(float rms) { return float_bits(rms) >= kTinyBits && float_bits(rms) < kF32Inf; }
+
+// What values are multiplied by before they are rotated.
+FL_HD float thc_scale(float rms, const ThcShape &shape) {
+  return shape.steps * thc_units_of_half_step(shape.uniform) / rms;
+}
 
 // What rotated half steps are multiplied by.
 FL_HD float thc_factor(float rms, const ThcShape &shape) {
@@ -81,10 +102,8 @@ FL_HD float thc_factor(float rms, const ThcShape &shape) {
   return is_finite(factor) ? factor : bits_float(kF32Nan);
 }
 
-// Whether the sign of the element with this number in its message is changed.
-FL_HD uint32_t thc_sign(RngKey signs, uint64_t element) {
-  return random_bits(key_at(signs, element), uint32_t(element)) & 0x80000000u;
-}
+// Bit i: whether the sign of element i changes of the run whose first element has this number in its message.
+FL_HD uint32_t thc_signs(RngKey signs, uint64_t first) { return random_bits(key_at(signs, first), uint32_t(first)); }
 
 // Sums in runs of 32: the low bytes, then the four bits above of 12, in 16 bytes as 4-bit codes, or the high bytes of 16.
 FL_HD void pack_sums(int bits, const uint16_t *sums, uint8_t *bytes) {

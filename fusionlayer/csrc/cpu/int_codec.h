@@ -143,7 +143,11 @@ class IntCodec {
         __builtin_prefetch(from + groups);
         int g = 0;
         for (; g + kLanes <= groups; g += kLanes) store(to + g, decoded(load(from + g)));
+#if defined(FL_AVX512)
+        if (g < groups) store(to + g, decoded(_mm512_maskz_loadu_ps(__mmask16((1 << (groups - g)) - 1), from + g)));
+#else
         for (; g < groups; ++g) to[g] = decode_scale(from[g], kBits, kHadamard);
+#endif
       }
     }
 

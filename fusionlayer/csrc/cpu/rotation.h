@@ -47,6 +47,7 @@ FL_INLINE void hadamard_runs(float *out, const Load &load_run, const Finish &fin
   constexpr int kFirst = kTogether<N>;
   for (int k = 0; k < N; k += kFirst) {
     Block b[kFirst];
+    FL_UNROLL
     for (int i = 0; i < kFirst; ++i) b[i] = load_run(k + i);
     hadamard(b);
     for (int j = 0; j < kVectors; ++j) {

@@ -269,6 +269,16 @@ FL_INLINE vi max(vi a, vi b) {
 #endif
 }
 
+FL_INLINE vu max(vu a, vu b) {
+#if defined(FL_AVX512)
+  return (vu)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif defined(FL_AVX2)
+  return (vu)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 FL_INLINE vi min(vi a, vi b) {
 #if defined(FL_AVX512)
   return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
@@ -322,31 +332,14 @@ FL_INLINE vf quotient(vf a, vf b, vf inverse) {
 }
 #endif
 
-// The largest integer that is not above v, which is small.
-FL_INLINE vi floor_of(vf v) {
-#if defined(FL_AVX512)
-  return (vi)_mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-  const vi cut = __builtin_convertvector(v, vi);
-  return cut + (__builtin_convertvector(cut, vf) > v);
-#endif
-}
-
 // Tables --------------------------------------------------------------------------------------------------------------
 
-// table[index[i]], each index from 0 to 31.
-FL_INLINE vi look_up(const int32_t *table, vi index) {
 #if defined(FL_AVX512)
-  const __m512i low = _mm512_loadu_si512(table), high = _mm512_loadu_si512(table + 16);
-  return (vi)_mm512_permutex2var_epi32(low, (__m512i)index, high);
-#elif defined(FL_AVX2)
-  return (vi)_mm256_i32gather_epi32(table, (__m256i)index, 4);
-#else
-  vi found;
-  for (int i = 0; i < kLanes; ++i) found[i] = table[index[i]];
-  return found;
-#endif
+// table[index[i]]; the lowest five bits of an index count.
+FL_INLINE vf look_up(const float *table, vi index) {
+  return _mm512_permutex2var_ps(load(table), (__m512i)index, load(table + 16));
 }
+#endif
 
 // N values, 8 or 128, at an address that is a multiple of 64 and has room for 16; each lane's by its index below N. With
 // AVX-512 they stay in registers.

@@ -1,6 +1,7 @@
 // The `tahquant` codec (core/tahquant.h) on vectors. Facts of tiles are gathered side by side, then come their codes.
 #pragma once
 
+#include "code_runs.h"
 #include "elements.h"
 #include "kernels.h"
 #include "rotation.h"
@@ -8,10 +9,32 @@
 
 namespace fl::FL_ISA {
 
+// The marks of a message's first 32 tokens, of the next 32, ...
+inline uint32_t marks_of(const uint8_t *marks, int64_t run) {
+  uint32_t word;
+  __builtin_memcpy(&word, marks + 4 * run, sizeof word);
+  return word;
+}
+
+// How many of a message's tokens are marked before a run of 32. It goes on where it was asked last.
+class MarkCount {
+ public:
+  int64_t before(const uint8_t *marks, int64_t run) {
+    if (marks != marks_ || run < run_) marks_ = marks, run_ = count_ = 0;
+    for (; run_ < run; ++run_) count_ += __builtin_popcount(marks_of(marks, run_));
+    return count_;
+  }
+
+ private:
+  const uint8_t *marks_ = nullptr;
+  int64_t run_ = 0, count_ = 0;
+};
+
 class TahCodec {
  public:
   // A message, and the tile in it that work begins with.
   struct Message {
+    MarkCount *marked;
     const uint8_t *marks;
     uint8_t *pivots;
     uint16_t *offsets, *steps;
@@ -28,8 +51,8 @@ class TahCodec {
 
   Message at(const fl_messages &messages, int64_t message, int64_t unit) const {
     const auto plane = [&](int p) { return static_cast<uint8_t *>(messages.plane[p]) + message * messages.stride; };
-    return {plane(0), plane(1), reinterpret_cast<uint16_t *>(plane(2)), reinterpret_cast<uint16_t *>(plane(3)),
-            plane(4), unit};
+    return {&marked_[message % kCounted],           plane(0), plane(1), reinterpret_cast<uint16_t *>(plane(2)),
+            reinterpret_cast<uint16_t *>(plane(3)), plane(4), unit};
   }
 
   template <class T>
@@ -61,8 +84,8 @@ class TahCodec {
           token_(tile_ / shape_.tiles_of_token()),
           left_((token_ + 1) * shape_.tiles_of_token() - tile_) {
       if (shape_.coarse)
-        for (int64_t run = 0; run < token_ / 32; ++run) before_ += __builtin_popcount(word(run));
-      if (shape_.coarse) before_ += __builtin_popcount(word(token_ / 32) & tah_marks_before(int(token_ % 32)));
+        before_ = message.marked->before(message.marks, token_ / 32) +
+                  __builtin_popcount(word(token_ / 32) & tah_marks_before(int(token_ % 32)));
       place();
       codes_ += (shape_.tiles_of_token() - left_) * bytes_of_tile();
     }
@@ -84,11 +107,7 @@ class TahCodec {
    private:
     int bytes_of_tile() const { return shape_.tile / 8 * bits_; }
 
-    uint32_t word(int64_t run) const {
-      uint32_t marks;
-      __builtin_memcpy(&marks, message_.marks + 4 * run, sizeof marks);
-      return marks;
-    }
+    uint32_t word(int64_t run) const { return marks_of(message_.marks, run); }
 
     void place() {
       marked_ = shape_.coarse && tah_marked(word(token_ / 32), int(token_ % 32));
@@ -106,21 +125,11 @@ class TahCodec {
     uint8_t *codes_ = nullptr;
   };
 
-  // Integers in the order of floats, and back. That of -v is ~ that of v.
-  static FL_INLINE vi ordered(vi v) { return v ^ (v >> 31 & 0x7fffffff); }
-
-  // From the ordered highest value, and ~ the ordered lowest one.
-  static FL_INLINE int32_t largest_magnitude(int32_t high, int32_t low) {
-    const auto magnitude = [](int32_t v) FL_LAMBDA { return (v ^ (v >> 31 & 0x7fffffff)) & 0x7fffffff; };
-    const int32_t a = magnitude(high), b = magnitude(low);
-    return a > b ? a : b;
-  }
-
   // tah_scale of kLanes tiles.
   static FL_INLINE void scale_tiles(const int32_t *high, const int32_t *low, const int32_t *most, int32_t *offsets,
                                     int32_t *steps) {
     const auto at = [](const int32_t *p) FL_LAMBDA { return (vi)load(reinterpret_cast<const float *>(p)); };
-    const vf top = (vf)ordered(at(high)), bottom = (vf)ordered(~at(low)), least = broadcast(0x1p-100f);
+    const vf top = (vf)at(high), bottom = (vf)at(low), least = broadcast(0x1p-100f);
     const vi finite = max(magnitude_bits(top), magnitude_bits(bottom)) < int32_t(kF32Inf);
     const vi usual = (vi)(top >= least) | (vi)(-bottom >= least);
     const vi bits = (vi)(bottom + 0.0f) & usual;
@@ -138,11 +147,11 @@ class TahCodec {
     alignas(64) int32_t high[kMaxTiles + kLanes], low[kMaxTiles + kLanes];
     const float *tile[kMaxTiles];
     for (int g = 0; g < tiles; ++g) tile[g] = x + g * shape_.tile;
-    extremes(tile, tiles, high, low);
+    vi largest[kMaxTiles];
+    extremes(tile, tiles, high, low, largest, ahead, lines);
     bool rotated = false;
     for (int g = 0; g < tiles; ++g) {
-      ahead.fetch(lines);
-      const int pivot = find_pivot(tile[g], largest_magnitude(high[g], low[g]));
+      const int pivot = find_pivot(tile[g], largest[g], high[g] & INT32_MAX, low[g] & INT32_MAX);
       out.pivots[out.first + g] = uint8_t(pivot);
       if (pivot != kNoPivot) {
         float *v = values + g * shape_.tile;
@@ -153,7 +162,7 @@ class TahCodec {
         rotated = true;
       }
     }
-    if (rotated) extremes(tile, tiles, high, low);
+    if (rotated) extremes(tile, tiles, high, low, largest, ahead, 0);
     Walk walk(*this, out);
     alignas(64) int32_t most[kMaxTiles + kLanes] = {}, offsets[kMaxTiles + kLanes], steps[kMaxTiles + kLanes];
     uint8_t *codes[kMaxTiles];
@@ -183,21 +192,38 @@ class TahCodec {
     }
   }
 
-  // The ordered highest value of each tile, and ~ the ordered lowest one.
-  FL_INLINE void extremes(const float *const *tile, int tiles, int32_t *high, int32_t *low) const {
+  // The bits of each tile's highest value and of its lowest one, and its largest magnitudes in each lane. As integers, the
+  // largest bits are those of the highest value if one has no sign; without their sign, those of the lowest one if one has.
+  FL_INLINE void extremes(const float *const *tile, int tiles, int32_t *high, int32_t *low, vi *magnitudes,
+                          Ahead &ahead, int lines) const {
     vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
     for (int g = 0; g < tiles; ++g) {
-      const float *values = tile[g];
-      vi most = ordered((vi)load(values)), least = most;
+      ahead.fetch(lines);
+      vi most = (vi)load(tile[g]);
+      vu least = (vu)most;
       for (int i = kLanes; i < shape_.tile; i += kLanes) {
-        const vi v = ordered((vi)load(values + i));
+        const vi v = (vi)load(tile[g] + i);
         most = max(most, v);
-        least = min(least, v);
+        least = max(least, (vu)v);
       }
-      top[g] = most, bottom[g] = ~least;
+      magnitudes[g] = max(most & INT32_MAX, (vi)least & INT32_MAX);
+      top[g] = most, bottom[g] = (vi)least ^ INT32_MIN;
     }
     reduce(top, tiles, high);
     reduce(bottom, tiles, low);
+    for (int g = 0; g < tiles; ++g) {
+      low[g] ^= INT32_MIN;
+      if (__builtin_expect(high[g] < 0, 0)) high[g] = INT32_MIN | least_magnitude(tile[g]);
+      if (__builtin_expect(low[g] >= 0, 0)) low[g] = least_magnitude(tile[g]);
+    }
+  }
+
+  FL_INLINE int32_t least_magnitude(const float *v) const {
+    vi least = magnitude_bits(load(v));
+    for (int i = kLanes; i < shape_.tile; i += kLanes) least = min(least, magnitude_bits(load(v + i)));
+    int32_t found = least[0];
+    for (int i = 1; i < kLanes; ++i) found = least[i] < found ? least[i] : found;
+    return found;
   }
 
   static FL_INLINE void reduce(vi *top, int tiles, int32_t *found) {
@@ -205,8 +231,12 @@ class TahCodec {
     for (int g = 0; g < tiles; g += kLanes) store(found + g, max_of_each(top + g));
   }
 
-  // The element that is at least twice as large as all others; kNoPivot if there is none.
-  FL_INLINE int find_pivot(const float *v, int32_t amax) const {
+  // The element that is at least twice as large as all others; kNoPivot if there is none. Two lanes tell most often that there
+  // is none.
+  FL_INLINE int find_pivot(const float *v, vi magnitudes, int32_t above, int32_t below) const {
+    const int32_t amax = above > below ? above : below;
+    const vf largest = (vf)magnitudes;
+    if (__builtin_popcount(greater_mask((vi)(largest + largest), broadcast(amax))) > 1) return kNoPivot;
     int count = 0, found = 0;
     for (int i = 0; i < shape_.tile; i += kBlock) {
       uint32_t mask = 0;
@@ -248,49 +278,33 @@ class TahCodec {
   FL_INLINE void store_quotients(const float *values, float offset, int32_t most, uint8_t *codes, int run_bytes,
                                  const Divide &divide) const {
     for (int i = 0; i < shape_.tile; i += kBlock, codes += run_bytes) {
-      alignas(16) uint8_t bytes[kBlock];
-      vi q[2][kQuad];
-      for (int h = 0; h < 2; ++h)
-        for (int j = 0; j < kQuad; ++j) {
-          const vf v = divide(load(values + i + 16 * h + j * kLanes) - offset);
-          q[h][j] = (vi)(v + 12582912.0f);  // the low byte is tah_code, as no value is beyond the highest code
-        }
-      if (most == 15) {
-        for (int j = 0; j < kQuad; ++j) q[0][j] = join_nibbles(q[0][j], q[1][j]);
-        store_low_bytes(codes, q[0]);
-        continue;
+      vi run[kVectors];
+      for (int j = 0; j < kVectors; ++j) {
+        const vf v = divide(load(values + i + j * kLanes) - offset);
+        run[j] = (vi)(v + 12582912.0f);  // the low byte is tah_code, as no value is beyond the highest code
       }
-      for (int h = 0; h < 2; ++h) store_low_bytes(bytes + 16 * h, q[h]);
-      pack_run(most, load_bytes16(bytes), load_bytes16(bytes + 16), codes);
+      if (most == 7)
+        store_run<3>(codes, run);
+      else
+        store_parts(most, run, codes);
     }
+  }
+
+  // 4 bits of each code, and two more of 6.
+  static FL_INLINE void store_parts(int32_t most, const vi (&run)[kVectors], uint8_t *codes) {
+    vi joined[kQuad];
+    for (int j = 0; j < kQuad; ++j) joined[j] = join_nibbles(run[j], run[j + kQuad]);
+    store_low_bytes(codes, joined);
+    if (most == 15) return;
+    vi upper[kVectors];
+    for (int j = 0; j < kVectors; ++j) upper[j] = run[j] >> 4;
+    store_run<2>(codes + 16, upper);
   }
 
   typedef uint64_t Words __attribute__((vector_size(16)));
   static constexpr uint64_t kOnes = 0x0101010101010101u;
 
-  // Bits 0 and 1 of 32 codes: byte j has those of codes j, j + 8, j + 16 and j + 24.
-  static FL_INLINE uint64_t pairs(Bytes16 first, Bytes16 second) {
-    const Words a = (Words)(first & 3), b = (Words)(second & 3);
-    return a[0] | a[1] << 2 | b[0] << 4 | b[1] << 6;
-  }
-
-  static FL_INLINE void pack_run(int32_t most, Bytes16 first, Bytes16 second, uint8_t *codes) {
-    if (most == 7) {
-      const uint64_t low = pairs(first, second);
-      const Words a = (Words)(first >> 2), b = (Words)(second >> 2);
-      const uint64_t high =
-          a[0] | a[1] << 2 | b[0] << 4 | b[1] << 6;  // of codes 4 q + j in bits 2 (q / 2) of byte j, j + 4
-      const uint32_t top = uint32_t(high) | uint32_t(high >> 32) << 1;
-      __builtin_memcpy(codes, &low, 8);
-      __builtin_memcpy(codes + 8, &top, 4);
-      return;
-    }
-    store(codes, (first & 15) | (second & 15) << 4);
-    const uint64_t high = pairs(first >> 4, second >> 4);
-    __builtin_memcpy(codes + 16, &high, 8);
-  }
-
-  // The inverse of pack_run.
+  // The codes of a run.
   static FL_INLINE void unpack_run(int bits, const uint8_t *codes, Bytes16 &first, Bytes16 &second) {
     if (bits == 3) {
       uint64_t low;
@@ -340,15 +354,24 @@ class TahCodec {
     swap(tile, pivot);
   }
 
+  static constexpr int kCounted = 8;  // messages that are read in turns
+
   TahShape shape_;
   int runs_;
   float root_;
+  mutable MarkCount marked_[kCounted];  // a codec belongs to one thread
 };
 
-// Of log2_of_rest.
-#define FL_TERM(factor) factor,
-constexpr float kLog2Terms[] = {FL_LOG2_TERMS(FL_TERM)};
+// log2_above of core/tahquant.h.
+FL_INLINE vf log2_above(vi bits, uint32_t power) {
+  const vf h = (vf)((bits & 0x007fffff) | 0x3f800000) - 1.5f;
+  vf sum = broadcast(kLog2First);
+#define FL_TERM(factor) sum = sum * h + factor;
+  FL_LOG2_TERMS(FL_TERM)
 #undef FL_TERM
+  const vf straight = __builtin_convertvector(bits - int32_t(power), vf);
+  return add_exact_product(straight, broadcast(0x1p-23f), sum * (0.25f - h * h));
+}
 
 // fl_token_keys: tokens begin..end - 1 of all messages.
 template <class T>
@@ -359,36 +382,31 @@ void token_keys(const Job &job, int64_t begin, int64_t end) {
     const int64_t left = shape.numel - first, place = message * shape.numel + first;
     const int n = int(left < shape.channels ? left : shape.channels);
     const T *x = static_cast<const T *>(job.x) + place;
-    vd total[2 * kVectors] = {}, logs[2 * kVectors] = {};
-    Ahead ahead = Ahead::behind(x, n);
+    const auto values = [&](int i, auto access) FL_LAMBDA {
+      const Block b = access.load(x + i);
+      return job.residual ? b + access.load(job.residual + place + i) : b;
+    };
+    const vi top = largest(n < kBlock ? values(0, Part{n}) : values(0, Whole{}));
+    int32_t most = 0;
+    for (int i = 0; i < kLanes; ++i) most = top[i] > most ? top[i] : most;
+    const uint32_t power = entropy_power(uint32_t(most));
+    Block total{}, logs{};
     for_each_block(n, [&](int i, auto access) FL_LAMBDA {
-      ahead.fetch(kBlock * int(sizeof(T)) / 64);
-      Block b = access.load(x + i);
-      if (job.residual) b = b + access.load(job.residual + place + i);
+      prefetch_block(reinterpret_cast<const T *>(reinterpret_cast<const char *>(x + i) + kFarAhead));
+      const Block b = values(i, access);
       for (int j = 0; j < kVectors; ++j) {
         const vi bits = magnitude_bits(b.v[j]);
-        const vi exponent = (bits - int32_t(kRootHalf)) >> 23;  // log2_of
-        const vf z = (vf)(bits - (exponent << 23)) - 1.0f;
-        vf sum = broadcast(kLog2Terms[0]);
-        for (int k = 1; k < int(sizeof kLog2Terms / sizeof *kLog2Terms); ++k) sum = sum * z + kLog2Terms[k];
-        vd magnitude[2], whole[2], rest[2];
-        widen((vf)(bits >= 0x00800000 ? bits : vi{}), magnitude);
-        widen(__builtin_convertvector(exponent, vf), whole);
-        widen(sum * z, rest);
-        for (int k = 0; k < 2; ++k) {
-          total[2 * j + k] += magnitude[k];
-          logs[2 * j + k] += magnitude[k] * (whole[k] + rest[k]);
-        }
+        total.v[j] += (vf)bits;
+        logs.v[j] += (vf)bits * log2_above(bits, power);
       }
     });
-    alignas(64) double sums[kBlock], more[kBlock];
-    for (int j = 0; j < 2 * kVectors; ++j) {
-      store(sums + j * (kLanes / 2), total[j]);
-      store(more + j * (kLanes / 2), logs[j]);
-    }
+    static_assert(kBlock == kTahSums);
+    alignas(64) float sums[kBlock], more[kBlock];
+    store_block(sums, total);
+    store_block(more, logs);
     for (int apart = kBlock / 2; apart > 0; apart /= 2)
       for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart], more[i] += more[i + apart];
-    static_cast<int32_t *>(job.y)[each] = entropy_key({sums[0], more[0]});
+    static_cast<int32_t *>(job.y)[each] = entropy_key({sums[0], more[0]}, power);
   }
 }
 

@@ -9,55 +9,68 @@
 
 namespace fl::FL_ISA {
 
-// thc_code of core/thc.h.
+// Bit i of the word: whether the sign of value i changes.
+template <int... I>
+FL_INLINE Block change_signs(Block b, uint32_t word, Lanes<I...>) {
+  for (int j = 0; j < kVectors; ++j) {
+#if defined(FL_AVX512) || defined(FL_AVX2)
+    const vi bit = (broadcast(int32_t(word)) << (vi{(31 - I)...} - j * kLanes)) & INT32_MIN;
+#else
+    const vi which = vi{(1 << I)...}, bit = ((broadcast(int32_t(word >> j * kLanes)) & which) == which) & INT32_MIN;
+#endif
+    b.v[j] = (vf)((vi)b.v[j] ^ bit);
+  }
+  return b;
+}
+
+// What thc_code of core/thc.h adds random bits to. With AVX-512 two tables have a line for each step of the grid.
 class ThcGrid {
  public:
-  explicit ThcGrid(bool uniform) : top_(uniform ? 15.0f : 30.0f), scale_(uniform ? 1.0f : 0.5f) {
-    for (int i = 0; i < 32; ++i) {
+  explicit ThcGrid(bool uniform) : outermost_(thc_outermost(uniform)) {
 #if defined(FL_AVX512)
-      const int step = uniform ? i / 2 : i;
-#else
-      const int step = i;
-#endif
-      const int below = thc_code_below(uniform, step);
-      const int low = thc_integer(uniform, below), high = thc_integer(uniform, below + 1);
-#if defined(FL_AVX512)
-      below_[i] = below;
-      low_[i] = int32_t(float_bits(float(2 * low) - top_));
-      width_[i] = int32_t(float_bits(float(2 * (high - low))));
-#else
-      intervals_[i] = below | 2 * (high - low) << 8 | (2 * low - int(top_) + 64) << 16;
-#endif
+    const int top = uniform ? 15 : 30;
+    for (int step = 0, below = 0; step < 32; ++step) {
+      while (!uniform && below < kThcLevels - 2 && thc_integer(uniform, below + 1) <= step) ++below;
+      const int low = thc_integer(uniform, below), apart = thc_integer(uniform, below + 1) - low;
+      const float slope = (uniform ? 1.0f : 3.0f) / float(apart);
+      slopes_[step] = slope;
+      starts_[step] =
+          65536.0f * float(below) - 32768.0f * float(2 * low - top) / float(apart) - slope * kThcWhole + kThcPlaces;
     }
+#else
+    uniform_ = uniform;
+#endif
   }
 
-  // `place` is 1.5 more than the noise.
-  FL_INLINE vi code(vf v, vf place) const {
-    v = clamp(v, top_);
+  // Places, in the low 20 bits.
+  FL_INLINE vi places(vf v) const {
+    const vf units = clamp(v, outermost_) + kThcWhole;
 #if defined(FL_AVX512)
-    // v - low is a multiple of width / 2^25, or, where the width is no power of two, of 2^-19. So no rounding of the
-    // quotient changes on which side of the place it is.
-    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-    const vi step = (vi)_mm512_fmadd_round_ps(v, broadcast(scale_), broadcast(12582912.0f + 15.0f), kDown);
-    const vf width = (vf)look_up(width_, step);
-    const vf least = _mm512_fmsub_round_ps(place, width, width, kDown);
-    return count_greater(look_up(below_, step), v - (vf)look_up(low_, step), least);
+    // The lowest bit of this sum is a step. All else is exact, but for the place's last half of a part.
+    constexpr float kSteps = 1.5f * 65536.0f * 8388608.0f + 15.0f * 65536.0f - 3.0f * kThcWhole;
+    const vi step =
+        (vi)_mm512_fmadd_round_ps(units, broadcast(3.0f), broadcast(kSteps), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return (vi)add_exact_product(units, look_up(slopes_, step), look_up(starts_, step));
 #else
-    const vi interval = look_up(intervals_, (floor_of(v) + int(top_)) >> 1), below = interval & 255;
-    const vf low = __builtin_convertvector((interval >> 16) - 64, vf);
-    const vf width = __builtin_convertvector(interval >> 8 & 255, vf);
-    return below - (place - 1.5f < (v - low) / width - 0.5f);
+    return (vi)add_exact_product(twice(units - kThcWhole), broadcast(0.5f), broadcast(kThcMiddle + kThcPlaces));
 #endif
   }
 
  private:
-  float top_, scale_;
-  // Of each whole number of steps the code below, its value, and the way to the next value.
 #if defined(FL_AVX512)
-  alignas(64) int32_t below_[32], low_[32], width_[32];  // but for the first bits of f32; uniform: of half steps
+  alignas(64) float slopes_[32];  // parts of a unit
+  alignas(64) float starts_[32];  // the place of unit -kThcWhole, above kThcPlaces
 #else
-  alignas(64) int32_t intervals_[32];  // code | way << 8 | value + 64 << 16
+  // thc_twice of core/thc.h.
+  FL_INLINE vf twice(vf units) const {
+    if (uniform_) return units + units;
+    const vf parts = units * 3.0f;
+    return parts + (clamp(parts, 131072.0f) - clamp(parts, 65536.0f)) - (units - clamp(units, 262144.0f));
+  }
+
+  bool uniform_;
 #endif
+  float outermost_;
 };
 
 class ThcCodec {
@@ -104,14 +117,15 @@ class ThcCodec {
       values = x;
     else
       for (int i = 0; i < count; i += kBlock) store_block(tile + i, load_block(x + i));
-    const int lines = ahead.lines() / (count / kBlock);
+    const int lines = ahead.lines() / (2 * count / kBlock);  // for a run, half of them now, half while codes are made
+    const float scale = thc_scale(*out.rms, shape_);
     for (int g = 0; g < count; g += shape_.block) {
       const auto rotate_block = [&](auto n) FL_LAMBDA {
-        rotate<decltype(n)::value>(values + g, tile + g, out.first + g, *out.rms, ahead, lines);
+        rotate<decltype(n)::value>(values + g, tile + g, out.first + g, scale, ahead, lines);
       };
       runs == 32 ? rotate_block(Runs<32>{}) : with_runs(runs, rotate_block);
     }
-    quantize(tile, count, out);
+    quantize(tile, count, out, ahead, 2 * lines);
   }
 
   template <class Sink>
@@ -122,47 +136,40 @@ class ThcCodec {
   }
 
  private:
-  // The signs of the elements from number `first` of a message on, none of which is 2^32 unless it is the first.
-  class Signs {
-   public:
-    Signs(const ThcCodec &codec, int64_t first)
-        : key_(key_at(codec.signs_, uint64_t(first))), spread_((iota() + uint32_t(first)) * kSpread + key_.a) {}
-
-    // Element i is the first of the values.
-    FL_INLINE Block on(Block b, int i) const {
-      for (int j = 0; j < kVectors; ++j) {
-        const vu bits = almost_random_bits(key_, spread_ + uint32_t(i + j * kLanes) * kSpread);
-        b.v[j] = (vf)((vu)b.v[j] ^ (bits & 0x80000000u));
-      }
-      return b;
+  // thc_signs of the runs of a block.
+  struct Signs {
+    Signs(const ThcCodec &codec, int64_t first) {
+      const RngKey key = key_at(codec.signs_, uint64_t(first));
+      vu spread = (iota() * kBlock + uint32_t(first)) * kSpread + key.a;
+      for (int r = 0; r < codec.shape_.runs_of_block(); r += kLanes, spread += kLanes * kBlock * kSpread)
+        store(of_run + r, random_bits(key, spread));
     }
 
-   private:
-    RngKey key_;
-    vu spread_;
+    FL_INLINE Block on(Block b, int run) const { return change_signs(b, of_run[run], AllLanes{}); }
+
+    alignas(64) uint32_t of_run[kThcMaxBlock / kBlock];
   };
 
-  // A block of x / rms with random signs, rotated, in half steps. The divisions take long, and the stages of the
-  // transform fill their gaps.
+  // A block of values that are scaled, with random signs, rotated.
   template <int N>
-  FL_NOINLINE void rotate(const float *x, float *out, int64_t first, float rms, Ahead &ahead, int lines) const {
+  FL_NOINLINE void rotate(const float *x, float *out, int64_t first, float scale, Ahead &ahead, int lines) const {
     const Signs signs(*this, first);
-    const float steps = shape_.steps;
     hadamard_runs<N>(
         out,
         [&](int k) FL_LAMBDA {
-          ahead.fetch(lines);
+          if (k % kTogether<N> == 0) ahead.fetch(lines * kTogether<N>);
           Block b = load_block(x + k * kBlock);
-          for (vf &v : b.v) v /= rms;
-          return signs.on(b, k * kBlock);
+          for (vf &v : b.v) v *= scale;
+          return signs.on(b, k);
         },
-        [&](vf v) FL_LAMBDA { return v * steps; });
+        [](vf v) FL_LAMBDA { return v; });
   }
 
-  FL_NOINLINE void quantize(const float *tile, int count, Message out) const {
+  FL_NOINLINE void quantize(const float *tile, int count, Message out, Ahead &ahead, int lines) const {
     for (int i = 0; i < count;) {  // a key holds for numbers whose upper halves are equal
       const int64_t left = (int64_t(1) << 32) - int64_t(uint32_t(out.number)), n = left < count - i ? left : count - i;
-      stochastic_ ? store_codes<true>(tile + i, int(n), out) : store_codes<false>(tile + i, int(n), out);
+      stochastic_ ? store_codes<true>(tile + i, int(n), out, ahead, lines)
+                  : store_codes<false>(tile + i, int(n), out, ahead, lines);
       i += int(n);
       out.number += uint64_t(n);
       out.codes += n / 2;
@@ -170,23 +177,32 @@ class ThcCodec {
   }
 
   template <bool kStochastic>
-  FL_INLINE void store_codes(const float *tile, int count, const Message &out) const {
+  FL_INLINE void store_codes(const float *tile, int count, const Message &out, Ahead &ahead, int lines) const {
     const ThcGrid grid = grid_;  // that no store of bytes can change
     const RngKey key = key_at(key_, out.number);
     vu spread = (iota() + uint32_t(out.number)) * kSpread + key.a;
-    for (int i = 0; i < count; i += kBlock, spread += kBlock * kSpread) {
-      const auto code = [&](int at) FL_LAMBDA {
-        vf place = broadcast(1.5f);
-        if constexpr (kStochastic) {
-          const vu h = almost_random_bits(key, spread + uint32_t(at) * kSpread);
-          place = (vf)((h >> 9 ^ h >> 25) | 0x3f800000u);
-        }
-        return grid.code(load(tile + i + at), place);
-      };
-      vi both[kQuad];
-      for (int j = 0; j < kQuad; ++j) both[j] = code(j * kLanes) | code(16 + j * kLanes) << 4;
-      store_low_bytes(out.codes + i / 2, both);
+    // Above 16 bits: codes of the first halves of two runs, and of the second ones.
+    vi low[kVectors]{}, high[kVectors]{};
+    const auto round_run = [&](const float *run, vi *first, vi *second) FL_LAMBDA {
+      for (int j = 0; j < kQuad; ++j, spread += kLanes * kSpread) {
+        const Halves random = kStochastic ? random_halves(key, spread)
+                                          : Halves{broadcast(int32_t(kThcNearest)), broadcast(int32_t(kThcNearest))};
+        first[j] = grid.places(load(run + j * kLanes)) + random.first;
+        second[j] = grid.places(load(run + 16 + j * kLanes)) + random.second;
+      }
+      spread += 16 * kSpread;
+    };
+    int i = 0;
+    for (; i + 2 * kBlock <= count; i += 2 * kBlock) {
+      ahead.fetch(lines);
+      for (int run = 0; run < 2; ++run) round_run(tile + i + run * kBlock, low + run * kQuad, high + run * kQuad);
+      store_third_nibbles(out.codes + i / 2, low, high);
     }
+    if (i == count) return;
+    alignas(32) uint8_t bytes[kBlock];
+    round_run(tile + i, low, high);
+    store_third_nibbles(bytes, low, high);
+    __builtin_memcpy(out.codes + i / 2, bytes, kBlock / 2);
   }
 
   FL_NOINLINE void reconstruct(Message in, int n, float *tile) const {
@@ -194,11 +210,14 @@ class ThcCodec {
     const float factor = thc_factor(*in.rms, shape_);
     for (int i = 0; i < count; i += kBlock, in.codes += shape_.run_bytes())
       shape_.ranks ? load_sums(in.codes, tile + i) : load_levels(in.codes, tile + i);
-    for (int g = 0; g < count; g += shape_.block) rotate_in_place(tile + g, shape_.runs_of_block(), factor);
-    for (int i = 0; i < count; i += kBlock) {
-      Block b = Signs(*this, in.first + i).on(load_block(tile + i), 0);
-      for (vf &v : b.v) v += 0.0f;  // -0 becomes 0
-      store_block(tile + i, b);
+    for (float *v = tile; v < tile + count; v += shape_.block, in.first += shape_.block) {
+      rotate_in_place(v, shape_.runs_of_block(), factor);
+      const Signs signs(*this, in.first);
+      for (int run = 0; run < shape_.runs_of_block(); ++run) {
+        Block b = signs.on(load_block(v + run * kBlock), run);
+        for (vf &lanes : b.v) lanes += 0.0f;  // -0 becomes 0
+        store_block(v + run * kBlock, b);
+      }
     }
   }
 

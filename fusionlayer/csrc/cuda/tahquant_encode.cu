@@ -142,24 +142,29 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const KeyArguments a) {
     const int64_t message = each / a.shape.tokens(), first = each % a.shape.tokens() * a.shape.channels;
     const int64_t left = a.shape.numel - first, count = left < a.shape.channels ? left : a.shape.channels;
     const int64_t place = message * a.shape.numel + first;
-    EntropySums sums = {0.0, 0.0};
+    EntropySums sums = {0.0f, 0.0f};
+    uint32_t power = 0;
     with_element(a.dtype, [&](auto element) {
       using E = decltype(element);
       const typename E::Bits *x = static_cast<const typename E::Bits *>(a.x) + place;
+      const auto value = [&](int64_t i) {
+        const float v = E::widen(x[i]);
+        return a.residual ? v + a.residual[place + i] : v;
+      };
+      const uint32_t first_bits = lane < count ? float_bits(value(lane)) & 0x7fffffffu : 0u;
+      power = entropy_power(max_over_lanes(first_bits, kLanes));
       for (int64_t i = lane; i < count; i += kLanes) {
-        float v = E::widen(x[i]);
-        if (a.residual) v += a.residual[place + i];
-        const EntropySums more = entropy_terms(v);
+        const EntropySums more = entropy_terms(value(i), power);
         sums.total += more.total;
         sums.logs += more.logs;
       }
     });
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-      sums.total += shuffle_xor(sums.total, mask);
-      sums.logs += shuffle_xor(sums.logs, mask);
+      sums.total += bits_float(shuffle_xor(float_bits(sums.total), mask));
+      sums.logs += bits_float(shuffle_xor(float_bits(sums.logs), mask));
     }
-    if (lane == 0) a.keys[each] = entropy_key(sums);
+    if (lane == 0) a.keys[each] = entropy_key(sums, power);
   }
 }
 

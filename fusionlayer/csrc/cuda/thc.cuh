@@ -32,25 +32,26 @@ struct ThcRun {
 
 inline int64_t thc_tiles(const ThcShape &shape) { return (shape.count() + kLanes * kBlock - 1) / (kLanes * kBlock); }
 
+// Of the run that begins with the element of this number.
 FL_DEVICE void change_signs(RngKey signs, int64_t first, float (&v)[kBlock]) {
-  const RngKey key = key_at(signs, uint64_t(first));
+  const uint32_t changed = thc_signs(signs, uint64_t(first));
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i)
-    v[i] = bits_float(float_bits(v[i]) ^ (random_bits(key, uint32_t(first) + i) & 0x80000000u));
+  for (int i = 0; i < kBlock; ++i) v[i] = bits_float(float_bits(v[i]) ^ (changed << (31 - i) & 0x80000000u));
 }
 
-// v = H v * factor, over all lanes of a block.
-FL_DEVICE void rotate(const ThcShape &shape, int lane, float factor, float (&v)[kBlock]) {
+// v = H v, over all lanes of a block.
+FL_DEVICE void rotate(const ThcShape &shape, int lane, float (&v)[kBlock]) {
   hadamard32(v);
   hadamard_over_lanes(v, shape.runs_of_block(), lane);
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) v[i] *= factor;
 }
 
 // From half steps to values.
 FL_DEVICE void reconstruct(const ThcShape &shape, RngKey signs, int64_t first, int lane, float rms,
                            float (&v)[kBlock]) {
-  rotate(shape, lane, thc_factor(rms, shape), v);
+  rotate(shape, lane, v);
+  const float factor = thc_factor(rms, shape);
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) v[i] *= factor;
   change_signs(signs, first, v);
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] += 0.0f;  // -0 becomes 0

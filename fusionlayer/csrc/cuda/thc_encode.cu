@@ -16,12 +16,32 @@ struct EncodeArguments {
   int64_t offset;
 };
 
+// The codes of a lane's run of rotated values, one byte each; its first element has the number `number`.
+FL_DEVICE void round_values(const EncodeArguments &a, const float (&v)[kBlock], uint64_t number,
+                            uint32_t (&codes)[kCodeWords]) {
+  const RngKey key = key_at(a.key, number);
+#pragma unroll
+  for (int w = 0; w < kCodeWords / 2; ++w) {
+    uint32_t first = 0, second = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 4 * w + j;
+      const uint32_t random = a.stochastic ? random_bits(key, uint32_t(number) + i) : kThcNearest * 0x10001u;
+      first |= uint32_t(thc_code(a.shape.uniform, v[i], half_of_bits(random, false))) << 8 * j;
+      second |= uint32_t(thc_code(a.shape.uniform, v[i + kNoisePair], half_of_bits(random, true))) << 8 * j;
+    }
+    codes[w] = first;
+    codes[w + kCodeWords / 2] = second;
+  }
+}
+
 template <bool kResidual>
 __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments a) {
   const ThcShape &shape = a.shape;
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
     const float rms = *byte_offset(a.out.rms, m * a.out.stride);
+    const float scale = thc_scale(rms, shape);
     const bool usual = thc_usual(rms);
     for (int64_t tile = warp_index(); tile * kLanes * kBlock < shape.count(); tile += warp_count()) {
       const ThcRun run(shape, tile, lane);
@@ -31,23 +51,14 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments 
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) wanted[i] = v[i];
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) v[i] = v[i] / rms;
+      for (int i = 0; i < kBlock; ++i) v[i] *= scale;
       change_signs(a.signs, run.first, v);
-      rotate(shape, lane, shape.steps, v);
+      rotate(shape, lane, v);
 
-      const uint64_t number = uint64_t(a.offset + m * shape.numbers + run.first);
-      const RngKey key = key_at(a.key, number);
       uint32_t codes[kCodeWords];
+      round_values(a, v, uint64_t(a.offset + m * shape.numbers + run.first), codes);
 #pragma unroll
-      for (int w = 0; w < kCodeWords; ++w) {
-        codes[w] = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = 4 * w + j;
-          const float noise = a.stochastic ? rounding_noise(random_bits(key, uint32_t(number) + i)) : 0.0f;
-          codes[w] |= usual ? uint32_t(thc_code(shape.uniform, v[i], noise)) << 8 * j : 0u;
-        }
-      }
+      for (int w = 0; w < kCodeWords; ++w) codes[w] = usual ? codes[w] : 0u;
       uint32_t packed[4];
       pack_words<4>(codes, packed);
       if (run.exists)
