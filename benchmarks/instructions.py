@@ -57,7 +57,7 @@ ALIGNED: tuple[Replaced, ...] = (
     ("dynamiq_codes.cuh", "else if (bits == 4)\n", "else if (true)\n"),
 )
 """The type is one of the compiler's command, accesses are of whole aligned chunks, transforms over lanes have no loop,
-and ``dynamiq`` has four bits and few messages."""
+``dynamiq`` has four bits and few messages, and a row of ``rans`` takes 64 words at most."""
 
 
 @dataclass(frozen=True)
