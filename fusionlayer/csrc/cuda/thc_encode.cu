@@ -36,7 +36,7 @@ FL_DEVICE void round_values(const EncodeArguments &a, const float (&v)[kBlock], 
 }
 
 template <bool kResidual>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments a) {
+__global__ void __launch_bounds__(kThreads, kResidual ? 3 : 4) encode_kernel(const EncodeArguments a) {
   const ThcShape &shape = a.shape;
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
