@@ -6,23 +6,27 @@ from .losses import LossCost, LossCosts
 
 __all__ = ["MEASURED"]
 
-_1 = "scoreboard-gpt-2x1-adamw-50ms_intel-r-xeon-r-processor_2026-11-25"
-_2 = "scoreboard-gpt-4x1-adamw_amd-epyc-zen-5_2026-11-24"
-_3 = "convergence-small-2x1-adamw_amd-epyc-zen-3_2026-11-23"
-_4 = "wire-2-losses_intel-r-xeon-r-processor_2026-11-25"
+_1 = "wire-2-losses-three-after_intel-r-xeon-r-processor_2026-11-26"
+_2 = "scoreboard-gpt-2x1-adamw-50ms_intel-r-xeon-r-processor_2026-11-25"
+_3 = "scoreboard-gpt-4x1-adamw_amd-epyc-zen-5_2026-11-24"
+_4 = "convergence-small-2x1-adamw_amd-epyc-zen-3_2026-11-23"
+_5 = "wire-2-losses_intel-r-xeon-r-processor_2026-11-25"
 
 MEASURED = LossCosts(
     (
-        LossCost("int4", -0.17, _1, 3),
-        LossCost("int4", 1.57, _1, 1, "overlapped(every=2)", 2, 2, 1),
-        LossCost("int4", 1.6, _1, 3, "overlapped(every=4)", 4, 4, 1),
-        LossCost("int4", 10.24, _2, 1, "overlapped(every=4)", 4, 4, 1, workers=4),
-        LossCost("int4", 3.14, _1, 2, "overlapped(every=8)", 8, 8, 1),
-        LossCost("int4", 5.98, _1, 1, "streaming()", 30, 3, 5),
-        LossCost("int8", -0.19, _1, 3),
-        LossCost("onebit", 5.58, _3, 3),
-        LossCost("taco", 0.01, _4, 3),
-        LossCost("tlq_hs", 0.0, _4, 3),
-        LossCost("topk", 19.47, _1, 1),
+        LossCost("dynamiq", 0.16, _1, 3),
+        LossCost("int4", -0.17, _2, 3),
+        LossCost("int4", 1.57, _2, 1, "overlapped(every=2)", 2, 2, 1),
+        LossCost("int4", 1.6, _2, 3, "overlapped(every=4)", 4, 4, 1),
+        LossCost("int4", 10.24, _3, 1, "overlapped(every=4)", 4, 4, 1, workers=4),
+        LossCost("int4", 3.14, _2, 2, "overlapped(every=8)", 8, 8, 1),
+        LossCost("int4", 5.98, _2, 1, "streaming()", 30, 3, 5),
+        LossCost("int8", -0.19, _2, 3),
+        LossCost("onebit", 5.58, _4, 3),
+        LossCost("taco", 0.01, _5, 3),
+        LossCost("tahquant", 0.13, _1, 3),
+        LossCost("thc", 1.47, _1, 3),
+        LossCost("tlq_hs", 0.0, _5, 3),
+        LossCost("topk", 19.47, _2, 1),
     )
 )
