@@ -20,7 +20,7 @@ from benchmarks import instructions
 from fusionlayer import libraries, native
 from tests.tiers import exhaustive
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]  # nvcc compiles for four targets
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(900)]  # nvcc compiles for four targets, beside other tests
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "fusionlayer/csrc"

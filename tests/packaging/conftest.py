@@ -36,7 +36,7 @@ def run() -> Run:
         inherited = {key: value for key, value in os.environ.items() if key not in BUILD_VARIABLES}
         environment = {**inherited, "FUSIONLAYER_CUDA": "0", "PIP_NO_INDEX": "1", **variables}
         command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
     return call
 

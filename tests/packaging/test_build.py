@@ -60,7 +60,7 @@ def test_second_build_compiles_nothing(source_tree: Path, run: Run) -> None:
 
 @exhaustive(guarded_by="tests/native/test_cuda_build.py::test_library_has_machine_code_and_ptx_for_its_architectures")
 @pytest.mark.medium
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_cuda_library_builds_where_nvcc_is_found(build_script: ModuleType, source_tree: Path, run: Run) -> None:
     try:
         build_script.find_nvcc()
