@@ -94,7 +94,9 @@ class Connections:
     rested: bool = False
 
     def seconds(self, nbytes: float) -> float:
-        """Return how long ``nbytes`` keep the connections, beyond the time in which the first byte arrives.
+        """Return the seconds that ``nbytes`` keep the connections, beyond the time in which the first byte arrives.
+
+        As many travel the other way meanwhile; what is told is the time of the slower direction.
 
         Connections that have rested send twice as many segments after each round trip, until they carry what loss and
         link allow; those of BBR keep their rate. Then come the bytes. A segment that was lost comes a round trip later:

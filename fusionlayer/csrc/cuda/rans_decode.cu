@@ -12,16 +12,6 @@ struct DecodeArguments {
   void *out;
 };
 
-FL_DEVICE float widened(uint32_t dtype, uint32_t word) {
-  return dtype == FL_F32    ? bits_float(word)
-         : dtype == FL_BF16 ? bf16_to_f32(uint16_t(word))
-                            : f16_to_f32(uint16_t(word));
-}
-
-FL_DEVICE uint32_t narrowed(uint32_t dtype, float f) {
-  return dtype == FL_F32 ? F32::narrow(f) : dtype == FL_BF16 ? Bf16::narrow(f) : F16::narrow(f);
-}
-
 // What rans_slot makes for each value of a state's low bits.
 struct DecoderTable {
   uint32_t slot[kRansTotal];

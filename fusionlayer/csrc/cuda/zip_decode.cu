@@ -64,16 +64,6 @@ FL_DEVICE void decode_tile(const ZipShape &shape, const ZipMessage &in, int64_t 
   }
 }
 
-FL_DEVICE float widened(uint32_t dtype, uint32_t word) {
-  return dtype == FL_F32    ? bits_float(word)
-         : dtype == FL_BF16 ? bf16_to_f32(uint16_t(word))
-                            : f16_to_f32(uint16_t(word));
-}
-
-FL_DEVICE uint32_t narrowed(uint32_t dtype, float f) {
-  return dtype == FL_F32 ? F32::narrow(f) : dtype == FL_BF16 ? Bf16::narrow(f) : F16::narrow(f);
-}
-
 FL_DEVICE void store_words(const DecodeArguments &a, int64_t first, int count, const Words &w) {
   if (count <= 0) return;
   if (a.dtype == FL_F32)

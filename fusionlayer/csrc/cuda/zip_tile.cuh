@@ -77,4 +77,15 @@ FL_DEVICE void store_bytes(uint8_t *p, const uint32_t (&byte)[kEight]) {
   *reinterpret_cast<uint2 *>(p) = make_uint2(half[0], half[1]);
 }
 
+// The value of an element's bits, and the bits of what is nearest to a value.
+FL_DEVICE float widened(uint32_t dtype, uint32_t word) {
+  return dtype == FL_F32    ? bits_float(word)
+         : dtype == FL_BF16 ? bf16_to_f32(uint16_t(word))
+                            : f16_to_f32(uint16_t(word));
+}
+
+FL_DEVICE uint32_t narrowed(uint32_t dtype, float f) {
+  return dtype == FL_F32 ? F32::narrow(f) : dtype == FL_BF16 ? Bf16::narrow(f) : F16::narrow(f);
+}
+
 }  // namespace fl
