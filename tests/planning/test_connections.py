@@ -84,7 +84,9 @@ def test_an_exchange_lasts_as_long_as_the_slower_of_its_directions(segments: int
     slower = np.maximum(one, other).mean() / one.mean()
     assert slower > 1.1, "so a projection by means alone fails here"
     by_means = 8 * 1448 * segments / (used * tcp_rate(0.05, 0.0005))
-    assert Connections(0.05, 0.0005, "reno", used).seconds(1448 * segments) == pytest.approx(slower * by_means, rel=0.05)
+    assert Connections(0.05, 0.0005, "reno", used).seconds(1448 * segments) == pytest.approx(
+        slower * by_means, rel=0.05
+    )
 
 
 def test_a_short_message_has_too_few_chunks_for_all_connections() -> None:
