@@ -11,6 +11,7 @@ losses. "missed" are the sums of buckets that went on without a late rank, of al
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -145,6 +146,9 @@ def _work(job: Mapping[str, Any]) -> None:
     losses: list[float] = []
     stalled: list[int] = []
     for step in range(FIRST + job["steps"]):
+        if step == FIRST:
+            gc.collect()
+            gc.freeze()  # a collection of all objects would take as long as a stall, on all ranks in the same step
         inputs, targets = workload.batch(step)
         loss = model(inputs, targets)
         if chosen.random() < job["chance"] and step >= FIRST and job["stall"]:

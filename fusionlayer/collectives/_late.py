@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -51,9 +51,6 @@ class Graceful:
         shares: as for ``two_shot_by_shares``; they count while all ranks are there.
         grace: seconds for which half of the ranks wait for the rest.
         size: number of ranks.
-
-    Attributes:
-        is_due: the sum could begin, if it was known who is there.
     """
 
     def __init__(self, shares: Sequence[int], grace: float, size: int) -> None:
@@ -61,12 +58,16 @@ class Graceful:
         self._grace = grace
         self._missed = [0] * size
         self._present: tuple[int, ...] = ()
-        self.is_due = False
 
-    def attend(self, transport: Transport) -> None:
-        """Find out who is there for the next sum. It may run on another thread, over another transport, than that."""
+    def attend(self, transport: Transport, is_due: Callable[[], bool] = lambda: True) -> None:
+        """Find out who is there for the next sum. It may run on another thread, over another transport, than that.
+
+        Args:
+            transport: for this question.
+            is_due: as for ``Transport.attend``.
+        """
         must = [rank for rank, missed in enumerate(self._missed) if missed >= MOST_MISSED]
-        self._present = present = transport.attend(self._grace, must, lambda: self.is_due)
+        self._present = present = transport.attend(self._grace, must, is_due)
         self._missed = [0 if rank in present else missed + 1 for rank, missed in enumerate(self._missed)]
 
     def __call__(

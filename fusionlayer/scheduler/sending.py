@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -52,6 +53,10 @@ class Sender:
         self.watch: StepTimer | None = None
         self.cause: BaseException | None = None
         self.nbytes = 0
+        # Of each lane, whether the sum of its last graceful bucket has begun.
+        self._begun = [threading.Event() for _ in lanes]
+        for begun in self._begun:
+            begun.set()
         self.begin_anew(0)
 
     def begin_anew(self, buckets: int) -> None:
@@ -71,12 +76,17 @@ class Sender:
         """Send a full bucket; ``done`` is called on its lane when the result is in place, or there will be none."""
         # The bucket's place in the order picks the lane, not which lane is free: each lane has its own transport, and
         # all ranks must send a bucket on the same one.
-        lane = self._lanes[len(self.jobs) % len(self._lanes)]
+        place = len(self.jobs)
+        lane = self._lanes[place % len(self._lanes)]
         ready = self._timeline.now() if self._timeline.enabled else None
         roll = None
         if buffer.graceful is not None and self._rolls:
-            buffer.graceful.is_due = False
-            roll = self._rolls[len(self.jobs) % len(self._rolls)].put(buffer.graceful.attend)
+            # The answer is due while the bucket before this one travels: it takes some round trips, and a lane that
+            # waits for it leaves the link idle.
+            before, begun = self._begun[place % len(self._lanes)], threading.Event()
+            self._begun[place % len(self._lanes)] = begun
+            ask = partial(buffer.graceful.attend, is_due=before.is_set)
+            roll = self._rolls[place % len(self._rolls)].put(ask), begun.set
         work = partial(self._run, index, buffer, step, seed, ready, done, roll)
         self.nbytes += buffer.nbytes
         buffer.full = False
@@ -90,7 +100,7 @@ class Sender:
         seed: int,
         ready: Stamp | None,
         done: Callable[[], None] | None,
-        roll: Job | None,
+        roll: tuple[Job, Callable[[], None]] | None,
         transport: Transport,
     ) -> None:
         """Sum a bucket; called on a lane."""
@@ -102,9 +112,10 @@ class Sender:
             timeline.record("QUEUE", ready, timeline.now(), row=f"bucket {index}", step=step, bucket=index)
         start = self._clock.stamp() if timed else None
         try:
-            if roll is not None and buffer.graceful is not None:
-                buffer.graceful.is_due = True
-                roll.wait()
+            if roll is not None:
+                answer, begin = roll
+                answer.wait()
+                begin()
             with timeline.bucket_span(transport, step=step, bucket=index):
                 buffer.run(transport, seed)
         except BaseException:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -16,9 +18,11 @@ MOST_RANKS = 62
 """Ranks of a roll call at most: each has a bit of one number of the store, and one more bit closes the call."""
 
 _CLOSED = 1 << MOST_RANKS
-# Seconds between two looks at the store: at first, and at most. In between a quarter of what was waited so far: each
-# look is a round trip, beside the payload of other buckets.
-_SHORTEST, _LONGEST = 0.001, 0.02
+# Seconds between two looks of the rank that decides: at first, and at most. In between a quarter of what was waited so
+# far: each look is a round trip, beside the payload of other buckets.
+_SHORTEST, _LONGEST = 0.001, 0.005
+# Seconds for which a rank waits in the store for the answer before it looks whether waiting has become useless.
+_PATIENCE = 0.1
 # Calls whose keys are deleted at a time.
 _DELETED = 2
 
@@ -28,9 +32,10 @@ class RollCall:
 
     Each rank adds its bit to a number in the store, which answers with the sum. So exactly one rank sees that its bit
     makes half of them. This rank waits for the others, at most for the grace, and then adds the bit that closes the
-    call: who comes after that is out. One atomic number thus elects who decides and says that all are in; who is in a
-    call that was closed stands under another key, as bits are added after that too. A rank that
-    was out last time, and has not even come to that call by now, is far behind and is not waited for.
+    call: who comes after that is out. One atomic number thus elects who decides. Who is in stands under another key, as
+    bits are added after a call was closed too. Whoever makes the number whole writes that all are in. The other ranks
+    wait for this key in the store, which answers as soon as it is there. A rank that was out last time, and has not
+    even come to that call by now, is far behind and is not waited for.
 
     Half are enough, as nobody else can decide too. A third of the ranks would do the same, and stray further from what
     all of them would have done.
@@ -72,6 +77,7 @@ class RollCall:
         is_open = here < _CLOSED
         if is_open and here == everyone:
             present = everyone
+            self._store.set(f"{number}/in", str(present))
         elif is_open and here.bit_count() == -(-self._size // 2):
             present = self._decide(number, grace, sum(1 << rank for rank in must), is_due, deadline)
         else:
@@ -95,44 +101,32 @@ class RollCall:
                 return False
             return here == self._everyone or is_due() and (not wanted & ~here or time.monotonic() >= soon)
 
-        if not self._look(is_enough, deadline, lambda: self._first((must or self._everyone) & ~here)):
-            raise LinkError(self._first((must or self._everyone) & ~here), "it did not come in time")
+        start = time.monotonic()
+        while not is_enough():
+            now = time.monotonic()
+            self._check(deadline, lambda: (must or self._everyone) & ~here)
+            time.sleep(min(max((now - start) / 4, _SHORTEST), _LONGEST, max(deadline - now, 0)))
         if here != self._everyone:
             here = self._store.add(f"{number}/here", _CLOSED) - _CLOSED
             self._store.set(f"{number}/in", str(here))
         return here
 
     def _learn(self, number: int, deadline: float) -> int:
-        """Return what another rank has decided. That all are in the number tells by itself, as long as it is open."""
-        present, key = 0, f"{number}/in"
+        """Return what another rank has decided."""
+        key, known = f"{number}/in", False
+        while not known:
+            self._check(deadline, lambda: self._everyone & ~self._store.add(f"{number}/here", 0))
+            with suppress(dist.DistStoreError):  # so long there was no answer
+                self._store.wait([key], timedelta(seconds=min(_PATIENCE, max(deadline - time.monotonic(), 0.001))))
+                known = True
+        return int(self._store.get(key))
 
-        def is_known() -> bool:
-            nonlocal present
-            here = self._store.add(f"{number}/here", 0)
-            if here == self._everyone:
-                present = here
-            elif here >= _CLOSED and self._store.check([key]):
-                present = int(self._store.get(key))
-            return bool(present)
-
-        if not self._look(is_known, deadline, lambda: self._absent(number)):
-            raise LinkError(self._absent(number), "it did not come in time")
-        return present
-
-    def _look(self, done: Callable[[], bool], until: float, missing: Callable[[], int]) -> bool:
-        """Look until ``done()`` is true or the time has come; return whether it became true."""
-        start = time.monotonic()
-        while not done():
-            now = time.monotonic()
-            if self._is_over():
-                raise LinkError(missing(), "the connections are closed")
-            if now >= until:
-                return False
-            time.sleep(min(max((now - start) / 4, _SHORTEST), _LONGEST, until - now))
-        return True
-
-    def _absent(self, number: int) -> int:
-        return self._first(self._everyone & ~self._store.add(f"{number}/here", 0))
+    def _check(self, deadline: float, missing: Callable[[], int]) -> None:
+        """Raise if waiting for those who are ``missing``, as bits, has become useless or has lasted too long."""
+        if self._is_over():
+            raise LinkError(self._first(missing()), "the connections are closed")
+        if time.monotonic() >= deadline:
+            raise LinkError(self._first(missing()), "it did not come in time")
 
     def _first(self, ranks: int) -> int:
         """Return the first of the ranks whose bits are set, or this one if none is."""
