@@ -2,8 +2,9 @@
 
     python -m benchmarks.interfaces [--interfaces 30mbit,100mbit] [--down eth1] [--connections 8] [--out FOLDER]
 
-Two hosts exchange all-reduces without a pause over connections of our own. After a while an interface of the second
-host goes down, and later it comes back. A row is a phase: before, while the interface is down, and after. "of the
+Two hosts exchange all-reduces without a pause over connections of our own: two at a time, as an optimizer's lanes do,
+so one travels while the result of the other is compared. After a while an interface of the second host goes down, and
+later it comes back. A row is a phase: before, while the interface is down, and after. "of the
 rates" is what the first host's devices have sent, headers included, as a share of the rates of the interfaces that
 were up. Every result is compared with the sum that it must be, on both ranks, to the last bit.
 """
@@ -15,10 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from matplotlib.figure import Figure
 
 import fusionlayer as fl
@@ -35,6 +38,9 @@ __all__ = ["draw", "main", "phases"]
 BEGUN = "begun"
 _SAMPLE = 0.1
 """Seconds between two looks at what the devices have sent."""
+
+_UNDER_WAY = 2
+"""Calls under way at a time."""
 
 _SETTLING = 0.5
 """Seconds after a change that count for no phase."""
@@ -98,6 +104,7 @@ def _work(job: Mapping[str, Any]) -> None:
     values = [torch.randn(job["numel"], generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     mine = values[fl.rank()]
     first = fl.all_reduce(mine.clone(), codec=job["codec"], op=fl.Sum)
+    groups = [dist.new_group() for _ in range(_UNDER_WAY)]
     samples: list[list[float]] = []
     ended = threading.Event()
     begin = time.monotonic()
@@ -111,15 +118,21 @@ def _work(job: Mapping[str, Any]) -> None:
     if fl.rank() == 0:
         Path(os.environ[EVENTS], BEGUN).touch()
     calls: list[list[float]] = []
-    equal = True
-    going = torch.ones(1)
-    while going.item():
-        at = time.monotonic() - begin
-        tensor = fl.all_reduce(mine.clone(), codec=job["codec"], op=fl.Sum)
-        calls.append([at, time.monotonic() - begin])
-        equal = equal and torch.equal(tensor, first)
-        going[0] = float(time.monotonic() - begin < job["seconds"]) if fl.rank() == 0 else 0.0
-        fl.all_reduce(going, op=fl.Sum)
+
+    def exchange(group: dist.ProcessGroup) -> bool:
+        """Call until the time is up; return whether all results were those of the first call."""
+        equal, going = True, torch.ones(1)
+        while going.item():
+            at = time.monotonic() - begin
+            tensor = fl.all_reduce(mine.clone(), codec=job["codec"], op=fl.Sum, group=group)
+            calls.append([at, time.monotonic() - begin])
+            equal = equal and torch.equal(tensor, first)
+            going[0] = float(time.monotonic() - begin < job["seconds"]) if fl.rank() == 0 else 0.0
+            fl.all_reduce(going, op=fl.Sum, group=group)
+        return equal
+
+    with ThreadPoolExecutor(_UNDER_WAY) as pool:
+        equal = all(list(pool.map(exchange, groups)))
     ended.set()
     watcher.join()
     if job["codec"] == "raw":

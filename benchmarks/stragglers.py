@@ -146,7 +146,7 @@ def _work(job: Mapping[str, Any]) -> None:
     losses: list[float] = []
     stalled: list[int] = []
     for step in range(FIRST + job["steps"]):
-        if step == FIRST:
+        if step == FIRST - 1:
             gc.collect()
             gc.freeze()  # a collection of all objects would take as long as a stall, on all ranks in the same step
         inputs, targets = workload.batch(step)
