@@ -132,7 +132,7 @@ class Transport(ABC):
         Args:
             grace: seconds to wait for the rest.
             must: ranks without which it does not return.
-            is_due: returns whether what comes next could begin by now. Until then it waits for all.
+            is_due: returns whether the answer is needed by now. Until then it waits for all.
         """
         raise NotImplementedError
 
