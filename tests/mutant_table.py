@@ -220,7 +220,7 @@ MUTANTS: list[Mutant] = [
         "transport/",
         ("_roll.py", "wanted &= ~late |", "wanted |= ~late |", "who is far behind is not waited for"),
         ("_roll.py", "== -(-self._size // 2)", ">= -(-self._size // 2)", "one rank decides who is in"),
-        ("_roll.py", "if here == self._everyone:\n", "if here < _CLOSED:\n", "a call that is open is decided"),
+        ("_roll.py", "if is_open and here == everyone:", "if is_open:", "a call that is open is decided"),
         ("_roll.py", "is_due() and (not", "(not", "nobody is out before it matters"),
         ("_roll.py", 'self._store.set(f"{number}/in", str(present))', "pass", "nobody is told that all are in"),
         (
