@@ -33,9 +33,9 @@ from ._shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
 
-# When a connection is lost, gloo fails all waits for messages from there (for those to there see ``_finish``), except the
-# one for a message that is being read. So a long message travels as head and tail, and the tail is waited for first. The
-# receiver of a very long message also acknowledges it.
+# When a connection is lost, gloo fails all waits for messages from there, except the one for a message that is being
+# read. So a long message travels as head and tail, and the tail is waited for first. The receiver of a very long
+# message also acknowledges it. For messages to there see ``_finish``.
 TAIL_BYTES = 4096
 SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
@@ -54,8 +54,7 @@ _PIECE_BYTES = 512 << 10
 _STEP = 1 << 32
 # A tag that no message has.
 _NEVER_SENT = 0x7FFFFFFF
-# Seconds between two looks at whether a connection is lost, at first and at most, while what was sent over it is waited
-# for. Each leaves some bytes in the peer's memory.
+# Seconds between two looks, at first and at most, at whether a connection is lost over which something was sent.
 _LOOK, _LOOK_SELDOM = 0.05, 1.0
 _LAST_WORD = 1.0  # seconds after the deadline within which gloo says itself that it has passed
 

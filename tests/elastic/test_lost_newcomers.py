@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
-from fusionlayer.elastic import Members
+from fusionlayer.elastic import Generation, Members
 from fusionlayer.integrations import handover
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._linked import LinkedTransport
@@ -70,10 +70,9 @@ def live(rank: int, world: int, folder: str) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 1 and (members.step == 2 or coming > FIRST) and coming <= world:
-            if coming == FIRST or _is_over(folder, coming - 1, members):
-                Path(folder, f"over {coming - 1}").touch()
-                coming += 1
+        if rank == 1 and coming <= world and (coming == FIRST or _is_over(folder, coming - 1, members)):
+            Path(folder, f"over {coming - 1}").touch()
+            coming += 1
         if coming > world and not end.exists() and rank == 1:
             Path(folder, "end.new").write_text(str(members.step + 3))
             Path(folder, "end.new").rename(end)
@@ -116,9 +115,6 @@ def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[
         counted.append(None)
         return len(counted) == 2
 
-    def asks_for_the_plan(link: GlooLink, posted: Any, deadline: float) -> bool:
-        return members.has_joined and not posted.sent and bool(posted.incoming)
-
     def send_a_half(link: GlooLink, outgoing: Any, incoming: Any) -> Any:
         if any(message.data.numel() > 1000 for message in outgoing):
             for _, work in post(link, outgoing[:1], []).sent:
@@ -128,9 +124,7 @@ def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[
 
     post = GlooLink._post
     if point == "has asked":
-        from fusionlayer.elastic import forming
-
-        _before(forming.Generation, "rank_of", end)  # the first thing that it does after it has knocked
+        _before(Generation, "rank_of", end)  # the first thing that it does after it has knocked
     elif point == "is a member":
         _before(C10dTransport, "among", end)
     elif point == "has some links":
@@ -144,7 +138,7 @@ def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[
     elif point == "has one lane":
         _before(C10dTransport, "duplicate", end, second)
     elif point == "has asked for the plan":
-        _before(GlooLink, "_receive", stop, asks_for_the_plan)
+        _before(GlooLink, "broadcast", lambda: _before(GlooLink, "_receive", stop))
     elif point == "has sent a half":
         GlooLink._post = send_a_half  # type: ignore[method-assign]
     elif point == "has the results":
