@@ -244,6 +244,7 @@ MUTANTS: list[Mutant] = [
         ("_checks.py", "if asked or rank not in node", "if asked", "no checksums between nodes by default"),
         ("_gloo.py", "compare(tail, data, start, peer, self._rank)", "data[start:] = tail[4:]", "damage is not seen"),
         ("_gloo.py", "if _is_short_swap(outgoing, incoming):", "if True:", "who sends to a lost rank waits in vain"),
+        ("heartbeat.py", "if self._has_ended:", "if False:", "who is closed looks for a cause that nobody tells"),
         ("star.py", "if checksum != zlib.crc32(message):", "if False:", "damage to requests is not seen"),
         ("_introduction.py", "if not knows or number", "if number", "who does not know the secret is let in"),
         ("_reconnecting.py", "index] in (_DOWN, _STALLED)", "index] == _UP", "lost connections stay lost"),
