@@ -696,6 +696,7 @@ LIKELY = {
     "csrc/sockets/incoming.cpp": "transport/test_sockets.py",
     "csrc/sockets/connection.cpp": "transport/test_sockets.py",
     "csrc/sockets/link.cpp": "transport/test_sockets.py",
+    "transport/_gloo.py": "transport/test_c10d.py transport/test_lost_sends.py",
     "transport/_states.py": "transport/test_heartbeat.py",
     "transport/heartbeat.py": "transport/test_heartbeat.py",
     "transport/_board.py": "transport/test_heartbeat.py transport/test_c10d.py",
