@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 from . import forks
 
-__all__ = ["Overdue", "bounded"]
+__all__ = ["Aside", "Overdue", "bounded"]
 
 Result = TypeVar("Result")
 
@@ -41,40 +42,82 @@ def bounded(
     Args:
         call: it may block for ever.
         deadline: a time of the monotonic clock.
-        is_in_vain: whether the call need not be waited for any longer; asked on the calling thread, every 50 ms.
+        is_in_vain: whether the call need not be waited for any longer; asked on the calling thread, every 50 ms. What
+            it raises is raised.
         name: of the thread.
 
     Raises:
         Overdue: the deadline has passed, or the call is in vain.
     """
-    ended = threading.Event()
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # handed to the caller
-            errors.append(error)
-        ended.set()
-
-    thread = threading.Thread(target=run, name=f"fusionlayer {name}", daemon=True)
-    thread.start()
+    aside = Aside(name)
     try:
-        while not ended.wait(min(_LOOK, max(deadline - time.monotonic(), 0))):
-            if time.monotonic() >= deadline:
-                raise Overdue(f"no end of the {name} in time")
-            if is_in_vain():
-                raise Overdue(f"the {name} was given up")
+        return aside.run(call, deadline, is_in_vain)
     finally:
-        if not ended.is_set():
-            _given_up[:] = [other for other in _given_up if other.is_alive()]
-            if not _given_up:
-                forks.at_exit(_join_all)
-            _given_up.append(thread)
-    if errors:
-        raise errors.pop()  # a list that stays would be in its traceback, and keep it for ever
-    return results[0]
+        aside.end()
+
+
+class Aside:
+    """A thread for calls as ``bounded`` makes them, one after the other: to begin a thread for each would take longer.
+
+    The thread begins with the first call. After a call was given up there can be no other one.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __del__(self) -> None:
+        self.end()
+
+    def run(self, call: Callable[[], Result], deadline: float, is_in_vain: Callable[[], object]) -> Result:
+        """Return ``call()``, or raise, as ``bounded`` does."""
+        ended = threading.Event()
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:  # handed to the caller
+                errors.append(error)
+            ended.set()
+
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_make_all, args=(self._calls,), name=f"fusionlayer {self._name}", daemon=True
+            )
+            self._thread.start()
+        self._calls.put(run)
+        try:
+            while not ended.wait(min(_LOOK, max(deadline - time.monotonic(), 0))):
+                if time.monotonic() >= deadline:
+                    raise Overdue(f"no end of the {self._name} in time")
+                if is_in_vain():
+                    raise Overdue(f"the {self._name} was given up")
+        finally:
+            if not ended.is_set():
+                _given_up[:] = [other for other in _given_up if other.is_alive()]
+                if not _given_up:
+                    forks.at_exit(_join_all)
+                _given_up.append(self._thread)
+        if errors:
+            raise errors.pop()  # a list that stays would be in its traceback, and keep it for ever
+        return results[0]
+
+    def end(self) -> None:
+        """Let the thread end after the present call; do not wait for that. Any thread may call it, more than once."""
+        self._calls.put(None)
+
+
+def _make_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    # Without a reference to what has made the thread, nor to a call that has ended.
+    while (call := calls.get()) is not None:
+        call()
+        del call
 
 
 def _join_all() -> None:

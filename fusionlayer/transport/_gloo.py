@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..bounded import Aside, Overdue
 from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
 from ._link import DamagedMessage, LinkError, LinkMessage
@@ -32,17 +33,17 @@ from ._shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
 
-# When a connection is lost, gloo fails all waits on it except the one for the message that is being read or written.
-# So a long message travels as head and tail, and the tail is waited for first. The receiver of a very long message
-# also acknowledges it.
+# When a connection is lost, gloo fails all waits for messages from there, except the one for a message that is being
+# read. So a long message travels as head and tail, and the tail is waited for first. The receiver of a very long
+# message also acknowledges it. For messages to there see ``_finish``.
 TAIL_BYTES = 4096
 SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
 
 # From this length on, ranks of one host sum through shared memory. Other ranks use a ring, which keeps one stream on
-# each link and is 3 to 15 % faster on 4 hosts: gloo's own, which has no
-# checksums, or the one below. With checksums a sum over 4 hosts took 0 % longer at 100 Mbit/s and 15 to 30 % longer at
-# 1 Gbit/s, so they are not the default there. A ring is not used for 16-bit floats: it would round at every hop.
+# each link and is 3 to 15 % faster on 4 hosts: gloo's own, which has no checksums, or the one below. With checksums a
+# sum over 4 hosts took 0 % longer at 100 Mbit/s and 15 to 30 % longer at 1 Gbit/s, so they are not the default there.
+# A ring is not used for 16-bit floats: it would round at every hop.
 LARGE_FROM_BYTES = 1 << 20
 RING_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -53,6 +54,9 @@ _PIECE_BYTES = 512 << 10
 _STEP = 1 << 32
 # A tag that no message has.
 _NEVER_SENT = 0x7FFFFFFF
+# Seconds between two looks, at first and at most, at whether a connection is lost over which something was sent.
+_LOOK, _LOOK_SELDOM = 0.05, 1.0
+_LAST_WORD = 1.0  # seconds after the deadline within which gloo says itself that it has passed
 
 
 @dataclass(slots=True)
@@ -115,6 +119,7 @@ class GlooLink(ExchangeLink):
         self._kept: dict[int, list[tuple[_Posted, Tensor]]] = {}
         # Guards _group in close(): two threads may close at once, and only one of them may shut the group down.
         self._lock = threading.Lock()
+        self._aside = Aside("wait for what was sent")
         # Any: torch's type stubs lack some of its methods. The constructor waits in C++ for each peer in turn.
         self._group: Any = connecting.run(
             lambda store: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout))
@@ -127,7 +132,10 @@ class GlooLink(ExchangeLink):
         with self._closing_on_error():
             posted = self._post(outgoing, incoming)
             self._receive(posted, deadline)
-            _wait(posted.sent, deadline)
+            if _is_short_swap(outgoing, incoming):
+                _wait(posted.sent, deadline)
+            else:
+                self._finish(posted.sent, deadline)
             if self._kept:
                 # Who sends something now has received before what was posted to it earlier.
                 for peer in {message.peer for message in incoming} & self._kept.keys():
@@ -148,8 +156,7 @@ class GlooLink(ExchangeLink):
 
     def _let_go(self, peer: int, deadline: float) -> None:
         """Wait until a peer has received what was posted to it."""
-        for posted, _ in self._kept[peer]:
-            _wait(posted.sent, deadline)
+        self._finish([each for posted, _ in self._kept[peer] for each in posted.sent], deadline)
         del self._kept[peer]
 
     @property
@@ -205,6 +212,34 @@ class GlooLink(ExchangeLink):
                     raise LinkError(peer, str(error)) from None
                 posted.sent.append((peer, sent))
 
+    def _finish(self, works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
+        """Wait until what was sent has left this process.
+
+        When a connection is lost, gloo does not end the wait for a message that its socket had no room for, nor for one
+        that it wrote after the peer had gone and before it read that. A peer may go right after it has asked for it.
+        Nothing ends such a wait, ``close`` neither. So it is made aside, where it can be given up.
+        """
+        if not works:
+            return
+        next_look, pause = 0.0, _LOOK
+
+        def look() -> None:
+            nonlocal next_look, pause
+            group = self._open_group()
+            if time.monotonic() < next_look:
+                return
+            next_look, pause = time.monotonic() + pause, min(2 * pause, _LOOK_SELDOM)
+            for peer in {peer for peer, _ in works}:
+                try:
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
+                except RuntimeError as error:
+                    raise LinkError(peer, str(error)) from None
+
+        try:
+            self._aside.run(partial(_wait, works, deadline), deadline + _LAST_WORD, look)
+        except Overdue as error:
+            raise LinkError(works[0][0], str(error)) from None
+
     def all_reduce(self, x: Tensor, key: int) -> None:
         if x.nbytes < LARGE_FROM_BYTES:
             return super().all_reduce(x, key)
@@ -223,6 +258,7 @@ class GlooLink(ExchangeLink):
             group, self._group = self._group, None
         if group is None:
             return
+        self._aside.end()
         if self._memory is not None:
             self._memory.close()
         for step in range(1, self._size):
@@ -280,7 +316,7 @@ class GlooLink(ExchangeLink):
                 work = self._open_group().allreduce([x])
             except RuntimeError as error:
                 raise LinkError(previous, str(error)) from None
-            _wait([(previous, work)], deadline)
+            self._finish([(previous, work)], deadline)
 
     def _sum_by_ring(self, x: Tensor, key: int, deadline: float) -> None:
         """Replace ``x`` by its sum: shares travel around a ring and are added at every hop, then travel once more.
@@ -318,7 +354,7 @@ class GlooLink(ExchangeLink):
                     under_way.append((posted, into, piece))
             while under_way:
                 arrive()
-            _wait(sent, deadline)
+            self._finish(sent, deadline)
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -335,6 +371,17 @@ class GlooLink(ExchangeLink):
         if group is None:
             raise LinkError(self._rank, "the connections are closed")
         return group
+
+
+def _is_short_swap(outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> bool:
+    """Return whether all messages are short, and each goes to a rank that sends one too.
+
+    Such a rank has asked for its message before it sent its own. So when that is here, the message has been written.
+    """
+    senders = {message.peer for message in incoming}
+    return all(message.peer in senders for message in outgoing) and all(
+        message.data.numel() <= SPLIT_ABOVE_BYTES for message in (*outgoing, *incoming)
+    )
 
 
 @lru_cache(maxsize=64)  # most messages of one exchange have the same length

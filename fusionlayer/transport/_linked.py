@@ -405,6 +405,7 @@ class LinkedTransport(Transport):
         if isinstance(error, (DamagedMessage, DeviceError)):
             known = Diagnosis(error.ranks, str(error), True)
         finding = self._watch.diagnose(Diagnosis((error.peer,), lost, True), known)
+        self._check_open()  # it was closed meanwhile, and nobody wants to know the cause
         if not finding.ranks:
             finding = replace(finding, ranks=(error.peer,))
         failure = TransportError(

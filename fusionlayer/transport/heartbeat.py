@@ -100,7 +100,7 @@ class Watch:
         self._inquiries = 0
         self._next_look = 0.0
         self._warned = False
-        self._wanted = False
+        self._wanted = self._has_ended = False
         self._otherwise = Diagnosis((), "", True)
         self._known: Diagnosis | None = None
         self._cause: Diagnosis | None = None
@@ -231,6 +231,8 @@ class Watch:
             first = self.processes.see_first()
             if self._found.wait(_LOOK_POLL):
                 break
+            if self._has_ended:  # the monitor's thread does not look for the cause any more
+                return self._cause or known or otherwise
             waited = time.monotonic() - started
             finding = self.judge_here()
             if waited > _HOPELESS and set(self._lost_store.ranks) & {sign.rank for sign in first}:
@@ -267,6 +269,7 @@ class Watch:
         """
         self.board.farewell = {"state": "closed"} if finding is None else _failed(finding)
         monitor.remove(self)
+        self._has_ended = True
 
     def because(self) -> Diagnosis | None:
         """Return why this rank leaves, or will, if a transport of the process has failed. Any thread."""

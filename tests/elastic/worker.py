@@ -19,9 +19,9 @@ __all__ = ["Weighted", "begin", "digest", "train"]
 TIMEOUT = "20"
 
 
-def begin(rank: int, folder: str, first: int) -> None:
+def begin(rank: int, folder: str, first: int, timeout: str = TIMEOUT) -> None:
     """Begin an elastic job of ``first`` ranks, which find each other in ``folder``; later ranks join it."""
-    os.environ.update(TMPDIR=folder, FUSIONLAYER_TIMEOUT=TIMEOUT, FUSIONLAYER_ROSTER=f"{folder}/roster")
+    os.environ.update(TMPDIR=folder, FUSIONLAYER_TIMEOUT=timeout, FUSIONLAYER_ROSTER=f"{folder}/roster")
     if rank < first:
         os.environ.update(PMI_RANK=str(rank), PMI_SIZE=str(first), PMIX_NAMESPACE="test")
     else:

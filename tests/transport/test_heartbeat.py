@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,30 @@ def test_the_first_finding_is_that_of_all_ranks() -> None:
     for watch in watches:
         watch.end()
     assert told == [findings[0]] * 3
+
+
+def test_who_looks_for_a_cause_ends_when_its_transport_is_closed() -> None:
+    """As a lane's is, because another lane has failed first; the other rank has failed too, and does not know why."""
+    store = dist.HashStore()
+    watches = [
+        Watch(store, "e", rank, 2, 1000.0, 900.0, None, is_overdue=lambda: False, interrupt=lambda: None)
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor() as threads:
+        assert [finding for _, finding in threads.map(lambda watch: watch.meet(5.0), watches)] == [None, None]
+    first, second = watches
+    second.board.farewell = {"state": "failed"}
+    second.write_state()
+    first._interval = 1000.0
+    otherwise, found = Diagnosis((1,), "the connection was lost", True), []
+    looking = threading.Thread(target=lambda: found.append(first.diagnose(otherwise)), daemon=True)
+    looking.start()
+    while first._inquiry is None and looking.is_alive():
+        time.sleep(0.001)
+    first.end()
+    looking.join(30)
+    assert found == [otherwise]
+    second.end()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""A rank is lost that has asked for a message, before it has got it: the rank that sends does not wait in vain.
+
+gloo ends waits for messages that are to come when a connection is lost, and not all waits for those that are to go.
+The time-out is far beyond the tests' deadlines.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusionlayer.transport import C10dTransport
+from fusionlayer.transport._gloo import GlooLink
+from tests.harness import outcomes_of
+from tests.losses import lose, stop_here
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(90)]
+
+LOST = 1
+
+
+def meet(rank: int, world: int, folder: str, call: str, n: int) -> None:
+    """Make a call in which the lost rank has posted its receives, and sent what it has to, when it is lost."""
+    transport = C10dTransport(timeout=1000)
+    transport.barrier()
+    link: Any = transport._links["cpu"]
+    if rank == LOST:
+        _stop_when_posted(folder)
+    else:
+        link._group = _Losing(link._group, folder)
+    x = torch.zeros(n, dtype=torch.uint8)
+    nothing = x[:0]
+    if call == "broadcast":
+        transport.broadcast(x, 0)
+    elif rank == LOST and call != "exchange":
+        transport.recv(x, 0)
+    elif call == "send":
+        transport.send(x, LOST)
+    elif call == "post":
+        transport.post(x, LOST)
+        transport.drain()
+    else:
+        give = [x if peer != rank else nothing for peer in range(world)]
+        transport.exchange(give, [torch.empty_like(each) for each in give])
+
+
+def _stop_when_posted(folder: str) -> None:
+    receive = GlooLink._receive
+
+    def stopping(link: GlooLink, posted: Any, deadline: float) -> None:
+        for _, work in posted.sent:
+            work.wait()
+        stop_here(folder, "lost")
+        receive(link, posted, deadline)
+
+    GlooLink._receive = stopping  # type: ignore[method-assign]
+
+
+class _Losing:
+    """A gloo group on which the other rank is lost before the first send."""
+
+    def __init__(self, group: Any, folder: str) -> None:
+        self._group, self._file = group, Path(folder, "lost")
+        self.recv = group.recv
+
+    def send(self, *arguments: Any) -> Any:
+        while not self._file.exists():
+            time.sleep(0.01)
+        pid = int(self._file.read_text())
+        lose(pid)
+        work = self._group.send(*arguments)
+        os.kill(pid, signal.SIGKILL)
+        return work
+
+
+@pytest.mark.parametrize(
+    "call, n", [("broadcast", 8), ("send", 8), ("send", 500_000), ("post", 8), ("exchange", 500_000)]
+)
+def test_who_sends_to_a_lost_rank_does_not_wait_for_the_time_out(call: str, n: int, tmp_path: Path) -> None:
+    outcomes = outcomes_of(meet, 2, str(tmp_path), call, n, timeout=60)
+    assert [outcome.kind for outcome in outcomes] == ["raised", "died"], outcomes
+    assert outcomes[0].attributes["ranks"] == (LOST,) and "rank 1 is gone" in outcomes[0].error[1], outcomes[0]
