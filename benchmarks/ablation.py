@@ -17,9 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 import fusionlayer as fl
 from benchmarks import driver
@@ -37,6 +35,9 @@ from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.prediction import predict_plan
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.simulation import Step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["main"]
 

@@ -6,10 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from matplotlib.figure import Figure
 
 from fusionlayer.cli import drawing
 from fusionlayer.cli.arguments import check_folder
@@ -19,6 +18,9 @@ from fusionlayer.errors import ConfigError
 from .plots import save
 from .quiet import refuse_if_busy
 from .report import Environment, misplaced, table, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["add_options", "begin", "finish", "follow", "leave", "make_parser", "writable"]
 

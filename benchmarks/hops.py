@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import fusionlayer as fl
@@ -25,6 +24,9 @@ from fusionlayer.cli import drawing
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.omnireduce import OmniReduce
 from fusionlayer.transport import local
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["DATA", "METHODS", "Method", "error", "gaussian", "main", "method_error", "picture", "skewed"]
 

@@ -18,11 +18,10 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 
 import fusionlayer as fl
 from benchmarks import driver, lab_driver
@@ -32,6 +31,9 @@ from benchmarks.lab.flaps import EVENTS
 from examples.wire import sent_bytes
 from fusionlayer import config
 from fusionlayer.cli import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["draw", "main", "phases"]
 

@@ -11,16 +11,18 @@ quiet machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
 from benchmarks.training.workloads import MODELS, make_workload
 from fusionlayer.cli import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["main", "missing_rates"]
 

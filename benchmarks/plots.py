@@ -16,12 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, StrMethodFormatter
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.lab import Network
 from benchmarks.pages.found import load
@@ -29,6 +24,10 @@ from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, NULL, PEERS
 from benchmarks.training.workloads import MODELS, Text
 from benchmarks.variants import OVERLAP
 from fusionlayer.cli import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["Setting", "breakdown", "bytes_sent", "draw", "main", "save", "settings_of", "speedup", "time_to_loss"]
 
@@ -124,6 +123,8 @@ def _statement(setting: Setting, link: tuple[str, Sequence[Row]]) -> str:
 
 def _key(figure: Figure, colours: Mapping[str, str]) -> None:
     """Say below the panels which colour is what."""
+    from matplotlib.patches import Patch
+
     handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
@@ -186,6 +187,8 @@ def time_to_loss(setting: Setting, rows: Sequence[Row], curves: Mapping[str, Seq
         rows: training results of one setting.
         curves: method -> its convergence runs, one for each seed.
     """
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     seeds = max((len(runs) for runs in curves.values()), default=0)
     sure = {method for method, runs in curves.items() if len(runs) == seeds}  # those with fewer seeds are left out
     links = [

@@ -17,14 +17,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count, one_of
 from benchmarks.report import write
 from fusionlayer.cli import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["VARIANTS", "curves", "main", "summarize"]
 

@@ -18,12 +18,11 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 
 import fusionlayer as fl
 from benchmarks import driver, lab_driver
@@ -33,6 +32,9 @@ from benchmarks.training.workloads import make_workload
 from fusionlayer import metrics
 from fusionlayer.cli import drawing
 from fusionlayer.scheduler import planners
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["main", "picture", "steps_of", "table"]
 
@@ -58,10 +60,11 @@ def main() -> int:
     options = lab_driver.parse(parser, _work)
     if options is None:
         return 0
+    first = FIRST
     if options.smoke:
-        options.steps, options.stall = 8, 50
+        first, options.steps, options.stall = 4, 8, 50
     network, environment = lab_driver.begin(parser, options, lambda: Network(HOSTS, rate=options.rate))
-    job = {"steps": options.steps, "chance": options.chance, "transport": options.transport}
+    job = {"first": first, "steps": options.steps, "chance": options.chance, "transport": options.transport}
     rows: list[dict[str, Any]] = []
     for run, stall, grace in ((CALM, 0, None), (ALL_WAIT, options.stall, None), (GRACE, options.stall, options.grace)):
         this = {**job, "stall": stall / 1000, "grace": grace and grace / 1000}
@@ -145,14 +148,14 @@ def _work(job: Mapping[str, Any]) -> None:
     ends: list[float] = []
     losses: list[float] = []
     stalled: list[int] = []
-    for step in range(FIRST + job["steps"]):
-        if step == FIRST - 1:
+    for step in range(job["first"] + job["steps"]):
+        if step == job["first"] - 1:
             gc.collect()
             gc.freeze()  # a collection of all objects would take as long as a stall, on all ranks in the same step
         inputs, targets = workload.batch(step)
         loss = model(inputs, targets)
-        if chosen.random() < job["chance"] and step >= FIRST and job["stall"]:
-            stalled.append(step - FIRST)
+        if chosen.random() < job["chance"] and step >= job["first"] and job["stall"]:
+            stalled.append(step - job["first"])
             time.sleep(job["stall"])
         loss.backward()
         optimizer.step()
@@ -162,7 +165,7 @@ def _work(job: Mapping[str, Any]) -> None:
     parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     plan = optimizer.fusion_plan
     mine = {
-        "ends": ends[FIRST - 1 :],
+        "ends": ends[job["first"] - 1 :],
         "loss": float(np.mean(losses[-LAST:])),
         "stalled": stalled,
         "digest": hashlib.sha256(parameters).hexdigest(),

@@ -21,11 +21,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import fusionlayer as fl
@@ -39,6 +38,9 @@ from fusionlayer.plan import TensorInfo
 from fusionlayer.planning.rates import least_time, measure_rates, shares_of
 from fusionlayer.scheduler import LANES, Engine, planners
 from fusionlayer.transport import Transport
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["main", "picture", "table"]
 

@@ -14,6 +14,9 @@ exhaustive = pytest.mark.exhaustive
 # The groups of tests that take a worker more than a minute, the longest first. Other orders are right too, but slower.
 LONGEST = (
     "netns",
+    "tests/integrations/test_fsdp.py",
+    "tests/native/test_cuda_build.py",
+    "tests/examples/test_ray.py",
     "tests/examples/test_examples.py",
     "tests/integrations/test_flips.py",
     "tests/transport/test_connecting.py",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from fusionlayer.cli import drawing
 
 from .verdict import FAILURES, GOALS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["picture", "table_of", "worst"]
 

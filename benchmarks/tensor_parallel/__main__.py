@@ -18,9 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
@@ -32,6 +30,9 @@ from fusionlayer.cli import drawing
 from .model import Shape
 from .variants import BASELINE, parse, variants
 from .worker import Job, as_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["columns", "main", "picture", "rows"]
 

@@ -19,9 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import driver
 from benchmarks.arguments import comma_separated, count
@@ -32,6 +30,9 @@ from benchmarks.report import table
 from fusionlayer.cli import drawing
 
 from .worker import CALLS, Cell
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["designs", "line", "main", "ratios"]
 

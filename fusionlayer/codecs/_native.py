@@ -12,7 +12,10 @@ from ..wire import WireFormat
 from ._base import Codec, remember
 from ._encoding import Encoding
 
-__all__ = ["NativeCodec"]
+__all__ = ["RUN", "NativeCodec"]
+
+RUN = 32
+"""Number of codes that are packed together: they take 4 bytes for each bit of a code."""
 
 
 class NativeCodec(Codec):

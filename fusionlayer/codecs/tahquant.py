@@ -13,10 +13,9 @@ from torch import Tensor
 from .. import native
 from ..errors import ConfigError
 from ..wire import Plane, WireFormat
-from ._arithmetic import RUN, pack_runs
 from ._base import Codec, registry
 from ._encoding import Encoding
-from ._native import NativeCodec
+from ._native import RUN, NativeCodec
 
 __all__ = ["TAHQuant"]
 
@@ -100,9 +99,11 @@ class TAHQuant(NativeCodec, name="tahquant"):
             keys = native.token_keys(self._known(form, x.dtype), x, how.residual, len(bodies), tokens)
             unique = keys.long() << 32 | torch.arange(tokens, device=x.device)  # of equal ones the first
             most = unique.topk(coarse, dim=1, largest=False, sorted=False).values.amax(1, keepdim=True)
-            marks = torch.zeros(len(bodies), -(-tokens // RUN) * RUN, dtype=torch.int32, device=x.device)
+            marks = torch.zeros(len(bodies), -(-tokens // RUN) * RUN, dtype=torch.uint8, device=x.device)
             marks[:, :tokens] = unique <= most
-            bodies[:, : marks.shape[1] // 8].copy_(pack_runs(marks, 1).view(len(bodies), -1))
+            # Byte j of a run holds the marks of tokens j, j + 4, .., j + 28, the first in the lowest bit.
+            bits = marks.view(-1, 8, RUN // 8) << torch.arange(8, dtype=torch.uint8, device=x.device)[:, None]
+            bodies[:, : marks.shape[1] // 8].copy_(bits.sum(1).view(len(bodies), -1))
         super()._encode_rows(x, bodies, form, how)
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:

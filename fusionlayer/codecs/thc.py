@@ -15,11 +15,10 @@ from .. import native
 from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..wire import Plane, WireFormat
-from ._arithmetic import RUN
 from ._base import Codec
 from ._encoding import Encoding
 from ._homomorphic import HomomorphicCodec
-from ._native import NativeCodec
+from ._native import RUN, NativeCodec
 
 if TYPE_CHECKING:
     from ..transport import Transport

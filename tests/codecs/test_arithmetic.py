@@ -1,4 +1,4 @@
-"""What codecs in torch compute with, held to the codec core and to plain definitions."""
+"""What oracles in torch compute with, held to the codec core and to plain definitions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fusionlayer import codecs
-from fusionlayer.codecs._arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
 from tests.synthetic import gradient
+
+from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
 
 pytestmark = pytest.mark.short
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.codecs._arithmetic import random_bits, rounding_halves
 from fusionlayer.codecs.thc import THC
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
@@ -19,6 +18,7 @@ from tests.ranks import over_threads
 from tests.synthetic import gradient
 
 from .conformance import vnmse
+from .torch_arithmetic import random_bits, rounding_halves
 from .torch_oracles import TorchTHC
 
 pytestmark = pytest.mark.short

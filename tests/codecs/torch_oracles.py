@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fusionlayer.codecs import TorchCodec
-from fusionlayer.codecs._arithmetic import RUN, hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
+from fusionlayer.codecs._native import RUN
 from fusionlayer.codecs.tahquant import TAHQuant
 from fusionlayer.codecs.thc import THC
 from fusionlayer.wire import Plane
+
+from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
 
 _TINY = 2.0**-100
 _NO_PIVOT = 255

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.gpu import two_ranks
+from tests.gpu import trainers, two_ranks
 from tests.gpu.place import ON, needs_device
-from tests.gpu.two_ranks import OWN_PARTS, TRAINERS
+from tests.gpu.trainers import OWN_PARTS, TRAINERS
 from tests.harness import outcomes_of, run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl" if ON == "cuda" else "gloo"
@@ -56,13 +56,13 @@ def test_trainers_have_the_bits_of_gloo(body: Any, options: dict[str, Any]) -> N
 
 
 def test_what_horovods_scripts_lean_on() -> None:
-    over_nccl(two_ranks.horovods_behaviours)
+    over_nccl(trainers.horovods_behaviours)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "topk"])
 def test_communicators_of_others_beside_ours(codec: str) -> None:
     """With NCCL_LAUNCH_RACE_FATAL a launch by two threads at once would be an error."""
-    by_nccl = over_nccl(two_ranks.beside_others, codec)
+    by_nccl = over_nccl(trainers.beside_others, codec)
     assert by_nccl[0] == by_nccl[1]
 
 

@@ -83,7 +83,7 @@ def find_compiler() -> str:
 
 def compile_kernels(folder: Path, library: Path, sanitize: tuple[str, ...]) -> None:
     compiler = find_compiler()
-    sources = sorted((CSRC / "cuda").glob("*.cu"))
+    sources = [HOST / "devices.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
     compiles = [
         subprocess.Popen(
             [compiler, *COMPILE, *sanitize, "-x", "c++", "-c", str(source), "-o", str(folder / f"{source.stem}.o")],

@@ -1,4 +1,4 @@
-"""Emulated devices that reach each other's memory (``cuda_on_host/devices.h``), and ``fl_two_shot`` on them."""
+"""Emulated devices that reach each other's memory (``cuda_on_host/devices.cpp``), and ``fl_two_shot`` on them."""
 
 from __future__ import annotations
 

@@ -8,9 +8,11 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from setuptools.errors import SetupError
 
 from benchmarks import instructions
 from fusionlayer import libraries, native
+from tests.packaging.project_tree import copy_project
 from tests.tiers import exhaustive
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(900)]  # nvcc compiles for four targets, beside other tests
@@ -56,21 +59,30 @@ def library(setup_script: ModuleType, nvcc: str, tmp_path_factory: pytest.TempPa
         os.chdir(here)
 
 
+class Build(NamedTuple):
+    """What setup.py has made in ``tree``: the PTX of every source file, and what ptxas says of every kernel."""
+
+    tree: Path
+    ptx: dict[str, str]
+    kernels: list[tuple[str, str, list[int], str]]  # source file, name, bytes of stack frame and spills, what is used
+
+
 @pytest.fixture(scope="module")
-def compiled(
-    setup_script: ModuleType, nvcc: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[str, str]]:
-    """Return (PTX, report of ptxas) of every source file, compiled for sm_90 with the flags of setup.py."""
-    folder = tmp_path_factory.mktemp("ptx")
-    flags = [flag.replace("-Ifusionlayer/csrc", f"-I{CSRC}") for flag in setup_script.NVCC_FLAGS]
-    results = {}
-    for source in sorted((CSRC / "cuda").glob("*.cu")):
-        command = [nvcc, *flags, '-DFL_CUDA_ARCHS="sm_90"', "-arch=sm_90", "-cubin", "-Xptxas", "-v"]
-        command += ["--keep", "--keep-dir", str(folder), str(source), "-o", str(folder / f"{source.stem}.cubin")]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert done.returncode == 0, done.stdout
-        results[source.stem] = ((folder / f"{source.stem}.ptx").read_text(), done.stdout)
-    return results
+def build(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Build the project for sm_90 and keep what nvcc makes on its way."""
+    tree, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("ptx")
+    copy_project(tree)
+    asked = {"FUSIONLAYER_CUDA": "1", "FUSIONLAYER_CUDA_ARCHS": "90", "FUSIONLAYER_NVCC": nvcc}
+    keep = {"NVCC_APPEND_FLAGS": f"-Xptxas -v --keep --keep-dir {folder}"}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=tree, env={**os.environ, **asked, **keep}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    found = re.findall(rf"properties for (\w+)\s+{sizes}\n.*(Used .*)", done.stderr)
+    of = re.compile(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_")  # nvcc calls a namespace without a name by its file
+    kernels = [(of.findall(name)[0], name, [*map(int, sizes)], used) for name, *sizes, used in found]
+    ptx = {source.stem: (folder / f"{source.stem}.ptx").read_text() for source in (CSRC / "cuda").glob("*.cu")}
+    return Build(tree, ptx, kernels)
 
 
 def fat_binary_entries(data: bytes) -> Iterator[tuple[int, int]]:
@@ -127,9 +139,17 @@ def test_without_a_device_a_call_fails_with_the_reason(library: Path) -> None:
     assert not any(memory)
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_build.py::test_library_has_machine_code_and_ptx_for_its_architectures")
+def test_setup_places_the_library_where_nvcc_is_found(build: Build) -> None:
+    built = {path.name: path for path in (build.tree / "fusionlayer/lib").iterdir()}
+    assert set(built) == {"libfusionlayer_cpu.so", "libfusionlayer_cuda.so"}
+    entries = set(fat_binary_entries(built["libfusionlayer_cuda.so"].read_bytes()))
+    assert entries >= {(CUBIN, 90), (PTX, 90)}
+
+
 @exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
-def test_nothing_is_contracted_to_a_fused_multiply_add(compiled: dict[str, tuple[str, str]]) -> None:
-    ptx = {name: text for name, (text, _) in compiled.items()}
+def test_nothing_is_contracted_to_a_fused_multiply_add(build: Build) -> None:
+    ptx = build.ptx
     assert sum("mul.f32" in text or "mul.rn.f32" in text for text in ptx.values()) >= 2, "nothing to contract was found"
     fused, by_hand = r"\bfma\.\w+\.f32", r"// begin inline asm.*?// end inline asm"  # the latter: add_exact_product
     contracted = {name for name, text in ptx.items() if re.search(fused, re.sub(by_hand, "", text, flags=re.DOTALL))}
@@ -142,15 +162,14 @@ def test_nothing_is_contracted_to_a_fused_multiply_add(compiled: dict[str, tuple
 
 
 @exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
-def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
-    report = "".join(text for _, text in compiled.values())
-    form = r"properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    kernels = re.findall(form, report)
-    assert len(kernels) >= 10
-    assert {int(number) for _, _, *spilled in kernels for number in spilled} == {0}
+def test_values_stay_in_registers(build: Build) -> None:
+    assert len(build.kernels) >= 10
+    assert {size for _, _, (_, *spilled), _ in build.kernels for size in spilled} == {0}
     # One lane of `zip` lists the seven most frequent exponents, once for each 65,536 elements.
-    assert all("zip_encode_cu" in name and "choose_kernel" in name for name, frame, *_ in kernels if frame != "0")
-    shared = {name for name, (_, text) in compiled.items() if "bytes smem" in text}
+    assert all(
+        source == "zip_encode" and "choose_kernel" in name for source, name, (frame, *_), _ in build.kernels if frame
+    )
+    shared = {source for source, *_, used in build.kernels if "bytes smem" in used}
     codecs = ("int", "block", "thc", "tahquant", "chunked")
     through = {f"{codec}_{verb}" for codec in codecs for verb in ("encode", "decode")}
     through |= {"qsdp", "onebit", "delta_encode", "delta_decode", "int_two_shot", "block_two_shot"}
@@ -160,8 +179,8 @@ def test_values_stay_in_registers(compiled: dict[str, tuple[str, str]]) -> None:
 
 
 @exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
-def test_memory_is_accessed_as_global(compiled: dict[str, tuple[str, str]]) -> None:
-    for name, (ptx, _) in compiled.items():
+def test_memory_is_accessed_as_global(build: Build) -> None:
+    for name, ptx in build.ptx.items():
         assert not re.search(r"\b(ld|st)\.(v\d\.)?[usbf]\d+\b", ptx), f"{name}.cu has a generic load or store"
-    assert "ld.global.v4" in compiled["int_encode"][0]
-    assert "st.global.v4" in compiled["int_decode"][0]
+    assert "ld.global.v4" in build.ptx["int_encode"]
+    assert "st.global.v4" in build.ptx["int_decode"]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from .project_tree import ROOT, Run
+from .project_tree import ROOT, Run, copy_project
 
 BUILD_VARIABLES = ("CXX", "CUDA_HOME", "FUSIONLAYER_CUDA", "FUSIONLAYER_CUDA_ARCHS", "FUSIONLAYER_NVCC")
 
@@ -43,11 +42,7 @@ def run() -> Run:
 
 @pytest.fixture(scope="session")
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with what is compiled already, so that only changes are compiled again."""
+    """A copy of the project (``copy_project``)."""
     tree = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "_fusionlayer_autoload.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, tree)
-    shutil.copytree(ROOT / "fusionlayer", tree / "fusionlayer", ignore=shutil.ignore_patterns("__pycache__", "lib"))
-    if (ROOT / "build/native").exists():
-        shutil.copytree(ROOT / "build/native", tree / "build/native")
+    copy_project(tree)
     return tree

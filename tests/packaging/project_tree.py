@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,3 +24,12 @@ def cross_build(folder: Path) -> Path:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "fusionlayer/lib/libfusionlayer_cpu.so"
+
+
+def copy_project(tree: Path) -> None:
+    """Copy what setup.py needs, with what is compiled already, so that only changes are compiled again."""
+    for name in ("setup.py", "_fusionlayer_autoload.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "fusionlayer", tree / "fusionlayer", ignore=shutil.ignore_patterns("__pycache__", "lib"))
+    if (ROOT / "build/native").exists():
+        shutil.copytree(ROOT / "build/native", tree / "build/native")

@@ -10,8 +10,6 @@ from types import ModuleType
 import pytest
 from setuptools.errors import SetupError
 
-from tests.tiers import exhaustive
-
 from .project_tree import Run
 
 BUILD_IN_PLACE = ("setup.py", "-q", "build_ext", "--inplace")
@@ -56,19 +54,6 @@ def test_second_build_compiles_nothing(source_tree: Path, run: Run) -> None:
     assert run(source_tree, *BUILD_IN_PLACE).returncode == 0
     done = run(source_tree, *BUILD_IN_PLACE)
     assert (done.returncode, done.stdout) == (0, "")
-
-
-@exhaustive(guarded_by="tests/native/test_cuda_build.py::test_library_has_machine_code_and_ptx_for_its_architectures")
-@pytest.mark.medium
-@pytest.mark.timeout(1000)
-def test_cuda_library_builds_where_nvcc_is_found(build_script: ModuleType, source_tree: Path, run: Run) -> None:
-    try:
-        build_script.find_nvcc()
-    except SetupError as reason:
-        pytest.skip(str(reason))
-    done = run(source_tree, *BUILD_IN_PLACE, FUSIONLAYER_CUDA="1", FUSIONLAYER_CUDA_ARCHS="90")
-    assert done.returncode == 0, done.stderr
-    assert libraries(source_tree) == {"libfusionlayer_cpu.so", "libfusionlayer_cuda.so"}
 
 
 @pytest.mark.medium

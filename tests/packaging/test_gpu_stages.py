@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import stages, test_codec_gpu, two_ranks
+from tests.gpu import stages, test_codec_gpu, trainers
 from tests.gpu.conftest import LOG
 from tests.gpu.stages import LACKS, STAGES, Run, Stage
 from tests.harness import run_ranks
@@ -106,8 +106,8 @@ def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> No
 
 @pytest.mark.medium
 def test_a_trainer_that_nccl_is_compared_by() -> None:
-    first, second = run_ranks(two_ranks.optimizer, 2, "cpu", {"codec": "int8", "planner": "wfbp"})
-    assert first == second != two_ranks.numbers(two_ranks.model_on(torch.device("cpu")).parameters())
+    first, second = run_ranks(trainers.optimizer, 2, "cpu", {"codec": "int8", "planner": "wfbp"})
+    assert first == second != trainers.numbers(trainers.model_on(torch.device("cpu")).parameters())
 
 
 @pytest.mark.medium
@@ -115,7 +115,7 @@ def test_a_trainer_that_nccl_is_compared_by() -> None:
 @exhaustive(guarded_by="tests/packaging/test_gpu_stages.py::test_a_trainer_that_nccl_is_compared_by")
 @pytest.mark.parametrize(
     ("name", "words", "least"),
-    [("nccl", "not lean_on and not raw", len(two_ranks.TRAINERS)), ("bytes", "beyond", 8)],
+    [("nccl", "not lean_on and not raw", len(trainers.TRAINERS)), ("bytes", "beyond", 8)],
 )
 def test_a_rehearsal_on_the_cpu(name: str, words: str, least: int, tmp_path: Path) -> None:
     """All bodies of the tests over NCCL run over gloo, and kernels of the CPU are compared with themselves."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -256,3 +256,14 @@ CHECKS: list[Callable[[Transport], None]] = [
     wrong_arguments_are_refused_and_harmless,
     a_closed_transport_raises,
 ]
+
+
+def conform(transport: Transport, without: Collection[Callable[[Transport], None]] = ()) -> None:
+    """Make all checks but those ``without``; an error names the check."""
+    for check in CHECKS:
+        if check not in without:
+            try:
+                check(transport)
+            except BaseException as error:
+                where = f"on rank {transport.rank} of {transport.size}"
+                raise AssertionError(f"{check.__name__} {where}: {error}") from error

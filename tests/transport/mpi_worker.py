@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -17,18 +18,9 @@ import fusionlayer as fl
 from fusionlayer import context
 from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.transport.mpi import MpiTransport
-from tests.transport.conformance import CHECKS, all_gather_and_all_to_all
+from tests.transport.conformance import all_gather_and_all_to_all, conform
 
 WORLD = MPI.COMM_WORLD
-
-
-def conform(transport: MpiTransport) -> None:
-    for check in CHECKS:
-        try:
-            check(transport)
-        except BaseException as error:
-            raise AssertionError(f"{check.__name__} on rank {transport.rank} of {transport.size}: {error}") from error
-    transport.close()
 
 
 def some_of_the_ranks() -> None:
@@ -52,11 +44,13 @@ def some_of_the_ranks() -> None:
 def conformance() -> None:
     """All sizes up to that of the world: the world itself, and its halves at the same time."""
     torch.set_num_threads(1)
-    conform(MpiTransport(timeout=20))
+    with closing(MpiTransport(timeout=20)) as transport:
+        conform(transport)
     some_of_the_ranks()
     for first in range((WORLD.size + 1) // 2):
         part = WORLD.Split(WORLD.rank <= first)
-        conform(MpiTransport(part, timeout=20))
+        with closing(MpiTransport(part, timeout=20)) as transport:
+            conform(transport)
         part.Free()
     print(f"rank {WORLD.rank} conforms", flush=True)
 

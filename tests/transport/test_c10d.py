@@ -28,8 +28,7 @@ from fusionlayer.transport._monitor import STORE_PATIENCE
 from tests.harness import run_ranks
 from tests.tiers import tiered
 
-from . import relays
-from .conformance import CHECKS
+from . import conformance, relays
 
 pytestmark = pytest.mark.medium
 
@@ -39,11 +38,7 @@ TIMEOUT = 15.0
 def conform(rank: int, world: int) -> None:
     transport = C10dTransport(timeout=TIMEOUT)
     assert (transport.rank, transport.size, transport.timeout) == (rank, world, TIMEOUT)
-    for check in CHECKS:
-        try:
-            check(transport)
-        except BaseException as error:
-            raise AssertionError(f"{check.__name__}: {error}") from error
+    conformance.conform(transport)
     transport.close()
 
 

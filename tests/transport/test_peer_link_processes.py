@@ -15,7 +15,8 @@ from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
-from .conformance import CHECKS, message
+from . import conformance
+from .conformance import message
 from .device_on_host import Keeping, OverPeers, compiled, device_on_host
 from .test_faults import exchange, fail_then_raise, survivors
 
@@ -29,11 +30,7 @@ LENGTHS = (0, 1, 300, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT, 3 * SLOT + 7)
 def conform(rank: int, world: int, path: str, peer_bytes: int) -> None:
     with device_on_host(path, rank):
         transport = OverPeers(timeout=TIMEOUT, peer_bytes=peer_bytes)
-        for check in CHECKS:
-            try:
-                check(transport)
-            except BaseException as error:
-                raise AssertionError(f"{check.__name__}: {error}") from error
+        conformance.conform(transport)
         transport.close()
 
 

@@ -22,7 +22,7 @@ from fusionlayer.transport._sockets import SocketLink
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
-from .conformance import CHECKS
+from . import conformance
 from .test_faults import exchange, fail_then_raise, stay_until_the_others_end, survivors
 
 pytestmark = pytest.mark.medium
@@ -37,11 +37,7 @@ def own(connections: int = 2, timeout: float = TIMEOUT, **options: Any) -> C10dT
 def conform(rank: int, world: int, connections: int, checksum: bool | None) -> None:
     transport = own(connections, checksum=checksum)
     assert isinstance(transport._links["cpu"], SocketLink)
-    for check in CHECKS:
-        try:
-            check(transport)
-        except BaseException as error:
-            raise AssertionError(f"{check.__name__}: {error}") from error
+    conformance.conform(transport)
     transport.close()
 
 

@@ -3,10 +3,9 @@
 // that leaves the others alone at a shuffle, which on a GPU would be undefined behaviour, ends the process with a message.
 // Warps run one after the other, or as far as a barrier, so shared memory is static, and an atomic operation a plain one. A
 // warp that does not come to a barrier where others wait ends the process, too. Launches of several
-// devices that wait for each other run together: devices.h.
+// devices that wait for each other run together: devices.cpp.
 #pragma once
 
-#include <sched.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -14,7 +13,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
 
 #define __global__
@@ -71,21 +69,19 @@ class Warp {
     body_ = &body;
     first_thread_ = first_thread;
     finished_ = 0;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      shuffles_[lane] = 0;
-      prepare(&context_[lane], stacks_.get() + lane * kStackBytes);
-    }
+    for (unsigned &count : shuffles_) count = 0;
     lane_ = 0;
     go_on();
   }
 
   // Gives its turn back from within a lane, until go_on.
-  void pause() { swapcontext(&context_[lane_], &caller_); }
+  __attribute__((noinline)) void pause() {
+    if (!__builtin_setjmp(context_[lane_])) jump(caller_);
+  }
 
-  void go_on() {
+  __attribute__((noinline)) void go_on() {
     running = this;
-    thread.x = first_thread_ + lane_;
-    swapcontext(&caller_, &context_[lane_]);
+    if (!__builtin_setjmp(caller_)) enter(lane_);
   }
 
   // Lanes wait for each other, and then for the other warps of the block.
@@ -112,21 +108,36 @@ class Warp {
   static Warp &current() { return *running; }
 
  private:
-  static void prepare(ucontext_t *context, char *stack) {
-    getcontext(context);
-    context->uc_stack.ss_sp = stack;
-    context->uc_stack.ss_size = kStackBytes;
-    context->uc_link = nullptr;
-    makecontext(context, &Warp::enter, 0);
+  // swapcontext asks the kernel for signals at every turn, which is most of the time of a test; a jump does not.
+  using Place = void *[5];
+
+  [[noreturn]] __attribute__((noinline)) static void jump(Place &to) { __builtin_longjmp(to, 1); }
+
+  // Goes to where the lane has left off; the first time, to its stack.
+  [[noreturn]] void enter(int lane) {
+    lane_ = lane;
+    thread.x = first_thread_ + lane;
+    if (begun_[lane]) jump(context_[lane]);
+    begun_[lane] = true;
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = stacks_.get() + lane * kStackBytes;
+    start.uc_stack.ss_size = kStackBytes;
+    start.uc_link = nullptr;
+    makecontext(&start, &Warp::run_lane, 0);
+    setcontext(&start);
+    std::abort();
   }
 
-  static void enter() {
+  // What is on a lane's stack: all bodies, one after the other.
+  static void run_lane() {
     Warp &warp = current();
-    (*warp.body_)();
     const int lane = warp.lane_;
-    if (++warp.finished_ != lane + 1) diverged();
-    if (lane == kLanes - 1) setcontext(&warp.caller_);
-    warp.resume(lane + 1, &warp.context_[lane]);
+    while (true) {
+      (*warp.body_)();
+      if (++warp.finished_ != lane + 1) diverged();
+      lane == kLanes - 1 ? warp.pause() : warp.resume(lane + 1);
+    }
   }
 
   // Leaves a value for the others and waits for theirs; returns the number of the round.
@@ -135,7 +146,7 @@ class Warp {
     const unsigned round = ++shuffles_[lane];
     given_[round % 2][lane] = value;
     if (finished_) diverged();
-    resume((lane + 1) % kLanes, &context_[lane]);
+    resume((lane + 1) % kLanes);
     return round;
   }
 
@@ -144,10 +155,8 @@ class Warp {
     return given_[round % 2][other];
   }
 
-  void resume(int lane, ucontext_t *from) {
-    lane_ = lane;
-    thread.x = first_thread_ + lane;
-    swapcontext(from, &context_[lane]);
+  __attribute__((noinline)) void resume(int lane) {
+    if (!__builtin_setjmp(context_[lane_])) enter(lane);
   }
 
   [[noreturn]] static void diverged() {
@@ -160,41 +169,16 @@ class Warp {
   int lane_ = 0, finished_ = 0;
   unsigned shuffles_[kLanes] = {};
   uint32_t given_[2][kLanes] = {};
-  ucontext_t caller_, context_[kLanes];
+  Place caller_, context_[kLanes];
+  bool begun_[kLanes] = {};
   std::unique_ptr<char[]> stacks_{new char[kLanes * kStackBytes]};
 };
 
-inline bool is_deferred(dim3 blocks, unsigned threads, const std::function<void()> &body);
-inline void has_met(int lane);
+// Runs all blocks, or keeps them for devices_run.
+void launch(dim3 blocks, unsigned threads, const std::function<void()> &body);
 
-// Runs the warps of a block, all of them from one barrier to the next.
-inline void run_block(unsigned threads, const std::function<void()> &body) {
-  static std::map<unsigned, std::unique_ptr<Warp>> warps;  // by first thread
-  unsigned done = 0;
-  for (bool is_new = true; done < threads; is_new = false) {
-    if (!is_new && done) {
-      std::fputs("a warp left the others of its block alone at a barrier\n", stderr);
-      std::abort();
-    }
-    for (unsigned first = 0; first < threads; first += kLanes) {
-      auto &warp = warps[first];
-      if (!warp) warp.reset(new Warp);
-      is_new ? warp->run(first, body) : warp->go_on();
-      if (warp->is_done()) done += kLanes;
-    }
-  }
-}
-
-inline void launch(dim3 blocks, unsigned threads, const std::function<void()> &body) {
-  if (blocks.x == 0 || blocks.y == 0 || blocks.y > 65535 || threads == 0 || threads % kLanes) {
-    next_error = cudaErrorInvalidConfiguration;
-    return;
-  }
-  if (is_deferred(blocks, threads, body)) return;
-  grid = blocks;
-  for (block.y = 0; block.y < blocks.y; ++block.y)
-    for (block.x = 0; block.x < blocks.x; ++block.x) run_block(threads, body);
-}
+// Tells the device on which a warp runs that the lane has met the others.
+void has_met(int lane);
 
 }  // namespace cuda_on_host
 
@@ -299,19 +283,13 @@ inline const char *cudaGetErrorName(cudaError_t error) {
 }
 inline const char *cudaGetErrorString(cudaError_t) { return "simulated"; }
 
-// Lets a test see what a failing CUDA call comes to.
-extern "C" __attribute__((visibility("default"), used)) inline void fail_next_cuda_call() {
-  cuda_on_host::next_error = cudaErrorNoDevice;
-}
+// What csrc/cuda/peers.cuh brings for a device.
+#define FL_PEERS_ON_HOST
 
-#include "devices.h"
+namespace fl {
 
-inline bool cuda_on_host::is_deferred(dim3 blocks, unsigned threads, const std::function<void()> &body) {
-  if (launching < 0) return false;
-  devices->add(launching, {blocks, threads, body});
-  return true;
-}
+void raise_flag(uint32_t *flag, uint32_t value);
+uint32_t look_at_flag(const uint32_t *flag);
+bool is_stopped(const uint32_t *stop);
 
-inline void cuda_on_host::has_met(int lane) {
-  if (devices) devices->met(lane);
-}
+}  // namespace fl

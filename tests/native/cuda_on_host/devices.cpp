@@ -8,16 +8,16 @@
 //   - Any byte may arrive earlier; all have when the launch has ended.
 //
 // One thing is stricter than on a device: a flag does not bring what its own lane has written since its warp met.
-#pragma once
+#include <cuda_runtime.h>
+#include <sched.h>
 
-#include <cstring>
 #include <deque>
-#include <functional>
-#include <memory>
+#include <map>
 #include <random>
 #include <vector>
 
 namespace cuda_on_host {
+namespace {
 
 struct Launch {
   dim3 blocks;
@@ -261,49 +261,83 @@ class Devices {
   bool moved_ = false;
 };
 
-inline std::unique_ptr<Devices> devices;
-inline int launching = -1;  // the device whose launches wait for the run
+std::unique_ptr<Devices> devices;
+int launching = -1;  // the device whose launches wait for the run
+
+// Runs the warps of a block, all of them from one barrier to the next.
+void run_block(unsigned threads, const std::function<void()> &body) {
+  static std::map<unsigned, std::unique_ptr<Warp>> warps;  // by first thread
+  unsigned done = 0;
+  for (bool is_new = true; done < threads; is_new = false) {
+    if (!is_new && done) {
+      std::fputs("a warp left the others of its block alone at a barrier\n", stderr);
+      std::abort();
+    }
+    for (unsigned first = 0; first < threads; first += kLanes) {
+      auto &warp = warps[first];
+      if (!warp) warp.reset(new Warp);
+      is_new ? warp->run(first, body) : warp->go_on();
+      if (warp->is_done()) done += kLanes;
+    }
+  }
+}
+
+}  // namespace
+
+void launch(dim3 blocks, unsigned threads, const std::function<void()> &body) {
+  if (blocks.x == 0 || blocks.y == 0 || blocks.y > 65535 || threads == 0 || threads % kLanes) {
+    next_error = cudaErrorInvalidConfiguration;
+    return;
+  }
+  if (launching >= 0) return devices->add(launching, {blocks, threads, body});
+  grid = blocks;
+  for (block.y = 0; block.y < blocks.y; ++block.y)
+    for (block.x = 0; block.x < blocks.x; ++block.x) run_block(threads, body);
+}
+
+void has_met(int lane) {
+  if (devices) devices->met(lane);
+}
 
 }  // namespace cuda_on_host
 
-// What csrc/cuda/peers.cuh brings for a device. Without `devices` other ranks are other processes, or threads.
-#define FL_PEERS_ON_HOST
-
+// Without `devices` other ranks are other processes, or threads.
 namespace fl {
 
-inline void raise_flag(uint32_t *flag, uint32_t value) {
+void raise_flag(uint32_t *flag, uint32_t value) {
   if (cuda_on_host::devices) return cuda_on_host::devices->raise(flag, value);
   __atomic_store_n(flag, value, __ATOMIC_RELEASE);
 }
 
-inline uint32_t look_at_flag(const uint32_t *flag) {
+uint32_t look_at_flag(const uint32_t *flag) {
   if (cuda_on_host::devices) return cuda_on_host::devices->look(flag);
   sched_yield();
   return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }
 
-inline bool is_stopped(const uint32_t *stop) { return __atomic_load_n(stop, __ATOMIC_RELAXED) != 0; }
+bool is_stopped(const uint32_t *stop) { return __atomic_load_n(stop, __ATOMIC_RELAXED) != 0; }
 
 }  // namespace fl
 
+// What the tests call.
+#pragma GCC visibility push(default)
 extern "C" {
 
-__attribute__((visibility("default"), used)) inline void devices_begin(int count, uint8_t *const *memory, int64_t bytes,
-                                                                       uint32_t seed) {
+void devices_begin(int count, uint8_t *const *memory, int64_t bytes, uint32_t seed) {
   cuda_on_host::devices.reset(new cuda_on_host::Devices(count, memory, bytes, seed));
 }
 
-__attribute__((visibility("default"), used)) inline void *devices_alias(int from, int to) {
-  return cuda_on_host::devices->alias(from, to);
-}
+void *devices_alias(int from, int to) { return cuda_on_host::devices->alias(from, to); }
 
-__attribute__((visibility("default"), used)) inline void devices_launch_on(int device) {
-  cuda_on_host::launching = device;
-}
+void devices_launch_on(int device) { cuda_on_host::launching = device; }
 
-__attribute__((visibility("default"), used)) inline int devices_run(int resident, int64_t patience, uint32_t *stop) {
+int devices_run(int resident, int64_t patience, uint32_t *stop) {
   return cuda_on_host::devices->run(resident, patience, stop);
 }
 
-__attribute__((visibility("default"), used)) inline void devices_end() { cuda_on_host::devices.reset(); }
+void devices_end() { cuda_on_host::devices.reset(); }
+
+// Lets a test see what a failing CUDA call comes to.
+void fail_next_cuda_call() { cuda_on_host::next_error = cudaErrorNoDevice; }
 }
+#pragma GCC visibility pop

@@ -1,17 +1,13 @@
-"""Arithmetic for codecs in torch: the core's random numbers, Hadamard transforms, and packing of codes into bytes.
-
-All of it is elementwise operations in a fixed order, so the same input makes the same bytes on every device.
-"""
+"""The core's arithmetic written down a second time, in torch: random numbers, Hadamard transforms, packing of codes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["RUN", "hadamard", "pack_runs", "random_bits", "rounding_halves", "unpack_runs"]
+from fusionlayer.codecs._native import RUN
 
-RUN = 32
-"""Number of codes that are packed together: they take 4 bytes for each bit of a code."""
+__all__ = ["hadamard", "pack_runs", "random_bits", "rounding_halves", "unpack_runs"]
 
 _WORD = (1 << 32) - 1
 
