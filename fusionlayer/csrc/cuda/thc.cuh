@@ -44,7 +44,7 @@ FL_DEVICE float tile_rms(const ThcShape &shape, int64_t tile, const float (&v)[k
     const float whole = add_exact_product(v[i], units, kThcWhole) - kThcWhole;
     squares = add_exact_product(whole, whole, squares);
   }
-  return section_rms(amax, sum_over_lanes(amax < kF32Inf ? int32_t(squares) : 0),
+  return section_rms(amax, sum_of_lanes(amax < kF32Inf ? int32_t(squares) : 0),
                      int(left < kThcSection ? left : kThcSection));
 }
 

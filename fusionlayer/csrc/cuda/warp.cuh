@@ -76,7 +76,8 @@ FL_DEVICE int64_t sum_over_lanes(int64_t v) {
   return v;
 }
 
-FL_DEVICE int32_t sum_over_lanes(int32_t v) {
+// The same, of small numbers.
+FL_DEVICE int32_t sum_of_lanes(int32_t v) {
 #ifdef __CUDA_ARCH__
   return __reduce_add_sync(0xffffffffu, v);
 #else
