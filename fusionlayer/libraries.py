@@ -141,6 +141,7 @@ _VERBS = {
     "fl_delta_encode": (Spec, _POINTER, _POINTER, Messages, _POINTER, _POINTER),
     "fl_delta_decode": (Spec, Messages, *[_POINTER] * 5),
     "fl_add_codes": (Spec, Messages, _POINTER, _POINTER),
+    "fl_thc_rms": (Spec, _POINTER, _POINTER, _POINTER, _POINTER),
     "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
     "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
     "fl_choose_largest": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),

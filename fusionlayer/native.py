@@ -72,6 +72,7 @@ __all__ = [
     "set_threads",
     "sparse_decode_sum",
     "sparse_encode",
+    "thc_rms",
     "token_keys",
     "two_shot",
     "two_shot_bytes",
@@ -86,7 +87,7 @@ BLOCK_HADAMARD, BLOCK_GIVEN, BLOCK_UNLIMITED = 1, 2, 4
 SPARSE_BITMAP, SPARSE_BYTE, SPARSE_SHORT = 0, 1, 2
 SPARSE_RANDOM = 1
 ZIP_AUTO, ZIP_WINDOW, ZIP_TABLE = 0, 1, 2
-THC_UNIFORM, THC_STOCHASTIC, THC_RANKS_SHIFT = 1, 2, 16
+THC_UNIFORM, THC_STOCHASTIC, THC_GIVEN, THC_RANKS_SHIFT = 1, 2, 4, 16
 DYNAMIQ_FLAT = 1
 QSDP_STOCHASTIC = 1
 MAX_THRESHOLDS, THRESHOLD_NUMBERS = 16, 5
@@ -255,9 +256,16 @@ def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor)
 
 
 def decode_codes_sum(spec: Spec, rms: Tensor, total: Tensor, out: Tensor) -> None:
-    """``fl_decode``: decode a ``total`` of ``add_codes`` by ``rms`` () f32, on which the ranks have agreed."""
+    """``fl_decode``: decode a ``total`` of ``add_codes`` by ``rms``, (sections,) f32 on which ranks have agreed."""
     planes = (ctypes.c_void_p * MAX_PLANES)(rms.data_ptr(), total.data_ptr())
     _call("fl_decode", out, spec, Messages(planes, 0, 1), out.data_ptr())
+
+
+def thc_rms(spec: Spec, x: Tensor, residual: Tensor | None, sections: int) -> Tensor:
+    """``fl_thc_rms``: return (sections,) f32, the root mean squares of ``x``, with a residual of ``x + residual``."""
+    rms = torch.empty(sections, device=x.device)
+    _call("fl_thc_rms", x, spec, x.data_ptr(), _pointer(residual), rms.data_ptr())
+    return rms
 
 
 def token_keys(spec: Spec, x: Tensor, residual: Tensor | None, count: int, tokens: int) -> Tensor:

@@ -130,18 +130,6 @@ class AgreeingCodec(Codec):
             movable: whether blocks may change places between chunks.
         """
 
-    def agree_rows(self, rows: Tensor, numel: int, transport: Transport, *, seed: int = 0) -> Codec:
-        """Return the codec for the sum of ``rows``, each of which becomes a message of its own; otherwise as ``agree``.
-
-        Args:
-            rows: (k, m); m is a multiple of the block. The first ``numel`` elements of a row are values, the others 0.
-                The place of an element is its place in all rows, one behind the other.
-            numel: values of a row.
-            transport: as for ``agree``.
-            seed: as for ``agree``.
-        """
-        return self.agree(rows.reshape(-1), transport, seed=seed)
-
 
 class TwoLevelCodec(Codec):
     """A codec for messages between nodes that names another one for messages inside them."""

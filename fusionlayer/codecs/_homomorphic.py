@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..wire import aligned
-from ._capabilities import AgreeingCodec
+from ._base import Codec
+
+if TYPE_CHECKING:
+    from ..transport import Transport
 
 __all__ = ["HomomorphicCodec"]
 
 
-class HomomorphicCodec(AgreeingCodec):
+class HomomorphicCodec(Codec):
     """A codec whose codes stand for integers; the sum of all ranks' integers stands for the sum of their values.
 
     Integers of several messages may be added only if their codec comes from one ``agree``. Sums travel in 8, 12 or 16
@@ -28,6 +31,22 @@ class HomomorphicCodec(AgreeingCodec):
     @abstractmethod
     def largest(self) -> int:
         """The largest integer that a code stands for; the smallest is 0."""
+
+    @abstractmethod
+    def agree(
+        self, x: Tensor, transport: Transport, *, seed: int = 0, residual: Tensor | None = None
+    ) -> HomomorphicCodec:
+        """Exchange statistics with the other ranks, and return the codec for the sum of their ``x`` by integers.
+
+        ``integer_sum`` calls this first, on all ranks together. The returned codec holds what the ranks agreed on in
+        fields with ``compare=False``, as that of an ``AgreeingCodec`` does. ``offset`` is the place in ``x``.
+
+        Args:
+            x: (n,), this rank's summand; it is not changed.
+            transport: the ranks; only the calling thread uses it.
+            seed: the same on all ranks.
+            residual: (n,) f32 that will be sent along.
+        """
 
     def sum_bits(self, ranks: int) -> int:
         """Return the bits of each integer in the sum of the messages of so many ranks.

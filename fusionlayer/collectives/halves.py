@@ -136,7 +136,7 @@ def reduce_scatter(
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
     if isinstance(codec, AgreeingCodec):
-        codec = codec.agree_rows(rows, numel, transport, seed=seed)
+        codec = codec.agree(rows.reshape(-1), transport, seed=seed)
     if here is not None:
         return two_level.reduce_scatter(x, out, codec, transport, here, seed=seed, piece=piece)
     codec = two_level.one_level(codec, transport)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs
+from fusionlayer import codecs, native
 from fusionlayer.codecs.thc import THC
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
@@ -19,7 +19,7 @@ from tests.synthetic import gradient
 
 from .conformance import vnmse
 from .torch_arithmetic import random_bits, rounding_halves
-from .torch_oracles import TorchTHC
+from .torch_oracles import TorchTHC, section_rms
 
 pytestmark = pytest.mark.short
 
@@ -27,8 +27,9 @@ HOST = torch.device("cpu")
 
 
 def agreed(x: Tensor, **options: Any) -> THC:
-    """Return the codec that ranks agree on whose largest root mean square is that of ``x``."""
-    return replace(THC(**options), rms=x.double().square().mean().sqrt().float(), signs=3).bare
+    """Return the codec that ranks agree on whose largest root mean squares are all that of ``x``."""
+    rms = x.double().square().mean().sqrt().float().expand(1 << 23)  # more than offsets of the tests reach
+    return replace(THC(**options), rms=rms, signs=3).bare
 
 
 def messages(codec: THC, tensors: list[Tensor]) -> Tensor:
@@ -119,7 +120,7 @@ def test_the_core_makes_the_bytes_of_the_oracle(options: dict[str, Any], dtype: 
 def test_values_beside_the_place_where_they_are_rounded(levels: str, rounding: str) -> None:
     # A block with one value: its rotated values are equal, and within three bits of where one of them is rounded up.
     blocks, seed = 7 * 32 * 64, 5
-    codec = replace(THC(levels=levels, rounding=rounding, block_size=32), rms=torch.ones(()), signs=9).bare
+    codec = replace(THC(levels=levels, rounding=rounding, block_size=32), rms=torch.ones(blocks // 32), signs=9).bare
     assert isinstance(codec, THC)
     oracle = TorchTHC(codec=codec, header=False)
     block = torch.arange(blocks)
@@ -181,24 +182,50 @@ def test_the_largest_sum_comes_back() -> None:
         assert torch.equal(out, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_root_mean_squares_are_those_of_the_oracle(dtype: torch.dtype) -> None:
+    """Of sections, the last one short: of usual values, of all scales, of nothing, and with what is not finite."""
+    x, residual = gradient(14 * 1024 + 333, 5, dtype), gradient(14 * 1024 + 333, 6)
+    for i, factor in enumerate((0.0, 1e-45, 1e-31, 7.7e-31, 1e-30, 1e-20, 1e20, 3e38)):
+        x[1024 * i :][:1024] = (gradient(1024, 7) * factor).to(dtype)
+    x[9 * 1024], x[10 * 1024 + 5], x[11 * 1024 + 7] = float("nan"), -float("inf"), torch.finfo(dtype).max
+    spec = THC().core_spec(x.numel(), dtype)
+    for kept in (None, residual):
+        rms = native.thc_rms(spec, x, kept, 15)
+        assert torch.equal(rms.nan_to_num(-1), section_rms(x if kept is None else x + kept).nan_to_num(-1))
+    assert rms.isnan().any() and rms[12:] == pytest.approx(_roots(x + residual)[12:], rel=2e-3)
+
+
 def test_agreement_is_the_largest_of_all_ranks() -> None:
-    def body(transport: Transport) -> tuple[float, int]:
-        x = gradient(5000, transport.rank) * (transport.rank + 1)
-        residual = torch.full((5000,), 3.0 if transport.rank == 1 else 0.0)
+    """Of every section by itself, residuals included."""
+
+    def summand(rank: int) -> tuple[Tensor, Tensor]:
+        x, residual = gradient(5000, rank), torch.zeros(5000)
+        x[1024 * rank :][:1024] *= 8
+        residual[1024 * rank :][:1024] = 3.0
+        return x, residual
+
+    def body(transport: Transport) -> tuple[list[float], int]:
+        x, residual = summand(transport.rank)
         codec = THC().agree(x, transport, seed=9, residual=residual)
-        assert isinstance(codec, THC) and codec.rms is not None and codec == THC() and str(codec) == str(THC())
-        return float(codec.rms), codec.signs
+        assert codec.rms is not None and codec == THC() and str(codec) == str(THC())
+        return codec.rms.tolist(), codec.signs
 
     results = over_threads(4, body)
-    assert len(set(results)) == 1
-    expected = (gradient(5000, 1) * 2 + 3).double().square().mean().sqrt()
-    assert results[0][0] == pytest.approx(float(expected), rel=1e-6)
+    assert all(result == results[0] for result in results)
+    sections = torch.stack([_roots(torch.add(*summand(rank))) for rank in range(4)])
+    assert results[0][0] == pytest.approx(sections.amax(0).tolist(), rel=2e-3)
+    assert sections.argmax(0)[:4].tolist() == [0, 1, 2, 3]
+
+
+def _roots(x: Tensor) -> Tensor:
+    return torch.stack([section.double().square().mean().sqrt() for section in x.split(1024)])
 
 
 def test_seeds_change_the_signs() -> None:
     def body(transport: Transport) -> list[int]:
         found = [THC().agree(torch.ones(10), transport, seed=seed) for seed in (1, 2)]
-        return [codec.signs for codec in found if isinstance(codec, THC)]
+        return [codec.signs for codec in found]
 
     (signs,) = over_threads(1, body)
     assert signs[0] != signs[1]

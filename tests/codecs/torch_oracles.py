@@ -19,6 +19,7 @@ from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves,
 
 _TINY = 2.0**-100
 _NO_PIVOT = 255
+SECTION = 1024  # elements of thc that share a root mean square
 INTEGERS = {
     "normal": (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30),
     "uniform": tuple(range(16)),
@@ -43,15 +44,17 @@ class TorchTHC(TorchCodec):
 
     def _encode(self, x: Tensor, planes: Sequence[Tensor], seed: int, offset: int) -> None:
         count, block, device = self.codec._count(x.numel()), self.codec._rotated(x.numel()), x.device
-        rms = _root_mean_square(x) if self.codec.rms is None else self.codec.rms
+        rms = section_rms(x)
+        if self.codec.rms is not None:
+            rms = self.codec.rms[offset // SECTION :][: len(rms)]
         usual = rms.isfinite() & (rms >= _TINY)
         value = torch.zeros(count, device=device)
         # Scaled before it is rotated: no sum of a block overflows.
         units = torch.tensor(self._steps_per_rms(block), device=device) * self.units
-        value[: x.numel()] = x.float() * (units / torch.where(usual, rms, 1.0))
+        value[: x.numel()] = x.float() * _of_each(units / torch.where(usual, rms, 1.0), x.numel())
         code = self.round(hadamard(self._with_signs(value), block), seed, offset)
         planes[0].copy_(torch.where(rms.isfinite(), torch.where(usual, rms, 0.0), math.nan))
-        planes[1].copy_(pack_runs(torch.where(usual, code, 0), 4))
+        planes[1].copy_(pack_runs(torch.where(_of_each(usual, count), code, 0), 4))
 
     def round(self, value: Tensor, seed: int, offset: int) -> Tensor:
         """Return the codes of ``value`` (m,), in units."""
@@ -72,7 +75,7 @@ class TorchTHC(TorchCodec):
         return float(torch.tensor(_UNITS[self.codec.levels]))
 
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
-        self._reconstruct(self.grid(out.device)[unpack_runs(planes[1], 4)], planes[0][0], out)
+        self._reconstruct(self.grid(out.device)[unpack_runs(planes[1], 4)], planes[0], out)
 
     def integers(self, planes: Sequence[Tensor]) -> Tensor:
         integers = torch.tensor(INTEGERS[self.codec.levels], dtype=torch.int32, device=planes[1].device)
@@ -80,17 +83,15 @@ class TorchTHC(TorchCodec):
 
     def decode_integers(self, integers: Tensor, count: int, out: Tensor) -> None:
         assert self.codec.rms is not None, "integers of several ranks are decoded by what the ranks agreed on"
-        usual = self.codec.rms.isnan() | (self.codec.rms >= _TINY)
-        self._reconstruct(
-            (2 * integers - count * self.codec.largest).float(), torch.where(usual, self.codec.rms, 0.0), out
-        )
+        rms = self.codec.rms[: -(-out.numel() // SECTION)]
+        self._reconstruct((2 * integers - count * self.codec.largest).float(), rms, out)
 
     def _reconstruct(self, value: Tensor, rms: Tensor, out: Tensor) -> None:
         """Fill ``out`` (n,) from ``value`` (m,) in half steps of the levels: whole numbers, rotated exactly."""
         block = self.codec._rotated(out.numel())
         factor = rms / (self._steps_per_rms(block) * block)
         factor = torch.where(factor.isfinite(), factor, math.nan)
-        value = self._with_signs(hadamard(value, block) * factor)[: out.numel()]
+        value = self._with_signs(hadamard(value, block) * _of_each(factor, value.numel()))[: out.numel()]
         out.copy_(value + 0.0)  # -0 becomes 0
 
     def grid(self, device: torch.device) -> Tensor:
@@ -108,9 +109,25 @@ class TorchTHC(TorchCodec):
         return torch.where(changed.view(-1) == 1, -value, value)
 
 
-def _root_mean_square(x: Tensor) -> Tensor:
-    """Return () f32; 0 of no elements. Squares of f32 cannot overflow in f64."""
-    return x.double().square().sum().div(max(1, x.numel())).sqrt().float()
+def _of_each(of_sections: Tensor, numel: int) -> Tensor:
+    """Return what each of ``numel`` elements has of its section."""
+    return of_sections.repeat_interleave(SECTION)[:numel]
+
+
+def section_rms(x: Tensor) -> Tensor:
+    """Return (sections,) f32: NaN where a value is not finite, 0 where the mean square is of no use.
+
+    Values become whole numbers of the power of two of which the largest magnitude has 256 to 512, so sums are exact.
+    """
+    each = torch.nn.functional.pad(x.float(), (0, -x.numel() % SECTION)).view(-1, SECTION).double()
+    amax = each.abs().amax(1)
+    usual = amax.isfinite() & (amax >= _TINY)
+    unit = torch.exp2(torch.frexp(torch.where(usual, amax, 1.0))[1].double() - 9)
+    squares = torch.where(usual.unsqueeze(1), each / unit.unsqueeze(1), 0.0).round().square().sum(1)
+    elements = torch.full_like(squares, SECTION)
+    elements[-1:] = x.numel() - SECTION * (len(elements) - 1)
+    rms = (squares.float() / elements.float()).sqrt() * unit.float()
+    return torch.where(amax.isfinite(), torch.where(usual & (rms >= _TINY), rms, 0.0), math.nan)
 
 
 @dataclass(frozen=True)

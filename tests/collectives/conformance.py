@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import collectives
-from fusionlayer.codecs import AgreeingCodec, Codec, TwoLevelCodec
+from fusionlayer.codecs import AgreeingCodec, Codec, HomomorphicCodec, TwoLevelCodec
 from fusionlayer.errors import ConfigError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
@@ -73,7 +73,7 @@ def coarseness(codec: Codec, numel: int, dtype: torch.dtype) -> float:
 @cache
 def agreed_coarseness(codec: Codec, numel: int, dtype: torch.dtype, world: int) -> float:
     """Return ``coarseness`` with what so many ranks agree on, errors relative to the largest of their tensors."""
-    if not isinstance(codec, AgreeingCodec):
+    if not isinstance(codec, AgreeingCodec | HomomorphicCodec):
         return 0.0
     like_all = cast(Transport, SimpleNamespace(rank=0, size=world, all_reduce_max=lambda x: None))
     errors = [0.0]

@@ -177,7 +177,7 @@ def test_a_rank_that_dies_while_it_is_late_is_named(transport: str) -> None:
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"codec": "raw"}, "grace with algorithm 'dense'; only 'two_shot' leaves out ranks that are late"),
     ({"codec": "int4", "algorithm": "ring"}, "grace with algorithm 'ring'"),
-    ({"codec": "thc", "algorithm": "two_shot"}, "for which all ranks agree on something before each sum"),
+    ({"codec": "dynamiq", "algorithm": "two_shot"}, "for which all ranks agree on something before each sum"),
     ({"codec": "int4", "error_feedback": False}, "beside error_feedback=False, where late gradients have to wait"),
     ({"sync": fl.Local(every=4)}, "beside sync=fl.Local(...)"),
     ({"codec": "int4", "autotune": True}, "beside codec='auto', autotune or a planner that needs costs"),

@@ -62,7 +62,7 @@ class Case:
             count, ranks = -(-self.numel // block) * block, self.param[0] >> native.THC_RANKS_SHIFT
             top = 15 if self.param[0] & native.THC_UNIFORM else 30
             bits = next(bits for bits in (8, 12, 16) if ranks * top < 1 << bits) if ranks else 4
-            return 4 * min(self.numel, 1), count * bits // 8
+            return 4 * -(-self.numel // 1024), count * bits // 8
         if self.codec == native.TAHQUANT:
             bits, channels, tile, coarse = self.param
             tokens = -(-self.numel // channels)
@@ -234,8 +234,8 @@ class Planes:
                 self.area.data[start : start + case.plane_bytes[0]] = scales.view(np.uint8)
         if case.codec == native.THC and case.numel:
             for m in range(count):
-                start = m * offsets[-1]
-                self.area.data[start : start + 4] = GIVEN_RMS.view(np.uint8).reshape(-1, 4)[m % len(GIVEN_RMS)]
+                given = np.resize(np.roll(GIVEN_RMS, -m), case.plane_bytes[0] // 4).view(np.uint8)
+                self.area.data[m * offsets[-1] :][: case.plane_bytes[0]] = given
         if case.codec == native.TAHQUANT and case.param[3]:
             for start in range(0, offsets[-1] * count, offsets[-1]):
                 self.area.data[start : start + case.plane_bytes[0]] = marks(case)

@@ -101,7 +101,7 @@ def cases() -> Iterator[Case]:
     yield from (cast_case(wire) for wire in range(3))
     yield from block_cases()
     yield from (zip_case(wire, choice) for wire, choice in itertools.product(range(3), range(3)))
-    yield from (thc_case(flags) for flags in range(4))
+    yield from (thc_case(flags) for flags in range(8))
     yield from (tah_case(bits, 64, 32, dtype=0) for bits in (4, 6))
     yield from (dynamiq_case(flags) for flags in range(2))
     yield from (chunked_case(bits, 512, kept) for bits in (2, 3, 8, 32) for kept in (1, 9, 300))

@@ -247,7 +247,7 @@ def test_zip_codes_a_gaussian_as_the_cpu_core_does(kernels: ctypes.CDLL, dtype: 
         assert torch.equal(back.view(torch.uint8), x.view(torch.uint8)) and torch.equal(total, expected)
 
 
-@pytest.mark.parametrize("flags", range(4))
+@pytest.mark.parametrize("flags", range(8))
 @pytest.mark.parametrize("block", [32, 64, 128, 256, 512, 1024])
 def test_thc_writes_the_bytes_of_the_cpu_core(check: Check, block: int, flags: int) -> None:
     lengths = itertools.cycle((*LENGTHS, 2000, 5000))
@@ -257,6 +257,21 @@ def test_thc_writes_the_bytes_of_the_cpu_core(check: Check, block: int, flags: i
     for ranks in (1, 8, 9, 17, 18, 137, 2184):
         check(thc_case(flags, block, ranks, numel=next(lengths), count=2))
     check(replace(start, numel=1999, count=3), garbage=True)
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+def test_root_mean_squares_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    for numel in (1, 33, 1024, 1025, 70_001):
+        case = thc_case(dtype=native.DTYPES[dtype], numel=numel)
+        x, kept = gradient(numel, 3, dtype), gradient(numel, 4)
+        x[2048:3072] = float("inf")
+        x[4096:5120] = 0
+        for residual in (None, kept):
+            want = native.thc_rms(case.spec, x, residual, -(-numel // 1024))
+            got = torch.empty_like(want)
+            pointer = None if residual is None else residual.data_ptr()
+            assert kernels.fl_thc_rms(ctypes.byref(case.spec), x.data_ptr(), pointer, got.data_ptr(), None) == 0
+            assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
 @pytest.mark.parametrize("flags", [0, native.THC_UNIFORM])
@@ -370,7 +385,7 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("zip of 2^32 elements", Case(native.ZIP, (BF16, 0, 0), BF16, 1 << 32)),
     ("numel", Case(native.INT, (4, 128, 0), F32, -1)),
     ("block of thc", thc_case(block=2048, numel=64)),
-    ("flag of thc", thc_case(flags=4, numel=64)),
+    ("flag of thc", thc_case(flags=8, numel=64)),
     ("steps of thc", Case(native.THC, (0, 32, 0, 0), F32, 64)),
     ("sum of too many messages", thc_case(ranks=2185, numel=64)),
     ("offset of thc", thc_case(numel=64, offset=1)),

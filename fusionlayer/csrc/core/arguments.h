@@ -58,7 +58,7 @@ inline int64_t plane_bytes(const fl_spec &spec, int p) {
   if (spec.codec == FL_RANS) return p || !spec.numel ? rans_bytes(spec) : int64_t(sizeof(ZipHead));
   if (spec.codec == FL_THC) {
     const ThcShape shape = thc_shape(spec);
-    return p ? shape.count() / kCodeRun * shape.run_bytes() : spec.numel ? int64_t(sizeof(float)) : 0;
+    return p ? shape.count() / kCodeRun * shape.run_bytes() : shape.sections() * int64_t(sizeof(float));
   }
   if (spec.codec == FL_TAHQUANT) {
     const TahShape shape = tah_shape(spec);
@@ -122,7 +122,7 @@ inline bool power_of_two_within(int64_t v, int64_t least, int64_t most) {
 inline int check_thc(const fl_spec &spec) {
   const uint32_t *param = spec.param, flags = param[0] & ((1u << FL_THC_RANKS_SHIFT) - 1);
   if (!power_of_two_within(param[1], kCodeRun, kThcMaxBlock)) return FL_BAD_ARGUMENT;
-  if (flags & ~uint32_t(FL_THC_UNIFORM | FL_THC_STOCHASTIC)) return FL_UNSUPPORTED;
+  if (flags & ~uint32_t(FL_THC_UNIFORM | FL_THC_STOCHASTIC | FL_THC_GIVEN)) return FL_UNSUPPORTED;
   if (param[2] < 0x00800000u || param[2] >= kF32Inf) return FL_BAD_ARGUMENT;
   const ThcShape shape = thc_shape(spec);
   if (shape.ranks * shape.top() > 0xffff) return FL_BAD_ARGUMENT;
@@ -284,6 +284,14 @@ inline int check_add_codes(const fl_spec *spec, const fl_messages *in, const uin
   if (const int bad = check_messages(*spec, in)) return bad;
   if (in->count * thc_shape(*spec).top() > 0xffff) return FL_BAD_ARGUMENT;
   return check_array(out, in->count ? spec->numel : 0, kPlaneAlignment);
+}
+
+inline int check_thc_rms(const fl_spec *spec, const void *x, const float *residual, const float *rms) {
+  if (const int bad = check_spec(spec)) return bad;
+  if (spec->codec != FL_THC) return FL_UNSUPPORTED;
+  const int arrays =
+      first_error(check_array(x, spec->numel, element_size(spec->dtype)), check_optional(residual, spec->numel, 4));
+  return first_error(arrays, check_array(rms, spec->numel, 4));
 }
 
 inline int check_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count,

@@ -72,12 +72,7 @@ struct BlockScale {
 // `squares` is the sum of v^2 (sum_of_block).
 FL_HD float energy_scale(const BlockScaling &s, float squares) {
   const float energy = squares * s.mean * s.unrotated;
-#if defined(__CUDA_ARCH__)
-  const float sigma = __fsqrt_rn(energy + s.epsilon);
-#else
-  const float sigma = __builtin_sqrtf(energy + s.epsilon);
-#endif
-  const float alpha = s.tau / sigma;
+  const float alpha = s.tau / square_root(energy + s.epsilon);
   if (!s.limited) return alpha;
   return alpha < 1e-3f ? 1e-3f : (alpha > 1e3f ? 1e3f : alpha);
 }

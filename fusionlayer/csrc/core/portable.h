@@ -39,4 +39,13 @@ FL_HD float bits_float(uint32_t u) {
 #endif
 }
 
+// Rounded to nearest.
+FL_HD float square_root(float f) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(f);
+#else
+  return __builtin_sqrtf(f);
+#endif
+}
+
 }  // namespace fl

@@ -2,7 +2,8 @@
 // grid, whose places are integers that add up. The drivers in cpu/ and cuda/ compute the same numbers with vectors and
 // shuffles; what they may not change is written here.
 //
-//   1. Plane 0 has the root mean square that all of a message share. Unless it is from 2^-100 on and finite, codes are 0.
+//   1. Plane 0 has a root mean square for each section of kThcSection elements (section_rms), or what ranks agreed on, which is
+//      there beforehand. Unless it is from 2^-100 on and finite, the section's codes are 0.
 //   2. v = x * thc_scale, zero-padded to whole blocks. Signs change where bits of thc_signs are set, a word for each run.
 //   3. Every block becomes H v (hadamard of core/block_scale.h): units of the grid of levels.
 //   4. code: thc_code, of the value's place between the levels and 16 random bits (rounding_half of core/rng.h).
@@ -16,15 +17,17 @@ namespace fl {
 
 constexpr int kThcLevels = 16;
 constexpr int kThcMaxBlock = 1024;
+constexpr int kThcSection = kThcMaxBlock;  // whole blocks, of whatever size
 
 struct ThcShape {
   int64_t numel;    // of a message
   int block;        // elements that are rotated together
-  int64_t numbers;  // of a seed's sequence that a message takes
+  int64_t numbers;  // of a seed's sequence that a message takes: those of whole sections
   bool uniform;
   int ranks;  // whose integers plane 1 has the sum of; 0: codes
   float steps;
 
+  FL_HD int64_t sections() const { return (numel + kThcSection - 1) / kThcSection; }
   FL_HD int64_t blocks() const { return (numel + block - 1) / block; }
   FL_HD int64_t count() const { return blocks() * block; }
   FL_HD int top() const { return uniform ? 15 : 30; }  // the largest integer
@@ -35,12 +38,11 @@ struct ThcShape {
 };
 
 inline ThcShape thc_shape(const fl_spec &spec) {
-  const int64_t most = spec.param[1];
   int64_t block = kCodeRun;
-  while (block < most && block < spec.numel) block *= 2;
+  while (block < spec.param[1] && block < spec.numel) block *= 2;
   return {spec.numel,
           int(block),
-          (spec.numel + most - 1) / most * most,
+          (spec.numel + kThcSection - 1) / kThcSection * kThcSection,
           (spec.param[0] & FL_THC_UNIFORM) != 0,
           int(spec.param[0] >> FL_THC_RANKS_SHIFT),
           bits_float(spec.param[2])};
@@ -90,6 +92,22 @@ FL_HD int thc_code(bool uniform, float value, uint32_t random) {
 }
 
 FL_HD bool thc_usual(float rms) { return float_bits(rms) >= kTinyBits && float_bits(rms) < kF32Inf; }
+
+// Root mean squares ---------------------------------------------------------------------------------------------------
+//
+// Values are rounded to whole numbers from -512 to 512 of a step that is a power of two. As their squares are whole numbers, any
+// order of adding them gives the same sum; up to 64 of them are exact in f32.
+
+// What values become whole numbers by. `amax` is the largest magnitude's bits, from 2^-100 on and finite.
+FL_HD float section_units(uint32_t amax) { return bits_float((262u - (amax >> 23)) << 23); }
+
+// The root mean square of n values by the sum of their squares in units; 0 or NaN where it is of no use.
+FL_HD float section_rms(uint32_t amax, int32_t squares, int n) {
+  if (amax >= kF32Inf) return bits_float(kF32Nan);
+  if (amax < kTinyBits) return 0.0f;
+  const float rms = square_root(float(squares) / float(n)) * bits_float(((amax >> 23) - 8u) << 23);
+  return float_bits(rms) >= kTinyBits ? rms : 0.0f;
+}
 
 // What values are multiplied by before they are rotated.
 FL_HD float thc_scale(float rms, const ThcShape &shape) {

@@ -59,7 +59,7 @@ const Isa *best_isa() {
 // Elements that no two threads share.
 int64_t unit_of(const fl_spec &spec) {
   if (spec.codec == FL_CAST) return kCastUnit;
-  if (spec.codec == FL_THC) return thc_shape(spec).block;
+  if (spec.codec == FL_THC) return kThcSection;
   if (spec.codec == FL_DYNAMIQ) return kSuperGroup;
   return spec.codec == FL_TAHQUANT ? spec.param[2] : spec.param[1];
 }
@@ -219,6 +219,17 @@ int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void 
   job.in = in;
   job.y = out;
   if (in->count) fl::run_units(&fl::Kernels::add_codes, job, fl::thc_shape(*spec).count() / 32, 32 * in->count);
+  return FL_OK;
+}
+
+int fl_thc_rms(const fl_spec *spec, const void *x, const float *residual, float *rms, void *) {
+  if (const int bad = fl::check_thc_rms(spec, x, residual, rms)) return bad;
+  fl::Job job{};
+  job.spec = spec;
+  job.x = x;
+  job.residual = const_cast<float *>(residual);
+  job.y = rms;
+  fl::run_units(&fl::Kernels::thc_rms, job, fl::thc_shape(*spec).sections(), fl::kThcSection);
   return FL_OK;
 }
 

@@ -73,6 +73,10 @@ bool run_zip_decode_sum(const Job &job, int64_t begin, int64_t end) {
   return coherent;
 }
 
+void run_thc_rms(const Job &job, int64_t begin, int64_t end) {
+  with_dtype(job.spec->dtype, [&](auto type) { thc_rms<typename decltype(type)::type>(job, begin, end); });
+}
+
 void run_token_keys(const Job &job, int64_t begin, int64_t end) {
   with_dtype(job.spec->dtype, [&](auto type) { token_keys<typename decltype(type)::type>(job, begin, end); });
 }
@@ -107,6 +111,7 @@ const Kernels kernels = {
     run_zip_decode,
     run_zip_decode_sum,
     add_codes,
+    run_thc_rms,
     run_token_keys,
     run_dynamiq_stats,
     run_recode_from,

@@ -120,6 +120,7 @@ struct Kernels {
   bool (*zip_decode_sum)(const Job &job, int64_t begin, int64_t end);  // tiles of one
 
   Verb *add_codes;                                                                // runs of 32 elements; y: the sums
+  Verb *thc_rms;                                                                  // sections; y: root mean squares
   Verb *token_keys;                                                               // tokens of all messages; y: the keys
   void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
   Verb *recode_from;                                                              // units of the larger groups

@@ -73,10 +73,33 @@ class ThcGrid {
   float outermost_;
 };
 
+// section_rms of core/thc.h of n values, which zeros make up to `count`.
+inline FL_NOINLINE float root_mean_square(const float *v, int n, int count) {
+  vi most[kVectors]{};
+  for (int i = 0; i < count; i += kBlock)
+    for (int j = 0; j < kVectors; ++j) most[j] = max(most[j], magnitude_bits(load(v + i + j * kLanes)));
+  for (int j = 1; j < kVectors; ++j) most[0] = max(most[0], most[j]);
+  uint32_t amax = 0;
+  for (int i = 0; i < kLanes; ++i) amax = uint32_t(most[0][i]) > amax ? uint32_t(most[0][i]) : amax;
+  if (amax < kTinyBits || amax >= kF32Inf) return section_rms(amax, 0, n);
+  const vf units = broadcast(section_units(amax)), whole = broadcast(kThcWhole);
+  vf squares[kVectors]{};
+  for (int i = 0; i < count; i += kBlock)
+    for (int j = 0; j < kVectors; ++j) {
+      const vf value = add_exact_product(load(v + i + j * kLanes), units, whole) - whole;
+      squares[j] = add_exact_product(value, value, squares[j]);
+    }
+  vi sum{};
+  for (int j = 0; j < kVectors; ++j) sum += __builtin_convertvector(squares[j], vi);
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += sum[i];
+  return section_rms(amax, total, n);
+}
+
 class ThcCodec {
  public:
   struct Message {
-    const float *rms;
+    float *rms;  // of the section of the first element
     uint8_t *codes;
     int64_t first;    // element of the message
     uint64_t number;  // of it in the sequence of the seed
@@ -87,6 +110,7 @@ class ThcCodec {
   explicit ThcCodec(const Job &job)
       : shape_(thc_shape(*job.spec)),
         stochastic_(job.spec->param[0] & FL_THC_STOCHASTIC),
+        given_(job.spec->param[0] & FL_THC_GIVEN),
         key_(job.key),
         signs_(make_key(job.spec->param[3])),
         offset_(uint64_t(job.spec->offset)),
@@ -95,37 +119,38 @@ class ThcCodec {
       levels_[code] = uint8_t(2 * thc_integer(shape_.uniform, code) - shape_.top());
   }
 
-  int unit() const { return shape_.block; }
+  int unit() const { return kThcSection; }
 
   Message at(const fl_messages &messages, int64_t message, int64_t unit) const {
     const auto plane = [&](int p) { return static_cast<uint8_t *>(messages.plane[p]) + message * messages.stride; };
-    const int64_t first = unit * shape_.block;
-    return {reinterpret_cast<const float *>(plane(0)), plane(1) + first / kBlock * shape_.run_bytes(), first,
+    const int64_t first = unit * kThcSection;
+    return {reinterpret_cast<float *>(plane(0)) + unit, plane(1) + first / kBlock * shape_.run_bytes(), first,
             offset_ + uint64_t(message * shape_.numbers + first)};
   }
 
   template <class T>
   void encode(const T *x, int n, Message out, int64_t, Ahead ahead) const {
     alignas(64) float tile[kMaxTile];
-    const int count = (n + shape_.block - 1) / shape_.block * shape_.block, runs = shape_.runs_of_block();
-    if (!thc_usual(*out.rms)) {
-      __builtin_memset(out.codes, 0, size_t(count / kBlock * shape_.run_bytes()));
-      return;
-    }
+    const int count = (n + shape_.block - 1) / shape_.block * shape_.block;
     const float *values = tile;
     if constexpr (std::is_same_v<T, float>)
       values = x;
     else
       for (int i = 0; i < count; i += kBlock) store_block(tile + i, load_block(x + i));
     const int lines = ahead.lines() / (2 * count / kBlock);  // for a run, half of them now, half while codes are made
-    const float scale = thc_scale(*out.rms, shape_);
-    for (int g = 0; g < count; g += shape_.block) {
-      const auto rotate_block = [&](auto n) FL_LAMBDA {
-        rotate<decltype(n)::value>(values + g, tile + g, out.first + g, scale, ahead, lines);
-      };
-      runs == 32 ? rotate_block(Runs<32>{}) : with_runs(runs, rotate_block);
+    for (int g = 0; g < count; g += kThcSection, ++out.rms) {
+      const int left = count - g, size = left < kThcSection ? left : kThcSection;
+      if (!given_) *out.rms = root_mean_square(values + g, n - g < size ? n - g : size, size);
+      if (thc_usual(*out.rms)) {
+        rotate_section(values + g, tile + g, size, out, ahead, lines);
+        quantize(tile + g, size, out, ahead, 2 * lines);
+      } else {
+        __builtin_memset(out.codes, 0, size_t(size / kBlock * shape_.run_bytes()));
+      }
+      out.first += size;
+      out.number += uint64_t(size);
+      out.codes += size / kBlock * shape_.run_bytes();
     }
-    quantize(tile, count, out, ahead, 2 * lines);
   }
 
   template <class Sink>
@@ -149,6 +174,19 @@ class ThcCodec {
 
     alignas(64) uint32_t of_run[kThcMaxBlock / kBlock];
   };
+
+  // A section of values, scaled, with random signs, each block rotated.
+  FL_INLINE void rotate_section(const float *x, float *out, int count, const Message &message, Ahead &ahead,
+                                int lines) const {
+    const int runs = shape_.runs_of_block();
+    const float scale = thc_scale(*message.rms, shape_);
+    for (int g = 0; g < count; g += shape_.block) {
+      const auto rotate_block = [&](auto n) FL_LAMBDA {
+        rotate<decltype(n)::value>(x + g, out + g, message.first + g, scale, ahead, lines);
+      };
+      runs == 32 ? rotate_block(Runs<32>{}) : with_runs(runs, rotate_block);
+    }
+  }
 
   // A block of values that are scaled, with random signs, rotated.
   template <int N>
@@ -207,11 +245,11 @@ class ThcCodec {
 
   FL_NOINLINE void reconstruct(Message in, int n, float *tile) const {
     const int count = (n + shape_.block - 1) / shape_.block * shape_.block;
-    const float factor = thc_factor(*in.rms, shape_);
     for (int i = 0; i < count; i += kBlock, in.codes += shape_.run_bytes())
       shape_.ranks ? load_sums(in.codes, tile + i) : load_levels(in.codes, tile + i);
-    for (float *v = tile; v < tile + count; v += shape_.block, in.first += shape_.block) {
-      rotate_in_place(v, shape_.runs_of_block(), factor);
+    for (int g = 0; g < count; g += shape_.block, in.first += shape_.block) {
+      float *v = tile + g;
+      rotate_in_place(v, shape_.runs_of_block(), thc_factor(in.rms[g / kThcSection], shape_));
       const Signs signs(*this, in.first);
       for (int run = 0; run < shape_.runs_of_block(); ++run) {
         Block b = signs.on(load_block(v + run * kBlock), run);
@@ -241,12 +279,29 @@ class ThcCodec {
   }
 
   ThcShape shape_;
-  bool stochastic_;
+  bool stochastic_, given_;
   RngKey key_, signs_;
   uint64_t offset_;
   ThcGrid grid_;
   alignas(16) uint8_t levels_[kThcLevels];
 };
+
+// fl_thc_rms: sections begin..end - 1.
+template <class T>
+void thc_rms(const Job &job, int64_t begin, int64_t end) {
+  for (int64_t section = begin; section < end; ++section) {
+    const int64_t first = section * kThcSection, left = job.spec->numel - first;
+    const int n = int(left < kThcSection ? left : kThcSection);
+    const T *x = static_cast<const T *>(job.x) + first;
+    alignas(64) float values[kThcSection];
+    for_each_block(n, [&](int i, auto access) FL_LAMBDA {
+      prefetch_block(reinterpret_cast<const T *>(reinterpret_cast<const char *>(x + i) + kFarAhead));
+      const Block b = access.load(x + i);
+      store_block(values + i, job.residual ? b + access.load(job.residual + first + i) : b);
+    });
+    static_cast<float *>(job.y)[section] = root_mean_square(values, n, (n + kBlock - 1) / kBlock * kBlock);
+  }
+}
 
 // fl_add_codes: runs begin..end - 1 of 32 elements.
 inline void add_codes(const Job &job, int64_t begin, int64_t end) {

@@ -54,7 +54,7 @@ FL_INLINE void with_numbers(const Job &job, const Body &body) {
   }
 }
 
-// thc has all verbs but recode: the root mean square of a sum is not known before the sum is.
+// thc has all verbs but recode: sums of its messages are encoded anew, or are sums of codes.
 template <bool kThc, class Body>
 FL_INLINE void with_codec(const Job &job, const Body &body) {
   const uint32_t *param = job.spec->param;

@@ -112,6 +112,12 @@ int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void 
   return finish(fl::thc_add_codes(*spec, *in, out, as_stream(stream)));
 }
 
+int fl_thc_rms(const fl_spec *spec, const void *x, const float *residual, float *rms, void *stream) {
+  if (const int bad = fl::check_thc_rms(spec, x, residual, rms)) return bad;
+  if (spec->numel == 0) return FL_OK;
+  return finish(fl::thc_rms(*spec, x, residual, rms, as_stream(stream)));
+}
+
 int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count, int32_t *keys,
                   void *stream) {
   if (const int bad = fl::check_token_keys(spec, x, residual, count, keys)) return bad;

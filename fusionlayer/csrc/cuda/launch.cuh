@@ -78,6 +78,7 @@ cudaError_t thc_encode(const fl_spec &spec, const void *x, float *residual, cons
                        cudaStream_t stream);
 cudaError_t thc_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
 cudaError_t thc_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
+cudaError_t thc_rms(const fl_spec &spec, const void *x, const float *residual, float *rms, cudaStream_t stream);
 cudaError_t thc_add_codes(const fl_spec &spec, const fl_messages &in, uint8_t *out, cudaStream_t stream);
 
 cudaError_t tah_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,

@@ -10,7 +10,7 @@
 namespace fl {
 
 struct ThcMessages {
-  float *rms;      // of message 0
+  float *rms;      // of message 0, one for each tile
   uint8_t *codes;  // of message 0
   int64_t stride;
   int64_t count;
@@ -30,7 +30,23 @@ struct ThcRun {
       : index(tile * kLanes + lane), first(index * kBlock), exists(first < shape.count()) {}
 };
 
-inline int64_t thc_tiles(const ThcShape &shape) { return (shape.count() + kLanes * kBlock - 1) / (kLanes * kBlock); }
+// The tile of a warp is a section, so that all lanes share a root mean square.
+static_assert(kLanes * kBlock == kThcSection);
+
+// section_rms of core/thc.h of a tile of a message; v is a lane's run, zeros behind the last element.
+FL_DEVICE float tile_rms(const ThcShape &shape, int64_t tile, const float (&v)[kBlock]) {
+  const uint32_t amax = largest_of_lanes(largest_of(v));
+  const int64_t left = shape.numel - tile * kThcSection;
+  const float units = amax >= kTinyBits && amax < kF32Inf ? section_units(amax) : 0.0f;
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    const float whole = add_exact_product(v[i], units, kThcWhole) - kThcWhole;
+    squares = add_exact_product(whole, whole, squares);
+  }
+  return section_rms(amax, sum_of_lanes(amax < kF32Inf ? int32_t(squares) : 0),
+                     int(left < kThcSection ? left : kThcSection));
+}
 
 // Of the run that begins with the element of this number.
 FL_DEVICE void change_signs(RngKey signs, int64_t first, float (&v)[kBlock]) {

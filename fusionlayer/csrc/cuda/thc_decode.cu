@@ -32,7 +32,9 @@ FL_DEVICE void load_sums(const ThcShape &shape, const uint8_t *bytes, float (&v)
   }
 }
 
-FL_DEVICE void load_run(const DecodeArguments &a, int64_t message, const ThcRun &run, int lane, float (&v)[kBlock]) {
+FL_DEVICE void load_run(const DecodeArguments &a, int64_t message, int64_t tile, const ThcRun &run, int lane,
+                        float (&v)[kBlock]) {
+  const float rms = byte_offset(a.in.rms, message * a.in.stride)[tile];
   const uint8_t *bytes = a.in.codes + message * a.in.stride + run.index * a.shape.run_bytes();
   if (a.shape.ranks) {
     if (run.exists) {
@@ -47,30 +49,30 @@ FL_DEVICE void load_run(const DecodeArguments &a, int64_t message, const ThcRun 
     unpack_words<4>(packed.word, codes);
     half_steps(a.shape, codes, v);
   }
-  reconstruct(a.shape, a.signs, run.first, lane, *byte_offset(a.in.rms, message * a.in.stride), v);
+  reconstruct(a.shape, a.signs, run.first, lane, rms, v);
 }
 
 __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const DecodeArguments a) {
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.in.count; m += gridDim.y)
-    for (int64_t tile = warp_index(); tile * kLanes * kBlock < a.shape.count(); tile += warp_count()) {
+    for (int64_t tile = warp_index(); tile < a.shape.sections(); tile += warp_count()) {
       const ThcRun run(a.shape, tile, lane);
       float v[kBlock];
-      load_run(a, m, run, lane, v);
+      load_run(a, m, tile, run, lane, v);
       store_block(a.dtype, byte_offset(a.out, m * a.out_stride), a.shape.numel, run.first, lane, v);
     }
 }
 
 __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArguments a) {
   const int lane = lane_index();
-  for (int64_t tile = warp_index(); tile * kLanes * kBlock < a.shape.count(); tile += warp_count()) {
+  for (int64_t tile = warp_index(); tile < a.shape.sections(); tile += warp_count()) {
     const ThcRun run(a.shape, tile, lane);
     float v[kBlock];
     load_or_zero(a.dtype, a.add ? a.out : nullptr, a.shape.numel, run.first, lane, v);
 #pragma unroll 1
     for (int64_t m = 0; m < a.in.count; ++m) {
       float part[kBlock];
-      load_run(a, m, run, lane, part);
+      load_run(a, m, tile, run, lane, part);
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) v[i] += part[i];
     }
@@ -87,7 +89,7 @@ cudaError_t launch(void (*kernel)(DecodeArguments), const fl_spec &spec, const f
                              out,
                              spec.numel * element_size(spec.dtype),
                              add};
-  const Grid grid(thc_tiles(a.shape), outputs);
+  const Grid grid(a.shape.sections(), outputs);
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();

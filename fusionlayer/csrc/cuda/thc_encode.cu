@@ -11,7 +11,7 @@ struct EncodeArguments {
   const void *x;
   int64_t x_stride;  // bytes of the elements of a message
   float *residual;
-  bool stochastic;
+  bool stochastic, given;
   RngKey key, signs;
   int64_t offset;
 };
@@ -40,14 +40,16 @@ __global__ void __launch_bounds__(kThreads, kResidual ? 3 : 4) encode_kernel(con
   const ThcShape &shape = a.shape;
   const int lane = lane_index();
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
-    const float rms = *byte_offset(a.out.rms, m * a.out.stride);
-    const float scale = thc_scale(rms, shape);
-    const bool usual = thc_usual(rms);
-    for (int64_t tile = warp_index(); tile * kLanes * kBlock < shape.count(); tile += warp_count()) {
+    float *rms_of = byte_offset(a.out.rms, m * a.out.stride);
+    for (int64_t tile = warp_index(); tile < shape.sections(); tile += warp_count()) {
       const ThcRun run(shape, tile, lane);
       float v[kBlock], wanted[kBlock];
       load_block(a.dtype, byte_offset(a.x, m * a.x_stride), shape.numel, run.first, lane, v);
       if (kResidual) add_residual(a.residual + m * shape.numel, shape.numel, run.first, lane, v);
+      const float rms = a.given ? rms_of[tile] : tile_rms(shape, tile, v);
+      if (!a.given && lane == 0) rms_of[tile] = rms;
+      const float scale = thc_scale(rms, shape);
+      const bool usual = thc_usual(rms);
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) wanted[i] = v[i];
 #pragma unroll
@@ -72,6 +74,26 @@ __global__ void __launch_bounds__(kThreads, kResidual ? 3 : 4) encode_kernel(con
   }
 }
 
+struct RmsArguments {
+  ThcShape shape;
+  uint32_t dtype;
+  const void *x;
+  const float *residual;
+  float *rms;
+};
+
+__global__ void __launch_bounds__(kThreads) rms_kernel(const RmsArguments a) {
+  const int lane = lane_index();
+  for (int64_t tile = warp_index(); tile < a.shape.sections(); tile += warp_count()) {
+    const ThcRun run(a.shape, tile, lane);
+    float v[kBlock];
+    load_block(a.dtype, a.x, a.shape.numel, run.first, lane, v);
+    if (a.residual) add_residual(a.residual, a.shape.numel, run.first, lane, v);
+    const float rms = tile_rms(a.shape, tile, v);
+    if (lane == 0) a.rms[tile] = rms;
+  }
+}
+
 struct AddArguments {
   ThcShape shape;
   ThcMessages in;
@@ -86,7 +108,7 @@ FL_DEVICE uint32_t four_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 
 __global__ void __launch_bounds__(kThreads) add_kernel(const AddArguments a) {
   const int lane = lane_index();
-  for (int64_t tile = warp_index(); tile * kLanes * kBlock < a.shape.count(); tile += warp_count()) {
+  for (int64_t tile = warp_index(); tile < a.shape.sections(); tile += warp_count()) {
     const ThcRun run(a.shape, tile, lane);
     if (!run.exists) continue;
     uint32_t sums[16] = {};  // of elements i, and i + 16 above
@@ -133,21 +155,30 @@ cudaError_t thc_encode(const fl_spec &spec, const void *x, float *residual, cons
       spec.numel * element_size(spec.dtype),
       residual,
       (spec.param[0] & FL_THC_STOCHASTIC) != 0,
+      (spec.param[0] & FL_THC_GIVEN) != 0,
       make_key(spec.seed),
       make_key(spec.param[3]),
       spec.offset,
   };
   const auto kernel = residual ? encode_kernel<true> : encode_kernel<false>;
-  const Grid grid(thc_tiles(a.shape), out.count);
+  const Grid grid(a.shape.sections(), out.count);
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
+  return cudaGetLastError();
+}
+
+cudaError_t thc_rms(const fl_spec &spec, const void *x, const float *residual, float *rms, cudaStream_t stream) {
+  const RmsArguments a = {thc_shape(spec), spec.dtype, x, residual, rms};
+  const Grid grid(a.shape.sections(), 1);
+  if (grid.error) return grid.error;
+  FL_LAUNCH(rms_kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();
 }
 
 cudaError_t thc_add_codes(const fl_spec &spec, const fl_messages &in, uint8_t *out, cudaStream_t stream) {
   const ThcShape shape = thc_shape(spec);
   const AddArguments a = {shape, thc_messages(in), out, shape.sum_bits(int(in.count))};
-  const Grid grid(thc_tiles(shape), 1);
+  const Grid grid(shape.sections(), 1);
   if (grid.error) return grid.error;
   FL_LAUNCH(add_kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();

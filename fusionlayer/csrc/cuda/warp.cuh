@@ -76,6 +76,16 @@ FL_DEVICE int64_t sum_over_lanes(int64_t v) {
   return v;
 }
 
+// The same, of small numbers.
+FL_DEVICE int32_t sum_of_lanes(int32_t v) {
+#ifdef __CUDA_ARCH__
+  return __reduce_add_sync(0xffffffffu, v);
+#else
+  for (int mask = 1; mask < kLanes; mask *= 2) v += int32_t(shuffle_xor(uint32_t(v), mask));
+  return v;
+#endif
+}
+
 // The largest of all lanes' numbers, in all of them.
 FL_DEVICE uint32_t largest_of_lanes(uint32_t v) {
 #ifdef __CUDA_ARCH__

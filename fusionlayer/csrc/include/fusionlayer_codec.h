@@ -58,12 +58,12 @@ enum fl_codec {
    * 2^32. fl_recode and residuals give FL_UNSUPPORTED. Bytes of plane 1 behind the last escape are not written.
    * docs/wire_format.md has the rest */
   FL_ZIP = 4,
-  /* plane 0: an f32, the root mean square, which is there beforehand; plane 1: codes of 4 bits in runs of 32, or sums
-   * of their integers. param[0] = flags, FL_THC_*, and from bit FL_THC_RANKS_SHIFT on the number of messages whose
-   * integers plane 1 has the sum of, 0: codes; param[1] = block, a power of two in 32..1024; param[2] = f32 bits of
-   * the half steps of the grid in one root mean square, for blocks of the size that the message has (the smallest
-   * power of two from 32 on that holds it, at most param[1]); param[3] = seed of the signs. fl_recode, and encoding
-   * sums, give FL_UNSUPPORTED */
+  /* plane 0: f32 root mean squares of sections of 1024 elements, with FL_THC_GIVEN there beforehand; plane 1: codes of 4
+   * bits in runs of 32, or sums of their integers. param[0] = flags, FL_THC_*, and from bit FL_THC_RANKS_SHIFT on the
+   * number of messages whose integers plane 1 has the sum of, 0: codes; param[1] = block, a power of two in 32..1024;
+   * param[2] = f32 bits of the half steps of the grid in one root mean square, for blocks of the size that the message
+   * has (the smallest power of two from 32 on that holds it, at most param[1]); param[3] = seed of the signs. fl_recode,
+   * and encoding sums, give FL_UNSUPPORTED */
   FL_THC = 5,
   /* plane 0: marks of coarse tokens, which are there beforehand; plane 1: pivots; planes 2 and 3: offsets and steps,
    * bf16; plane 4: codes. param[0] = bits, 4 or 6; param[1] = channels of a token, a multiple of the tile up to 16384;
@@ -119,7 +119,7 @@ enum {
   FL_BLOCK_UNLIMITED = 4 /* FL_SCALE_DUAL alone: alpha is not limited to 1e-3 .. 1e3 */
 };
 
-enum { FL_THC_UNIFORM = 1, FL_THC_STOCHASTIC = 2, FL_THC_RANKS_SHIFT = 16 };
+enum { FL_THC_UNIFORM = 1, FL_THC_STOCHASTIC = 2, FL_THC_GIVEN = 4, FL_THC_RANKS_SHIFT = 16 };
 enum { FL_DYNAMIQ_FLAT = 1 /* plane 1 is empty, plane 2 has a bf16 scale per 32 elements */ };
 
 /* Which exponents get a code: seven in a row, seven of any kind, or whichever has more. */
@@ -181,6 +181,10 @@ FL_API int fl_encode_difference(const fl_spec *spec, const float *x, const void 
 /* FL_THC alone: out (aligned to 16) = the sum of the integers of in->count messages' codes, whose form depends on
  * the count and the spec's block alone: docs/wire_format.md. */
 FL_API int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream);
+
+/* FL_THC alone: rms[i] = the root mean square of section i of x, with a residual (may be NULL) of x + residual, as fl_encode
+ * makes it. */
+FL_API int fl_thc_rms(const fl_spec *spec, const void *x, const float *residual, float *rms /* device */, void *stream);
 
 /* FL_TAHQUANT alone: keys[m * tokens + t] = the entropy of token t of x[m * numel ..], with a residual of x + residual, in
  * units of 2^-20 bits, for `count` messages; 0x7fffffff where a value is not finite. */
