@@ -34,7 +34,9 @@ TRAININGS = (
 def costs() -> list[LossCost]:
     """Return what result files say, ordered by codec and period."""
     finals: dict[int, dict[str, dict[int, tuple[float, str]]]] = defaultdict(lambda: defaultdict(dict))
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.rsplit("_", 1)[1]):
+    # Of files of one day those come last that are last by name. Those of code before a change do not count.
+    files = [path for path in RESULTS.glob("*.json") if "-before_" not in path.stem]
+    for path in sorted(files, key=lambda path: (path.stem.rsplit("_", 1)[1], path.stem)):
         for training, method, seed, final in _finals(path):
             finals[training][method][seed] = final, path.stem
     found: dict[tuple[str, str | None, int], LossCost] = {}
