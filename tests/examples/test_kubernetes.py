@@ -16,6 +16,7 @@ import yaml
 
 from fusionlayer.cli.spawn import without_launcher
 from tests.mpi import mpirun, needs_mpirun
+from tests.packaging.project_tree import NEEDED
 from tests.tiers import exhaustive, needs
 from tests.transport.test_connecting import free_port
 
@@ -88,9 +89,7 @@ def test_an_image_gets_what_the_build_needs() -> None:
     """The Dockerfile names what it copies, and .dockerignore lets in what setup.py reads."""
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert all((ROOT / name).exists() for name in kept)
-    project = (ROOT / "tests/packaging/conftest.py").read_text()
-    (needed,) = re.findall(r'for name in \(("setup.py".*)\):', project)
-    assert {*re.findall(r'"([^"]+)"', needed)} - {"MANIFEST.in"} <= {*kept} and "fusionlayer" in kept
+    assert {*NEEDED} - {"MANIFEST.in"} <= {*kept} and "fusionlayer" in kept
     stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", DOCKERFILE, re.MULTILINE)
     assert stages == [("${BASE}", "build"), ("${BASE}", "train"), ("train", "mpi"), ("train", "")]
     copied = re.findall(r"^COPY (--from=build )?(\S+) \S+$", DOCKERFILE, re.MULTILINE)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CROSS = "aarch64-linux-gnu-g++"
+NEEDED = ("setup.py", "_fusionlayer_autoload.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")
+"""Files that setup.py needs beside the package."""
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -28,7 +30,7 @@ def cross_build(folder: Path) -> Path:
 
 def copy_project(tree: Path) -> None:
     """Copy what setup.py needs, with what is compiled already, so that only changes are compiled again."""
-    for name in ("setup.py", "_fusionlayer_autoload.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+    for name in NEEDED:
         shutil.copy(ROOT / name, tree)
     shutil.copytree(ROOT / "fusionlayer", tree / "fusionlayer", ignore=shutil.ignore_patterns("__pycache__", "lib"))
     if (ROOT / "build/native").exists():
