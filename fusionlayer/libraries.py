@@ -41,7 +41,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 MAX_PLANES = 5
 MAX_PEERS = 16
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
