@@ -371,8 +371,8 @@ def kernels() -> str:
         "The share of copy's rate was measured on an H100, of whole calls: of `thc`, `tahquant` and `dynamiq` they\n"
         "have more than this kernel. `not run` stands where the kernel is newer than that measurement. Registers are\n"
         "those of the library for the three architectures; no kernel spills one to memory. Not counted are kernels\n"
-        "whose instructions depend on the data: those of sparse codecs, `delta` and decoding of `zip`. Kernels that sum\n"
-        "codes or round at random, and all of `thc`, had more instructions when their share of copy was measured.\n"
+        "whose instructions depend on the data: those of sparse codecs, `delta` and decoding of `zip`. Kernels that\n"
+        "sum codes or round at random, and all of `thc`, had more instructions when their share was measured.\n"
         "Sums in one launch are not in the table: they run those of encoding, summing and decoding.",
         "<!-- table: instructions -->\n<!-- end of table -->",
     )
