@@ -54,8 +54,10 @@ _PIECE_BYTES = 512 << 10
 _STEP = 1 << 32
 # A tag that no message has.
 _NEVER_SENT = 0x7FFFFFFF
-# Seconds between two looks, at first and at most, at whether a connection is lost over which something was sent.
-_LOOK, _LOOK_SELDOM = 0.05, 1.0
+# Seconds between two looks of a link, at first and at most, at whether a connection is lost over which something was
+# sent. gloo keeps some 65 bytes of each for ever, so they become rare; a rank that is lost later is seen by the watch,
+# which closes the link.
+_LOOK, _LOOK_SELDOM = 0.05, 60.0
 _LAST_WORD = 1.0  # seconds after the deadline within which gloo says itself that it has passed
 
 
@@ -120,6 +122,7 @@ class GlooLink(ExchangeLink):
         # Guards _group in close(): two threads may close at once, and only one of them may shut the group down.
         self._lock = threading.Lock()
         self._aside = Aside("wait for what was sent")
+        self._next_look, self._pause = 0.0, _LOOK
         # Any: torch's type stubs lack some of its methods. The constructor waits in C++ for each peer in turn.
         self._group: Any = connecting.run(
             lambda store: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout))
@@ -221,14 +224,12 @@ class GlooLink(ExchangeLink):
         """
         if not works:
             return
-        next_look, pause = 0.0, _LOOK
 
         def look() -> None:
-            nonlocal next_look, pause
-            group = self._open_group()
-            if time.monotonic() < next_look:
+            group, now = self._open_group(), time.monotonic()
+            if now < self._next_look:
                 return
-            next_look, pause = time.monotonic() + pause, min(2 * pause, _LOOK_SELDOM)
+            self._next_look, self._pause = now + self._pause, min(2 * self._pause, _LOOK_SELDOM)
             for peer in {peer for peer, _ in works}:
                 try:
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)

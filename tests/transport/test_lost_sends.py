@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fusionlayer.bounded import Aside
 from fusionlayer.transport import C10dTransport
-from fusionlayer.transport._gloo import GlooLink
+from fusionlayer.transport._gloo import _LOOK, GlooLink
 from tests.harness import outcomes_of
 from tests.losses import lose, stop_here
 
@@ -86,3 +89,17 @@ def test_who_sends_to_a_lost_rank_does_not_wait_for_the_time_out(call: str, n: i
     outcomes = outcomes_of(meet, 2, str(tmp_path), call, n, timeout=60)
     assert [outcome.kind for outcome in outcomes] == ["raised", "died"], outcomes
     assert outcomes[0].attributes["ranks"] == (LOST,) and "rank 1 is gone" in outcomes[0].error[1], outcomes[0]
+
+
+@pytest.mark.short
+def test_looks_at_connections_become_rare() -> None:
+    """gloo keeps something of each look for ever, and on a slow link each message is waited for long enough for one."""
+    asked, link = [], GlooLink.__new__(GlooLink)
+    link._aside, link._next_look, link._pause = Aside("wait"), 0.0, _LOOK
+    link._lock = threading.Lock()
+    link._group = SimpleNamespace(recv=lambda *arguments: asked.append(arguments))
+    slow: Any = SimpleNamespace(wait=lambda *_: time.sleep(1.5 * _LOOK) is None)
+    for _ in range(30):
+        link._finish([(LOST, slow)], time.monotonic() + 60)
+    link._aside.end()
+    assert 0 < len(asked) < 10
