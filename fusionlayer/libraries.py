@@ -41,7 +41,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 10
+ABI_VERSION = 12
 MAX_PLANES = 5
 MAX_PEERS = 16
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
@@ -142,7 +142,6 @@ _VERBS = {
     "fl_delta_decode": (Spec, Messages, *[_POINTER] * 5),
     "fl_add_codes": (Spec, Messages, _POINTER, _POINTER),
     "fl_thc_rms": (Spec, _POINTER, _POINTER, _POINTER, _POINTER),
-    "fl_token_keys": (Spec, _POINTER, _POINTER, _I64, _POINTER, _POINTER),
     "fl_dynamiq_stats": (_U32, _POINTER, _POINTER, _I64, _POINTER, _POINTER, _POINTER),
     "fl_choose_largest": (_POINTER, _I64, _I64, _POINTER, _POINTER, _POINTER),
     "fl_choose_threshold": (Chooser, _POINTER, _I64, *[_POINTER] * 5),

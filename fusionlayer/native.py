@@ -73,7 +73,6 @@ __all__ = [
     "sparse_decode_sum",
     "sparse_encode",
     "thc_rms",
-    "token_keys",
     "two_shot",
     "two_shot_bytes",
 ]
@@ -227,7 +226,8 @@ def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tenso
 def delta_encode(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor | None, bodies: Tensor) -> None:
     """``fl_delta_encode``: encode pieces of ``x`` since ``base``, None: zeros, into ``bodies``; all on one device."""
     given = spec, x.data_ptr(), _pointer(base), _messages(bodies, offsets)
-    _call("fl_delta_encode", x, *given, _delta_workspace(spec, x).data_ptr())
+    workspace = _delta_workspace(spec, x)
+    _call("fl_delta_encode", x, *given, workspace.data_ptr())
 
 
 def delta_decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, base: Tensor | None, out: Tensor) -> None:
@@ -239,8 +239,9 @@ def delta_decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, base: Tenso
         WireError: ``base`` is not that of the message, or the message is damaged.
     """
     status = torch.empty(1, dtype=torch.int32, device=out.device)
-    given = spec, _messages(bodies, offsets), _pointer(base), out.data_ptr()
-    _call("fl_delta_decode", out, *given, _delta_workspace(spec, out).data_ptr(), status.data_ptr())
+    workspace = _delta_workspace(spec, out)
+    given = spec, _messages(bodies, offsets), _pointer(base), out.data_ptr(), workspace.data_ptr()
+    _call("fl_delta_decode", out, *given, status.data_ptr())
     if out.is_cuda and (found := int(status.item())):
         _raise("fl_delta_decode", found)
 
@@ -266,13 +267,6 @@ def thc_rms(spec: Spec, x: Tensor, residual: Tensor | None, sections: int) -> Te
     rms = torch.empty(sections, device=x.device)
     _call("fl_thc_rms", x, spec, x.data_ptr(), _pointer(residual), rms.data_ptr())
     return rms
-
-
-def token_keys(spec: Spec, x: Tensor, residual: Tensor | None, count: int, tokens: int) -> Tensor:
-    """``fl_token_keys``: return (count, tokens) int32, smaller where a token's magnitudes have less entropy."""
-    keys = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
-    _call("fl_token_keys", x, spec, x.data_ptr(), _pointer(residual), count, keys.data_ptr())
-    return keys
 
 
 def accumulate(x: Tensor, scale: float, acc: Tensor) -> None:

@@ -24,8 +24,9 @@ __all__ = ["TAHQuant"]
 class TAHQuant(NativeCodec, name="tahquant"):
     """Tiles of a token's channels with their own offset and step; fewer bits where a token's energy is concentrated.
 
-    As in TAH-Quant (2025), the share ``coarse`` of a message's tokens gets one bit less: those whose magnitudes have
-    the lowest entropy. A tile whose largest magnitude is at least twice the next one is rotated: that value, the pivot,
+    As in TAH-Quant (2025), the share ``coarse`` of the tokens gets one bit less: those whose magnitudes have the lowest
+    entropy. They are chosen among every 32 tokens, where the paper chooses among all, so that values that were just
+    read are encoded. A tile whose largest magnitude is at least twice the next one is rotated: that value, the pivot,
     changes places with the first value, then a Hadamard transform spreads it evenly, all with one sign. Codes run from
     the smallest to the largest value of the tile.
 
@@ -40,7 +41,7 @@ class TAHQuant(NativeCodec, name="tahquant"):
         coarse: share of the tokens with one bit less; 0 with 6 bits.
     """
 
-    local: ClassVar[bool] = False  # tokens of a message compete
+    local: ClassVar[bool] = False  # tokens compete
 
     bits: int = 4
     tile: int = 64
@@ -81,30 +82,15 @@ class TAHQuant(NativeCodec, name="tahquant"):
     def _tokens(self, numel: int) -> tuple[int, int]:
         """Return how many tokens a message has, and how many of them are coarse."""
         tokens = -(-numel // self.channels)
-        return tokens, math.floor(self.coarse * tokens)
+        return tokens, tokens * self._share >> 32
+
+    @property
+    def _share(self) -> int:
+        """The share of coarse tokens in 2^-32, rounded up, so that a fifth of five tokens is one."""
+        return min(math.ceil(self.coarse * (1 << 32)), (1 << 32) - 1)
 
     def _params(self, dtype: torch.dtype) -> native.CodecParams:
-        return native.CodecParams(native.TAHQUANT, (self.bits, self.channels, self.tile, 0))
-
-    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
-        spec = super()._spec(numel, encoded, dtype)
-        spec.param[3] = self._tokens(numel)[1]
-        return spec
-
-    def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
-        if not form.numel:
-            return
-        tokens, coarse = self._tokens(form.numel)
-        if coarse:
-            keys = native.token_keys(self._known(form, x.dtype), x, how.residual, len(bodies), tokens)
-            unique = keys.long() << 32 | torch.arange(tokens, device=x.device)  # of equal ones the first
-            most = unique.topk(coarse, dim=1, largest=False, sorted=False).values.amax(1, keepdim=True)
-            marks = torch.zeros(len(bodies), -(-tokens // RUN) * RUN, dtype=torch.uint8, device=x.device)
-            marks[:, :tokens] = unique <= most
-            # Byte j of a run holds the marks of tokens j, j + 4, .., j + 28, the first in the lowest bit.
-            bits = marks.view(-1, 8, RUN // 8) << torch.arange(8, dtype=torch.uint8, device=x.device)[:, None]
-            bodies[:, : marks.shape[1] // 8].copy_(bits.sum(1).view(len(bodies), -1))
-        super()._encode_rows(x, bodies, form, how)
+        return native.CodecParams(native.TAHQUANT, (self.bits, self.channels, self.tile, self._share))
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
         if self._tokens(form.numel)[1]:  # the entropy of the sum decides which tokens are coarse: the sum comes first

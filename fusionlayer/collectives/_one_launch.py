@@ -44,7 +44,7 @@ class LaunchMemory:
             _logger.warning("sums travel by NCCL, as a rank cannot reach the memory of the others: %s", problem)
             return
         self.is_whole = True
-        least = torch.tensor([-warps])
+        least = torch.tensor([-warps], device="cpu")
         transport.all_reduce_max(least)
         memory = (ctypes.c_void_p * MAX_PEERS)(*[each.data_ptr() for each in self._memory.every])
         self.peers = native.Peers(transport.rank, transport.size, -int(least), nbytes, memory, None)
@@ -102,9 +102,9 @@ def _fitting(x: Tensor, codec: NativeCodec, memory: LaunchMemory) -> int | None:
 
 def _gather(transport: Transport, mine: bytes) -> list[bytes]:
     """Return what every rank gives, in rank order."""
-    lengths = torch.zeros(transport.size, 1, dtype=torch.int64)
-    transport.all_gather(torch.tensor([len(mine)]).view(torch.uint8), lengths.view(torch.uint8))
-    every = torch.zeros(transport.size, 1 + int(lengths.max()), dtype=torch.uint8)
+    lengths = torch.zeros(transport.size, 1, dtype=torch.int64, device="cpu")
+    transport.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8), lengths.view(torch.uint8))
+    every = torch.zeros(transport.size, 1 + int(lengths.max()), dtype=torch.uint8, device="cpu")
     padded = mine.ljust(every.size(1), b"\0")
     transport.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8), every)
     return [bytes(row[:length].tolist()) for row, length in zip(every, lengths.view(-1).tolist(), strict=True)]

@@ -10,8 +10,9 @@ _1 = "wire-2-losses-three-after_intel-r-xeon-r-processor_2026-11-26"
 _2 = "scoreboard-gpt-2x1-adamw-50ms_intel-r-xeon-r-processor_2026-11-25"
 _3 = "scoreboard-gpt-4x1-adamw_amd-epyc-zen-5_2026-11-24"
 _4 = "convergence-small-2x1-adamw_amd-epyc-zen-3_2026-11-23"
-_5 = "wire-2-losses_intel-r-xeon-r-processor_2026-11-25"
-_6 = "wire-2-sections-thc_intel-r-xeon-r-processor_2026-11-26"
+_5 = "rotated-sums-losses_intel-r-xeon-r-processor_2026-11-26"
+_6 = "wire-2-sections-tahquant_intel-r-xeon-r-processor_2026-11-26"
+_7 = "wire-2-sections-thc_intel-r-xeon-r-processor_2026-11-26"
 
 MEASURED = LossCosts(
     (
@@ -25,8 +26,8 @@ MEASURED = LossCosts(
         LossCost("int8", -0.19, _2, 3),
         LossCost("onebit", 5.58, _4, 3),
         LossCost("taco", 0.01, _5, 3),
-        LossCost("tahquant", 0.13, _1, 3),
-        LossCost("thc", 0.19, _6, 3),
+        LossCost("tahquant", 0.11, _6, 3),
+        LossCost("thc", 0.19, _7, 3),
         LossCost("tlq_hs", 0.0, _5, 3),
         LossCost("topk", 19.47, _2, 1),
     )

@@ -208,12 +208,17 @@ def root(form: Layout) -> np.float32:
 
 def decode(codec: Codec, scales: Bytes, codes: Bytes, numel: int) -> F32:
     """Return the (numel,) values of the planes' bytes."""
+    v = summands(codec, scales, codes)
+    with np.errstate(all="ignore"):
+        return (rotate(v) if layout(codec).rotated else v).reshape(-1)[:numel]
+
+
+def summands(codec: Codec, scales: Bytes, codes: Bytes) -> F32:
+    """Return what a sum adds of the planes' bytes, block by block; it is rotated back as a whole."""
     form = layout(codec)
     v = values_of(form.format, unpack(form.format, codes)).reshape(-1, form.block)
     with np.errstate(all="ignore"):
-        if form.rotated:
-            v = rotate(v)
-        return (v * decoded_scales(form, scales, len(v))[:, None]).reshape(-1)[:numel]
+        return v * decoded_scales(form, scales, len(v))[:, None]
 
 
 def decoded_scales(form: Layout, wire: Bytes, blocks: int) -> F32:
@@ -233,6 +238,6 @@ def decoded_scales(form: Layout, wire: Bytes, blocks: int) -> F32:
         scale = wire.view(np.float32) * np.float32(1 / form.block if form.rotated else 1)
     scale = cut(scale.astype(np.float32), 8)
     if form.scale != "e8m0":
-        least = 2.0**-117 / (form.block if form.rotated else 1)
+        least = 2.0**-125 if form.rotated and form.format != "e5m2" else 2.0**-117
         scale = np.where(np.abs(scale) < least, np.float32(0), scale)
     return np.where(np.isfinite(scale * bound(form.format)), scale, np.float32(np.nan)).astype(np.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from torch import Tensor
 from fusionlayer.codecs import Codec, Sparsifier, VariableSizeCodec, ZippedCodec
 from fusionlayer.codecs.integer import Int
 from fusionlayer.codecs.omnireduce import OmniReduce
+from fusionlayer.codecs.taco import Taco
 from fusionlayer.errors import ConfigError, WireError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.wire import ALIGN
 from tests.synthetic import bit_patterns, gradient, noise
+
+from . import block_reference, int_reference
 
 Check = Callable[[Codec, torch.dtype, torch.device], None]
 CHECKS: dict[str, Check] = {}
@@ -104,11 +108,27 @@ def rows(codec: Codec, count: int, numel: int, dtype: torch.dtype, device: torch
 
 
 def f32_sum(codec: Codec, messages: Tensor, numel: int, dtype: torch.dtype, first: Tensor | None = None) -> Tensor:
-    """Return first + message 0 + message 1 + ..., added in this order in f32."""
+    """Return first + message 0 + message 1 + ..., added in this order in f32; rotated ones have a sum of their own."""
     total = torch.zeros(numel, device=messages.device) if first is None else first.float()
+    if isinstance(codec, Int | Taco) and codec.hadamard and total.numel() and len(messages):
+        return total + rotated_sum(codec, messages, numel, dtype).to(total.device)
     for message in messages:
         total = total + decoded(codec, message, numel, dtype, torch.float32)
     return total
+
+
+def rotated_sum(codec: Int | Taco, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum of messages that is made of rotated values, in numpy."""
+    total = np.zeros(1, np.float32)
+    with np.errstate(all="ignore"):
+        for message in messages.cpu():
+            scales, codes = (view.numpy() for view in codec.wire(numel, dtype).views(message))
+            if isinstance(codec, Int):
+                total = total + int_reference.summands(codec, scales, codes)
+            else:
+                total = total + block_reference.summands(codec, scales.view(np.uint8), codes)
+        total = int_reference.hadamard32(total) if isinstance(codec, Int) else block_reference.rotate(total)
+    return torch.from_numpy(total.reshape(-1)[:numel])
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------

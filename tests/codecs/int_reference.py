@@ -50,6 +50,22 @@ def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDA
 
 def decode(codec: Int, scales: F32, codes: NDArray[np.uint8], numel: int) -> F32:
     """Return the (numel,) values of the planes."""
+    values, scales = levels(codec, scales, codes)
+    if codec.hadamard:
+        values = hadamard32(values.reshape(-1)).reshape(values.shape)
+    with np.errstate(all="ignore"):
+        return (values * scales).reshape(-1)[:numel]
+
+
+def summands(codec: Int, scales: F32, codes: NDArray[np.uint8]) -> F32:
+    """Return what a sum adds of the planes; it is rotated back as a whole."""
+    values, scales = levels(codec, scales, codes)
+    with np.errstate(all="ignore"):
+        return (values * scales).reshape(-1)
+
+
+def levels(codec: Int, scales: F32, codes: NDArray[np.uint8]) -> tuple[F32, F32]:
+    """Return the levels of each group, and what they are multiplied by."""
     if codec.bits < 4:
         unsigned = unpack_runs(codes, codec.bits).reshape(len(scales), -1).astype(np.int8)
         signed = 2 * np.where(unsigned >> (codec.bits - 1), unsigned - (1 << codec.bits), unsigned) + 1
@@ -61,10 +77,7 @@ def decode(codec: Int, scales: F32, codes: NDArray[np.uint8], numel: int) -> F32
     with np.errstate(all="ignore"):
         scales = cut(scales, clear_bits(codec.bits))
         scales = np.where(np.isfinite(scales * outermost(codec.bits)), scales, np.float32(np.nan))
-        if codec.hadamard:
-            values = hadamard32(values.reshape(-1)).reshape(values.shape)
-            scales = scales * np.float32(1 / 32)
-        return (values * scales[:, None]).reshape(-1)[:numel]
+    return values, (scales * np.float32(1 / 32 if codec.hadamard else 1))[:, None]
 
 
 def sizes(codec: Int) -> tuple[float, float, float]:

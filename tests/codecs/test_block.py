@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.errors import error, gaussian, tensor_parallel
-from fusionlayer import codecs
+from fusionlayer import codecs, native
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.fp8 import FP8, FP8Block
 from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
@@ -22,6 +22,7 @@ from tests.synthetic import awkward, bit_patterns, gradient, noise
 from . import block_reference as reference
 from .conformance import DTYPES, decoded, encoded, planes, same_bits, vnmse
 from .int_reference import short_scales
+from .test_isa import available
 
 pytestmark = pytest.mark.short
 
@@ -80,6 +81,31 @@ def test_any_message_is_decoded_as_by_the_reference(codec: Codec) -> None:
         out, expected = codec.decompress(payload, n), torch.from_numpy(reference.decode(codec, scales, codes, n))
         assert torch.equal(out.isnan(), expected.isnan())
         assert same_bits(out.nan_to_num(1.0, 2.0, 3.0), expected.nan_to_num(1.0, 2.0, 3.0))
+
+
+OWN_NANS = [codec for codec in (*TACO[:10], *FP8S, *TENSOR, *MX) if codec.options.get("format") == "e4m3"]
+
+
+@pytest.mark.parametrize("codec", OWN_NANS, ids=str)
+@pytest.mark.parametrize("place", [0, 1029, 3007])
+@pytest.mark.parametrize("which", [0, 9])
+def test_a_nan_among_codes_reaches_the_sum(codec: Codec, place: int, which: int) -> None:
+    """No encoder writes one, and sums look for it beforehand. They read eight messages side by side."""
+    n = 3008
+    payloads = torch.stack([encoded(codec, gradient(n, stream, torch.float32)) for stream in range(11)])
+    planes(codec, payloads[which], n, torch.float32)[-1][place] = 0x7F if which else 0xFF
+    total = torch.zeros(n)
+    for payload in payloads:
+        total += codec.decompress(payload, n)
+    try:
+        for isa in available():
+            out = torch.empty(n)
+            native.select_isa(isa)
+            codec.decode_sum(payloads, out)
+            assert out[place].isnan() and torch.equal(out.isnan(), total.isnan()), isa
+            torch.testing.assert_close(out, total, rtol=1e-5, atol=1e-5, equal_nan=True)
+    finally:
+        native.select_isa("auto")
 
 
 @pytest.mark.parametrize("codec", STANDARD, ids=str)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs, native
+from fusionlayer import codecs
 from fusionlayer.codecs.tahquant import TAHQuant
 from fusionlayer.errors import ConfigError
 from tests.synthetic import gradient
 
 from .conformance import vnmse
+from .torch_arithmetic import unpack_runs
 from .torch_oracles import TorchTAHQuant, bf16_above, bf16_below, entropy
 
 pytestmark = pytest.mark.short
@@ -47,18 +48,66 @@ def test_the_tokens_of_lowest_entropy_are_coarse() -> None:
     assert marked == [3, 8]
 
 
+def coarse_tokens(codec: TAHQuant, x: Tensor, residual: Tensor | None = None) -> list[int]:
+    payload = torch.zeros(codec.bare.wire(x.numel()).capacity, dtype=torch.uint8)
+    codec.bare.encode(x, payload, residual=None if residual is None else residual.clone())
+    marks = unpack_runs(codec.bare.wire(x.numel()).views(payload)[0], 1)
+    return [token for token, mark in enumerate(marks.tolist()) if mark]
+
+
+def test_a_section_of_32_tokens_has_its_own_share() -> None:
+    """What other sections hold does not matter: a message of few tokens is as it is as a part of a longer one."""
+    x = spread(100)
+    x.view(100, 256)[:32, 20:] *= 1e-3
+    chosen = coarse_tokens(SMALL, x)
+    assert [len([token for token in chosen if token // 32 == section]) for section in range(4)] == [6, 6, 7, 1]
+    assert chosen[:6] == coarse_tokens(SMALL, x[: 32 * 256])
+    assert [token - 64 for token in chosen[12:19]] == coarse_tokens(
+        TAHQuant(channels=256, coarse=7 / 32), x[64 * 256 :]
+    )[:7]
+
+
 def test_entropies_are_those_of_their_definition() -> None:
     x = torch.stack([gradient(256, stream) * 2.0**exponent for stream, exponent in enumerate((0, -90, 100, 5, 7, 9))])
+    magnitude = x.double().abs()
+    exact = torch.special.entr(magnitude / magnitude.sum(1, keepdim=True)).sum(1) / math.log(2)
+    assert (entropy(x) - exact).abs().max() < 1e-4
     x[3, 1:] = 0
     x[4] = 0
-    x[5, 7] = float("inf")
-    keys = native.token_keys(SMALL._spec(x.numel(), x.dtype, x.dtype), x.view(-1), None, 1, 6)[0]
-    assert keys[3:].tolist() == [0, 0, 0x7FFF_FFFF]
-    bits = entropy(x[:3]) / math.log(2)
-    assert (keys[:3].double() / 2**20 - bits).abs().max() < 2e-6
-    with_residual = native.token_keys(SMALL._spec(256, x.dtype, x.dtype), x[0], x[1], 1, 1)
-    sums = native.token_keys(SMALL._spec(256, x.dtype, x.dtype), x[0] + x[1], None, 1, 1)
-    assert torch.equal(with_residual, sums)
+    assert entropy(x)[3].abs() < 1.1e-3 and entropy(x)[4] == 0  # one value has the error of one logarithm
+
+
+def test_tokens_are_told_apart_by_a_millionth_of_their_entropy() -> None:
+    """Those of one order at all scales, of which one is not finite."""
+    x = gradient(1024, 3).repeat(32, 1)
+    x[:, 5] = 10 + 2e-4 * torch.randperm(32, generator=torch.Generator().manual_seed(1))
+    want = entropy(x).argsort()
+    assert entropy(x)[want].diff().min() > 2e-6
+    for factor in (1.0, 2.0**-90, 2.0**100):
+        assert coarse_tokens(TAHQuant(coarse=0.5), x.view(-1) * factor) == sorted(want[:16].tolist())
+    x[want[0], 7] = float("inf")
+    assert coarse_tokens(TAHQuant(coarse=0.5), x.view(-1)) == sorted(want[1:17].tolist())
+    other = gradient(32 * 1024, 4)
+    assert coarse_tokens(TAHQuant(), other, x.view(-1)) == coarse_tokens(TAHQuant(), other + x.view(-1))
+
+
+def test_of_equal_tokens_the_first_are_coarse() -> None:
+    assert coarse_tokens(SMALL, spread(1).repeat(40)) == [0, 1, 2, 3, 4, 5, 32, 33]
+
+
+def test_the_logarithm_is_that_of_the_wire_format() -> None:
+    """Tokens whose values are all equal differ by its error alone."""
+    x = (1 + torch.randperm(32, generator=torch.Generator().manual_seed(2)) / 32).repeat_interleave(256).view(32, 256)
+    order = entropy(x).argsort()
+    assert entropy(x)[order].diff()[15] > 2e-6
+    half = TAHQuant(channels=256, coarse=0.5)
+    assert coarse_tokens(half, x.view(-1)) == sorted(order[:16].tolist())
+
+
+def test_a_fifth_of_the_tokens_is_coarse() -> None:
+    tokens = torch.arange(1, 100_000)
+    assert all(TAHQuant()._tokens(1024 * k)[1] == k // 5 for k in tokens.tolist())
+    assert TAHQuant(coarse=1 / 3)._tokens(1024 * 3) == (3, 1) and TAHQuant(coarse=1 - 1e-12)._tokens(1024) == (1, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -68,7 +117,7 @@ def test_the_core_makes_the_bytes_of_the_oracle(bits: int, tile: int, dtype: tor
     for channels, coarse in ((128, 0.2), (1024, 0.5), (384, 0.0)):
         codec = TAHQuant(bits, tile, channels, coarse if bits == 4 else 0.0, header=False)
         oracle = TorchTAHQuant(codec=codec, header=False)
-        for numel in (1, channels - 1, 3 * channels, 11 * channels + 70, 50 * channels):
+        for numel in (1, channels - 1, 3 * channels, 11 * channels + 70, 32 * channels, 70 * channels):
             x = gradient(numel, 7, dtype)
             x[::97] *= 30  # pivots
             kind = torch.arange(numel) // tile % 4  # tiles of one sign, with zeros of the other one
@@ -160,14 +209,19 @@ def test_more_bits_lose_less() -> None:
 
 
 def test_garbage_marks_choose_as_many_tokens() -> None:
-    """A damaged map of coarse tokens gives other values, never another number of codes."""
-    x = spread(10)
+    """A damaged map of coarse tokens gives other values in its section alone, never another number of codes."""
+    x = spread(70)
     payload = SMALL.bare.compress(x)
+    want = SMALL.bare.decompress(payload, x.numel())
     for fill in (0, 255):
-        SMALL.bare.wire(x.numel()).views(payload)[0].fill_(fill)
-        out = torch.empty_like(x)
-        SMALL.bare.decode(payload, out)
+        SMALL.bare.wire(x.numel()).views(payload)[0][4:8].fill_(fill)
+        out = SMALL.bare.decompress(payload, x.numel())
         assert out.isfinite().all()
+        same = (out == want).view(70, 256).all(1)
+        assert same[:32].all() and same[64:].all() and not same[32:64].all()
+    _, _, offsets, steps, _ = planes(SMALL, x)
+    codes = ((out.view(-1, 64) - offsets.float()[:, None]) / steps.float()[:, None]).round().view(70, 256)
+    assert torch.equal(codes[37:64], codes[63:64].expand(27, -1))  # those of the last place, where 26 are fine
 
 
 @pytest.mark.parametrize(

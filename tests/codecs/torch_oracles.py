@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves,
 _TINY = 2.0**-100
 _NO_PIVOT = 255
 SECTION = 1024  # elements of thc that share a root mean square
+SECTION_TOKENS = 32  # of tahquant, among which coarse ones are chosen
 INTEGERS = {
     "normal": (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30),
     "uniform": tuple(range(16)),
@@ -150,11 +152,10 @@ class TorchTAHQuant(TorchCodec):
         value[: x.numel()] = x
         fine_bits = torch.full((tokens,), self.codec.bits, device=x.device)
         if coarse:
-            least = entropy(value.view(tokens, -1)).argsort(stable=True)[:coarse]
             marks = torch.zeros(-(-tokens // RUN) * RUN, dtype=torch.int32, device=x.device)
-            marks[least] = 1
+            marks[:tokens] = self._choose(entropy(value.view(tokens, -1)))
             chosen.copy_(pack_runs(marks, 1))
-            fine_bits[least] -= 1
+            fine_bits -= marks[:tokens]
 
         tiles = value.view(-1, self.codec.tile)
         tiles, pivot = self._rotate(tiles)
@@ -165,20 +166,20 @@ class TorchTAHQuant(TorchCodec):
         step = bf16_above((torch.where(usual, high, 0.0) - start.float()) / most)
         finite = low.isfinite() & high.isfinite() & start.isfinite() & step.isfinite()
         start, step = (torch.where(finite, each, math.nan) for each in (start, step))
-        sizes = torch.where(finite & (step > 0), step.float(), math.inf)
-        code = ((tiles - torch.where(finite, start.float(), 0.0)[:, None]) / sizes[:, None]).round()
+        inverse = torch.where(finite & (step > 0), 1.0 / step.float().clamp(min=2.0**-126), 0.0)
+        code = ((tiles - torch.where(finite, start.float(), 0.0)[:, None]) * inverse[:, None]).round()
         code = torch.minimum(code.nan_to_num(0.0).clamp(min=0), most[:, None])
 
         pivots.copy_(torch.where(finite, pivot, _NO_PIVOT))
         offsets.copy_(start)
         steps.copy_(step)
-        self._pack(code.to(torch.int32).view(tokens, -1), fine_bits, coarse, codes)
+        self._pack(code.to(torch.int32).view(tokens, -1), fine_bits, codes)
 
     def _decode(self, planes: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> None:
         chosen, pivots, offsets, steps, codes = planes
         tokens, coarse = self.codec._tokens(out.numel())
         marks = unpack_runs(chosen, 1)[:tokens] if coarse else torch.zeros(tokens, device=out.device)
-        code = self._unpack(codes, marks, coarse).view(-1, self.codec.tile)
+        code = self._unpack(codes, marks).view(-1, self.codec.tile)
         start, step = (torch.where(each.isfinite(), each.float(), math.nan) for each in (offsets, steps))
         value = self._rotate_back(code * step[:, None] + start[:, None], pivots.long())
         out.copy_(value.view(-1)[: out.numel()])
@@ -198,31 +199,59 @@ class TorchTAHQuant(TorchCodec):
         rotated = hadamard(tiles.reshape(-1), self.codec.tile).view_as(tiles) * (1 / math.sqrt(self.codec.tile))
         return torch.where(stands_out[:, None], _swapped(rotated, torch.where(stands_out, pivot, 0)), tiles)
 
-    def _pack(self, codes: Tensor, bits: Tensor, coarse: int, data: Tensor) -> None:
-        """Write ``codes`` (tokens, channels): those of fine tokens in their order, then those of coarse ones."""
-        order = bits.argsort(stable=True, descending=True)
-        fine, less = codes[order].split((len(codes) - coarse, coarse))
-        packed = [pack_runs(fine, self.codec.bits)] + ([pack_runs(less, self.codec.bits - 1)] if coarse else [])
+    def _sections(self, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the first token of each section, the one behind its last, and how many of its tokens are coarse."""
+        for first in range(0, tokens, SECTION_TOKENS):
+            stop = min(first + SECTION_TOKENS, tokens)
+            before, until = (math.floor(Fraction(str(self.codec.coarse)) * token) for token in (first, stop))
+            yield first, stop, until - before
+
+    def _choose(self, entropies: Tensor) -> Tensor:
+        """Return (tokens,) int32: 1 for those of lowest entropy of each section, else 0."""
+        marks = torch.zeros_like(entropies, dtype=torch.int32)
+        for first, stop, coarse in self._sections(len(entropies)):
+            marks[first + entropies[first:stop].argsort(stable=True)[:coarse]] = 1
+        return marks
+
+    def _pack(self, codes: Tensor, bits: Tensor, data: Tensor) -> None:
+        """Write ``codes`` (tokens, channels): of each section those of fine tokens, then those of coarse ones."""
+        packed = []
+        for first, stop, coarse in self._sections(len(codes)):
+            order = first + bits[first:stop].argsort(stable=True, descending=True)
+            fine, less = codes[order].split((stop - first - coarse, coarse))
+            packed += [pack_runs(fine, self.codec.bits)] if len(fine) else []
+            packed += [pack_runs(less, self.codec.bits - 1)] if coarse else []
         data.copy_(torch.cat(packed))
 
-    def _unpack(self, data: Tensor, marks: Tensor, coarse: int) -> Tensor:
+    def _unpack(self, data: Tensor, marks: Tensor) -> Tensor:
         """Return (tokens, channels) int32; ``marks`` (tokens,) says which tokens are coarse."""
-        tokens = len(marks)
-        cut = (tokens - coarse) * self.codec.channels * self.codec.bits // 8
-        parts = [unpack_runs(data[:cut], self.codec.bits)] + (
-            [unpack_runs(data[cut:], self.codec.bits - 1)] if coarse else []
-        )
-        codes = torch.empty(tokens, self.codec.channels, dtype=torch.int32, device=data.device)
-        codes[marks.argsort(stable=True)] = torch.cat(parts).view(tokens, -1)
+        codes = torch.empty(len(marks), self.codec.channels, dtype=torch.int32, device=data.device)
+        for first, stop, coarse in self._sections(len(marks)):
+            order, rows = first + marks[first:stop].argsort(stable=True), []
+            for count, bits in ((stop - first - coarse, self.codec.bits), (coarse, self.codec.bits - 1)):
+                nbytes = count * self.codec.channels * bits // 8
+                rows += [unpack_runs(data[:nbytes], bits)] if count else []
+                data = data[nbytes:]
+            codes[order] = torch.cat(rows).view(stop - first, -1)
         return codes
 
 
 def entropy(tokens: Tensor) -> Tensor:
-    """Return (k,) f64: the entropy of the magnitudes of each of ``tokens`` (k, channels); 0 where all are 0."""
-    magnitude = tokens.double().abs()
-    share = magnitude / magnitude.sum(1, keepdim=True).clamp(min=1e-300)
-    entropy: Tensor = torch.special.entr(share).sum(1)
-    return entropy
+    """Return (k,) f64: the entropy of the magnitudes of each of ``tokens`` (k, channels), in bits; 0 where all are 0.
+
+    The logarithm of elements is that of the wire format.
+    """
+    magnitude = tokens.float().abs()
+    total = magnitude.double().sum(1)
+    mean = (magnitude.double() * log2(magnitude)).sum(1) / total.clamp(min=1e-300)
+    return torch.where(total > 0, total.log2() - mean, 0.0)
+
+
+def log2(x: Tensor) -> Tensor:
+    """Return f64: the logarithm of ``x`` f32 to 1e-3, as the wire format has it."""
+    bits = x.view(torch.int32)
+    u = ((bits & 0x7FF800) | 0x3F800000).view(torch.float32).double() - 1
+    return bits.double() / 2**23 - 127 + u * (1 - u) * (float.fromhex("0x1.b01p-2") - 5 / 32 * u)
 
 
 def _swapped(tiles: Tensor, place: Tensor) -> Tensor:

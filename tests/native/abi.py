@@ -64,9 +64,9 @@ class Case:
             bits = next(bits for bits in (8, 12, 16) if ranks * top < 1 << bits) if ranks else 4
             return 4 * -(-self.numel // 1024), count * bits // 8
         if self.codec == native.TAHQUANT:
-            bits, channels, tile, coarse = self.param
+            bits, channels, tile, share = self.param
             tokens = -(-self.numel // channels)
-            tiles = tokens * channels // tile
+            tiles, coarse = tokens * channels // tile, tokens * share >> 32
             marked = 4 * -(-tokens // 32) * min(coarse, 1)
             return marked, tiles, 2 * tiles, 2 * tiles, (tokens * bits - coarse) * channels // 8
         if self.codec == native.DYNAMIQ:
@@ -145,9 +145,9 @@ def thc_case(
 
 
 def tah_case(
-    bits: int, channels: int, tile: int, coarse: int = 0, dtype: int = F32, numel: int = 0, **rest: int
+    bits: int, channels: int, tile: int, share: int = 0, dtype: int = F32, numel: int = 0, **rest: int
 ) -> Case:
-    return Case(native.TAHQUANT, (bits, channels, tile, coarse), dtype, numel, **rest)
+    return Case(native.TAHQUANT, (bits, channels, tile, share), dtype, numel, **rest)
 
 
 def chunked_case(
@@ -194,16 +194,6 @@ GIVEN_SCALES = np.array([0x3F80, 0, 0x380F, 0x7FC0, 0x4440, 0x0C80, 0x7F80, 0xBF
 GIVEN_RMS = np.array([0.9, 3e-5, np.nan, 1e30, 2.0**-101, np.inf, -1.0], np.float32)
 
 
-def marks(case: Case) -> Bytes:
-    """Return plane 0 of ``tahquant``: every so many-th token is coarse, as many as the case has."""
-    _, channels, _, coarse = case.param
-    tokens = -(-case.numel // channels)
-    bits = np.zeros((-(-tokens // 32), 32), np.uint8)
-    bits.reshape(-1)[np.random.default_rng(tokens).permutation(tokens)[:coarse]] = 1
-    rows = bits.reshape(-1, 8, 4)  # bit i / 4 of byte i mod 4 is that of token i
-    return (rows << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8).reshape(-1)
-
-
 class Area:
     """``content`` at a multiple of 64, or ``shift`` bytes past one, with guard bytes on both sides."""
 
@@ -236,9 +226,6 @@ class Planes:
             for m in range(count):
                 given = np.resize(np.roll(GIVEN_RMS, -m), case.plane_bytes[0] // 4).view(np.uint8)
                 self.area.data[m * offsets[-1] :][: case.plane_bytes[0]] = given
-        if case.codec == native.TAHQUANT and case.param[3]:
-            for start in range(0, offsets[-1] * count, offsets[-1]):
-                self.area.data[start : start + case.plane_bytes[0]] = marks(case)
         self._case, self._starts = case, range(0, offsets[-1] * count, offsets[-1])
         self.place_widths()
         pointers = (ctypes.c_void_p * native.MAX_PLANES)(*(self.area.address + offset for offset in offsets[:-1]))
@@ -378,6 +365,8 @@ def verbs_of(case: Case) -> tuple[tuple[str, dict[str, bool]], ...]:
         ranks = case.param[0] >> native.THC_RANKS_SHIFT
         lacking = {"recode", "encode"} if ranks else {"recode"}
         return tuple((verb, options) for verb, options in VERBS if verb not in lacking)
+    if case.codec == native.TAHQUANT and case.plane_bytes[0]:
+        return tuple((verb, options) for verb, options in VERBS if verb != "recode")
     if case.codec != native.ZIP:
         return VERBS
     lacking = {"recode", *(["encode"] if case.dtype != case.param[0] else [])}

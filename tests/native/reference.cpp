@@ -2,6 +2,7 @@
 // with. It has the four verbs of the C ABI; it checks no argument and cares for no speed.
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -95,18 +96,28 @@ struct IntCodec {
     return c >> (bits - 1) ? c - (1 << bits) : c;
   }
 
-  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+  // With `rotate` what a message decodes to, without it what sums are made of; of whole groups.
+  std::vector<float> whole(const fl_messages &in, int64_t m, bool rotate) const {
     std::vector<float> values(groups * group);
     for (int64_t g = 0; g < groups; ++g) {
       float *v = &values[g * group];
       const uint8_t *codes = plane(in, 1, m) + g * group * bits / 8;
       for (int64_t i = 0; i < group; ++i) v[i] = float(fl::int_level(bits, code_at(codes, i)));
-      transform(v);
+      if (rotate) transform(v);
       const float scale = fl::decode_scale(reinterpret_cast<const float *>(plane(in, 0, m))[g], bits, hadamard);
       for (int64_t i = 0; i < group; ++i) v[i] *= scale;
     }
+    return values;
+  }
+
+  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+    std::vector<float> values = whole(in, m, true);
     values.resize(spec.numel);
     return values;
+  }
+
+  void rotate_back(std::vector<float> &sum) const {
+    for (int64_t g = 0; g < groups; ++g) transform(&sum[g * group]);
   }
 };
 
@@ -158,7 +169,7 @@ struct BlockCodec {
     }
   }
 
-  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+  std::vector<float> whole(const fl_messages &in, int64_t m, bool rotate) const {
     std::vector<float> values(blocks * block);
     for (int64_t g = 0; g < blocks; ++g) {
       float *v = &values[g * block];
@@ -167,15 +178,24 @@ struct BlockCodec {
         fl::unpack_run(fl::format_bits(format), plane(in, 1, m) + (g * block + i) / fl::kCodeRun * run_bytes, codes);
         for (int j = 0; j < fl::kCodeRun; ++j) v[i + j] = fl::block_value(format, codes[j]);
       }
-      if (hadamard) fl::hadamard(v, int(block));
       uint32_t wire = 0, first = 0;
       std::memcpy(&wire, scale_at(in, m, g), kind == FL_SCALE_DUAL ? 4 : fl::scale_bytes(kind));
       if (kind == FL_SCALE_DUAL) std::memcpy(&first, scale_at(in, m, g) + 4, 4);
       const float scale = fl::decode_block_scale(scaling, wire, first);
       for (int64_t i = 0; i < block; ++i) v[i] *= scale;
     }
+    if (rotate) rotate_back(values);
+    return values;
+  }
+
+  std::vector<float> decode(const fl_messages &in, int64_t m) const {
+    std::vector<float> values = whole(in, m, true);
     values.resize(spec.numel);
     return values;
+  }
+
+  void rotate_back(std::vector<float> &sum) const {
+    for (int64_t g = 0; hadamard && g < blocks; ++g) fl::hadamard(&sum[g * block], int(block));
   }
 };
 
@@ -369,8 +389,23 @@ void encode_values(const Codec &codec, std::vector<float> values, float *residua
   for (size_t i = 0; i < values.size(); ++i) residual[i] = fl::residual_after(values[i], decoded[i], residual[i]);
 }
 
+// Codecs that rotate sum rotated values from 0 on.
+template <class Codec>
+void add_rotated(const Codec &codec, const fl_messages &in, std::vector<float> &values) {
+  std::vector<float> sum(values.size(), 0.0f);
+  for (int64_t m = 0; m < in.count; ++m) {
+    const std::vector<float> rotated = codec.whole(in, m, false);
+    sum.resize(rotated.size(), 0.0f);
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] += rotated[i];
+  }
+  if (in.count > 0) codec.rotate_back(sum);
+  for (size_t i = 0; i < values.size(); ++i) values[i] += sum[i];
+}
+
 template <class Codec>
 void add_messages(const Codec &codec, const fl_messages &in, std::vector<float> &values) {
+  if constexpr (std::is_same_v<Codec, IntCodec> || std::is_same_v<Codec, BlockCodec>)
+    if (codec.hadamard) return add_rotated(codec, in, values);
   for (int64_t m = 0; m < in.count; ++m) {
     const std::vector<float> decoded = codec.decode(in, m);
     for (size_t i = 0; i < values.size(); ++i) values[i] += decoded[i];
@@ -494,9 +529,9 @@ int64_t reference_inexact_levels(int bits, int hadamard) {
 }
 
 // The same of the codes of a small format.
-int64_t reference_inexact_codes(uint32_t format, uint32_t kind) {
+int64_t reference_inexact_codes(uint32_t format, uint32_t block, uint32_t kind, uint32_t flags) {
   int64_t count = 0;
-  const uint32_t param[4] = {format, 32, kind, 0};
+  const uint32_t param[4] = {format, block, kind, flags};
   const fl::BlockScaling scaling = fl::block_scaling(param);
   for_each_scale([&](uint32_t bits) {
     const uint32_t wire = kind == FL_SCALE_E8M0 ? bits >> 23 & 255 : kind == FL_SCALE_BF16 ? bits >> 16 : bits;

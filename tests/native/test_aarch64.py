@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
     yield from block_cases()
     yield from (zip_case(wire, choice) for wire, choice in itertools.product(range(3), range(3)))
     yield from (thc_case(flags) for flags in range(8))
-    yield from (tah_case(bits, 64, 32, dtype=0) for bits in (4, 6))
+    yield from (tah_case(bits, 64, 32, share) for bits, share in ((4, 0), (4, 1 << 30), (6, 0)))
     yield from (dynamiq_case(flags) for flags in range(2))
     yield from (chunked_case(bits, 512, kept) for bits in (2, 3, 8, 32) for kept in (1, 9, 300))
     yield from (onebit_case(group) for group in (32, 1024))
@@ -114,7 +114,7 @@ def varied(given: Iterable[Case]) -> Iterator[Case]:
     for i, case in enumerate(given):
         numel = (1, 4097, 129, 2048, 9_001)[i % 5]
         if case.codec == native.TAHQUANT:
-            yield replace(case, numel=64 * 32, count=2)
+            yield replace(case, numel=64 * 40, count=2)
         elif case.codec == native.DYNAMIQ:
             yield dynamiq_case(case.param[0], numel=numel, count=1 + i % 2)
         elif case.codec == native.ZIP:

@@ -329,8 +329,8 @@ def test_products_of_codes_and_scales_are_exact(reference: ctypes.CDLL) -> None:
     reference.reference_inexact_levels.restype = reference.reference_inexact_codes.restype = ctypes.c_int64
     for bits, hadamard in itertools.product((2, 3, 4, 8), (0, 1)):
         assert reference.reference_inexact_levels(bits, hadamard) == 0
-    for number, scale in itertools.product(native.FORMATS.values(), range(native.SCALE_MESSAGE + 1)):
-        assert reference.reference_inexact_codes(number, scale) == 0
+    for case in block_cases():
+        assert reference.reference_inexact_codes(*case.param) == 0, case
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from tests.native.abi import (
     STOCHASTIC,
     Area,
     Case,
+    Planes,
     Run,
     assert_same,
     block_case,
@@ -159,6 +161,24 @@ def test_block_writes_the_bytes_of_the_cpu_core(check: Check, number: str) -> No
         check(case)
 
 
+def test_what_lies_between_two_numbers_of_4_bits_is_rounded_as_by_the_cpu_core(kernels: ctypes.CDLL) -> None:
+    """Multiples of 1/16 up to the largest number, with all that lie in the middle, and their neighbours in f32."""
+    exact = torch.arange(-96, 97) / 16
+    x = torch.cat([exact, exact.nextafter(torch.tensor(9.0)), exact.nextafter(torch.tensor(-9.0))])
+    blocks = torch.nn.functional.pad(x, (0, -len(x) % 31)).view(-1, 31)
+    blocks = torch.nn.functional.pad(blocks, (1, 0), value=6.0)  # which makes the scale 1
+    spec = block_case("e2m1", 32, native.SCALE_E8M0, numel=blocks.numel()).spec
+    made = []
+    for library in (kernels, native.cpu()):
+        out = torch.full((1, 16 + blocks.numel()), GUARD, dtype=torch.uint8)
+        planes = (ctypes.c_void_p * native.MAX_PLANES)(out.data_ptr(), out.data_ptr() + 32)
+        messages = native.Messages(planes, out.stride(0), 1)
+        assert library.fl_encode(ctypes.byref(spec), blocks.data_ptr(), None, ctypes.byref(messages), None) == 0
+        made.append(out)
+    assert torch.equal(*made)
+    assert (made[0][0, : len(blocks)] == 127).all(), "the scale of a block is not 1"
+
+
 @pytest.mark.parametrize("flags", [0, native.DYNAMIQ_FLAT])
 def test_dynamiq_writes_the_bytes_of_the_cpu_core(check: Check, flags: int) -> None:
     epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 700), (500, 200)])
@@ -169,6 +189,14 @@ def test_dynamiq_writes_the_bytes_of_the_cpu_core(check: Check, flags: int) -> N
     check(dynamiq_case(flags, (1, 3), numel=2999, count=2), garbage=True)
     check(dynamiq_case(flags, (1, 3), numel=5000, count=40))
     check(dynamiq_case(flags, (1, 3), numel=140_000, dtype=BF16))
+
+
+def test_dynamiq_encodes_several_super_groups_in_turn_as_the_cpu_core_does(kernels: ctypes.CDLL) -> None:
+    """So many that a warp takes one after another, while the next is on its way."""
+    case = dynamiq_case(0, (1, 3), numel=((1 << 14) + 3) * 256 - 5, dtype=BF16)
+    got, want = (Run(library, case, native.cpu()).encode(residual=False) for library in (kernels, native.cpu()))
+    for one, other in zip(got, want, strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_statistics_of_super_groups_are_those_of_the_cpu_core(kernels: ctypes.CDLL) -> None:
@@ -288,39 +316,45 @@ def test_sums_of_codes_are_those_of_the_cpu_core(kernels: ctypes.CDLL, flags: in
         assert np.array_equal(*made) and (made[0] != GUARD).any()
 
 
+FIFTH, THIRD, MOST = (math.ceil(share * 2**32) for share in (0.2, 1 / 3, 1 - 2**-31))
+"""Shares of coarse tokens."""
 TAH = tuple(
-    tah_case(bits, channels, tile, coarse)
+    tah_case(bits, channels, tile, share)
     for bits, channels, tile in itertools.product((4, 6), (128, 384, 1024), (32, 64, 128))
-    for coarse in ((0, 1) if bits == 4 else (0,))
+    for share in ((0, THIRD if tile == 64 else MOST) if bits == 4 else (0,))
 )
 
 
 @pytest.mark.parametrize("start", tiered(TAH, lambda case: case.param[1] != 1024), ids=lambda case: str(case.param))
 def test_tahquant_writes_the_bytes_of_the_cpu_core(check: Check, start: Case) -> None:
-    channels, some = start.param[1], start.param[3]
+    channels = start.param[1]
     for case in varied(replace(start, numel=numel) for numel in (1, channels - 1, 3 * channels, 40 * channels + 7)):
-        tokens = -(-case.numel // channels)
-        case = replace(case, param=(*start.param[:3], some * (tokens // 3 or 1)), count=max(case.count, 1))
+        case = replace(case, count=max(case.count, 1))
         check(case)
     check(case, garbage=True)
 
 
 @pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
-def test_keys_of_tokens_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
-    for channels, numel, count in ((128, 1000, 3), (1024, 5000, 1), (384, 384, 2)):
-        case = tah_case(4, channels, 64, dtype=native.DTYPES[dtype], numel=numel, count=count)
+def test_coarse_tokens_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Sections of 32 tokens, whole and partial, with ties and a token that is not finite, of several messages."""
+    for channels, numel, count in ((128, 9000, 3), (1024, 40_000, 1), (32, 20_000, 2)):
+        case = tah_case(4, channels, 32, FIFTH, dtype=native.DTYPES[dtype], numel=numel, count=count)
         given = gradient(numel * count, 3, dtype)
         given[7] = float("inf")
-        x, kept = Area(given.view(torch.uint8).numpy()), Area(gradient(numel * count, 4).view(torch.uint8).numpy())
-        for residual in (None, kept.address):
+        given[4 * channels : 16 * channels] = given[:channels].clone().nan_to_num(1.0, 1.0).repeat(12)
+        x, kept = Area(given.view(torch.uint8).numpy()), gradient(numel * count, 4).view(torch.uint8).numpy()
+        for residual in (False, True):
             made = []
             for library in (kernels, native.cpu()):
-                keys = Area(np.full(4 * count * -(-numel // channels), GUARD, np.uint8))
-                spec = ctypes.byref(case.spec)
-                assert library.fl_token_keys(spec, x.address, residual, count, keys.address, None) == 0
-                assert keys.guards_hold()
-                made.append(keys.data.view(np.int32).copy())
-            assert np.array_equal(*made) and len(set(made[0].tolist())) > 1
+                planes, lost = Planes(case, count), Area(kept)
+                messages, pointer = ctypes.byref(planes.messages), lost.address if residual else None
+                assert library.fl_encode(ctypes.byref(case.spec), x.address, pointer, messages, None) == 0
+                assert planes.area.guards_hold() and lost.guards_hold()
+                made.append((planes.area.data, lost.data))
+            for got, want in zip(*made, strict=True):
+                assert np.array_equal(got, want)
+            marks = np.unpackbits(planes.area.data[: case.plane_bytes[0]])
+            assert marks.sum() == -(-numel // channels) // 5
 
 
 SOME = {
@@ -330,7 +364,7 @@ SOME = {
     "fp8": block_case("e4m3", 32, native.SCALE_MESSAGE),
     "zip": zip_case(BF16),
     "thc": thc_case(native.THC_STOCHASTIC),
-    "tahquant": tah_case(4, 128, 64, 5),
+    "tahquant": tah_case(4, 128, 64, FIFTH),
     "chunked": chunked_case(3, 256, 9),
     "onebit": onebit_case(256),
     "qsdp": qsdp_case(4, 256),
@@ -392,7 +426,7 @@ WRONG: tuple[tuple[str, Case], ...] = (
     ("bits of tahquant", tah_case(5, 128, 64, numel=128)),
     ("tile", tah_case(4, 128, 16, numel=128)),
     ("channels", tah_case(4, 96, 64, numel=128)),
-    ("more coarse tokens than there are", tah_case(4, 128, 64, 2, numel=128)),
+    ("coarse ones of too many tokens", tah_case(4, 32, 32, FIFTH, numel=(1 << 37) + 1)),
     ("bits of chunks", chunked_case(5, numel=64)),
     ("a chunk of no power of two", chunked_case(2, 96, 3, numel=64)),
     ("a chunk that is too large", chunked_case(2, 8192, 64, numel=64)),

@@ -111,6 +111,20 @@ def test_the_order_in_which_warps_run_and_bytes_arrive_changes_nothing(kernels: 
             assert_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("name, residual", [("int4", True), ("int8", False), ("taco", False)])
+def test_rounds_of_several_spans(kernels: ctypes.CDLL, name: str, residual: bool) -> None:
+    """Shares of 70 and 171 spans, for 8 warps: 2 and 4 in a round, and the last ones fewer."""
+    codec = CODECS[name]
+    for spans in (70, 171):
+        given = inputs(2, 2 * spans * 1024 - 777, torch.bfloat16, residual, spans)
+        with devices(kernels, 2, 1 << 20, seed=spans) as several:
+            got = [(x.clone(), None if kept is None else kept.clone()) for x, kept in given]
+            for rank, (x, kept) in enumerate(got):
+                several.two_shot(rank, codec, x, x, kept, seed=spans)
+            assert several.run()
+        assert_equal(got, wanted(codec, given, seed=spans))
+
+
 def test_launches_end_when_the_host_gives_up(kernels: ctypes.CDLL) -> None:
     """A device that never launches leaves the others waiting; the host's word ends them, and they say nothing."""
     codec, x = CODECS["int4"], [gradient(9000, rank) for rank in range(3)]

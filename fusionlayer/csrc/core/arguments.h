@@ -133,7 +133,8 @@ inline int check_tahquant(const fl_spec &spec) {
   const uint32_t *param = spec.param;
   if ((param[0] != 4 && param[0] != 6) || !power_of_two_within(param[2], 32, kTahMaxTile)) return FL_BAD_ARGUMENT;
   if (!param[1] || param[1] > 16384 || param[1] % param[2]) return FL_BAD_ARGUMENT;
-  return param[3] && (param[0] == 6 || param[3] > tah_shape(spec).tokens()) ? FL_BAD_ARGUMENT : FL_OK;
+  if (param[3] && param[0] == 6) return FL_BAD_ARGUMENT;
+  return param[3] && tah_shape(spec).tokens() > kTahMostTokens ? FL_UNSUPPORTED : FL_OK;
 }
 
 inline int check_chunked(const uint32_t *param) {
@@ -238,6 +239,7 @@ inline int check_recode(const fl_spec *spec, const fl_messages *in, const void *
                         const fl_messages *out) {
   if (const int bad = check_dense_spec(spec)) return bad;
   if (is_lossless(*spec) || spec->codec == FL_THC) return FL_UNSUPPORTED;
+  if (spec->codec == FL_TAHQUANT && tah_shape(*spec).coarse) return FL_UNSUPPORTED;
   if (const int bad = first_error(check_messages(*spec, in), check_messages(*spec, out))) return bad;
   if (out->count != 1) return FL_BAD_ARGUMENT;
   return first_error(check_optional(x, spec->numel, element_size(spec->dtype)),
@@ -292,16 +294,6 @@ inline int check_thc_rms(const fl_spec *spec, const void *x, const float *residu
   const int arrays =
       first_error(check_array(x, spec->numel, element_size(spec->dtype)), check_optional(residual, spec->numel, 4));
   return first_error(arrays, check_array(rms, spec->numel, 4));
-}
-
-inline int check_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count,
-                            const int32_t *keys) {
-  if (const int bad = check_spec(spec)) return bad;
-  if (spec->codec != FL_TAHQUANT) return FL_UNSUPPORTED;
-  if (count < 0 || count > kMaxElements || (count && spec->numel > kMaxElements / count)) return FL_BAD_ARGUMENT;
-  const int64_t numel = spec->numel * count;
-  const int arrays = first_error(check_array(x, numel, element_size(spec->dtype)), check_optional(residual, numel, 4));
-  return first_error(arrays, check_array(keys, numel, 4));
 }
 
 inline int check_accumulate(uint32_t dtype, const void *x, int64_t numel, const float *acc) {

@@ -8,8 +8,12 @@
 //      Else code = nearest(v * inverse), saturating; scale and inverse by make_block_scale, or given_block_scale. For
 //      FL_SCALE_DUAL v is multiplied by `before` first. Where the scale times the largest value is not finite, the scale is
 //      NaN, codes 0.
-//   4. decode: value of the code * the decoded scale; with Hadamard H(values) times it: H H = block I. Without Hadamard these
-//      products are exact, so sums add them by fused multiply-add where there is one.
+//   4. decode: value of the code * the decoded scale; with Hadamard H of these products: H H = block I, which the scale has in
+//      it.
+//   5. a sum: these products of all messages, added in their order to what they are added to. With Hadamard they are added to
+//      0, and what they are added to is then added to H(sum).
+//
+// All these products are exact, so sums add them by fused multiply-add where there is one.
 #pragma once
 
 #include "formats.h"
@@ -28,12 +32,17 @@ struct BlockScaling {
   float mean;          // 1 / block
   float unrotated;     // 1 / block with Hadamard, else 1: H v is larger than v by sqrt(block)
   float orthonormal;   // 1 / sqrt(block) with Hadamard, else 1
+  float least;         // below it a decoder's scale is 0
   float tau, epsilon;  // of the first scale
   bool limited;        // the first scale is
 };
 
 // enum fl_scale of a spec's parameters.
 FL_HD uint32_t scale_kind(const uint32_t *param) { return param[2] & 0xffffu; }
+
+// Their last bit times that of any code is no less than 2^-149, so that products are exact. Encoders make none that are smaller,
+// but of rotated E5M2, whose codes are the smallest ones; E8M0 has powers of two alone, and needs no least one.
+constexpr float kLeastScale = 0x1p-117f, kLeastRotated = 0x1p-125f;
 
 FL_HD BlockScaling block_scaling(const uint32_t *param) {
   const uint32_t format = param[0], block = param[1];
@@ -51,6 +60,7 @@ FL_HD BlockScaling block_scaling(const uint32_t *param) {
           mean,
           hadamard ? mean : 1.0f,
           hadamard ? kRoots[order] : 1.0f,
+          hadamard && format != FL_E5M2 ? kLeastRotated : kLeastScale,
           tau ? bits_float(tau) : 448.0f,
           epsilon ? bits_float(epsilon) : 1e-6f,
           !(param[3] & FL_BLOCK_UNLIMITED)};
@@ -116,10 +126,6 @@ static_assert(float_format(FL_E4M3).mantissa < kShort && float_format(FL_E5M2).m
                   float_format(FL_E2M1).mantissa < kShort && 128 <= 1 << kShort,
               "a code times a scale of 24 - kShort significant bits has 24 of them at most");
 
-// Below it a scale is 0 for a decoder; E8M0 has powers of two alone, whose products with codes are exact down to the least.
-// The smallest scale of 2^-100 is above it, and its last bit times that of any code is no less than 2^-149.
-constexpr float kLeastScale = 0x1p-117f;
-
 // What decoding multiplies by, whatever bits have arrived: it is short. Where a code could become infinite, or the scale is no
 // number, it is the canonical NaN.
 FL_HD float decode_block_scale(const BlockScaling &s, uint32_t wire, uint32_t first) {
@@ -138,7 +144,7 @@ FL_HD float decode_block_scale(const BlockScaling &s, uint32_t wire, uint32_t fi
     scale = scale * s.unrotated;
   }
   scale = shortened(scale);
-  if (s.kind != FL_SCALE_E8M0 && bits_float(float_bits(scale) & 0x7fffffffu) < kLeastScale * s.unrotated) scale = 0.0f;
+  if (s.kind != FL_SCALE_E8M0 && bits_float(float_bits(scale) & 0x7fffffffu) < s.least) scale = 0.0f;
   return is_finite(scale * s.bound) ? scale : bits_float(kF32Nan);
 }
 

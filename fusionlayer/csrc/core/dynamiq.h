@@ -221,7 +221,12 @@ FL_HD uint32_t rounding_places(const DynamiqKeys &keys, uint32_t bits) {
 
 // 1 + t / 65536, t being the place of the first or the second of two elements.
 FL_HD float rounding_number(uint32_t places, bool second) {
+#if defined(__CUDA_ARCH__)
+  return bits_float(
+      __funnelshift_r(second ? places & 0xffff0000u : places << 16, 0x7fu, 9));  // the same bits in two steps
+#else
   return bits_float(0x3f800000u | (second ? places >> 16 : places & 0xffff) << 7);
+#endif
 }
 
 // Scales ---------------------------------------------------------------------------------------------------------------

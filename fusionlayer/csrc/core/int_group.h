@@ -7,8 +7,12 @@
 //   3. amax not finite: scale = NaN, codes 0. amax < 2^-100: scale = 0, codes 0.
 //      Else scale = short_scale(amax, units) and code = round(v * (steps / scale) - below), limited to least .. most
 //      (int_levels). Where the scale times the outermost level is not finite, scale = NaN, codes 0.
-//   4. decode: level(code) * decode_scale; with Hadamard H32(levels), exact in f32, times decode_scale: H32 H32 = 32 I. All
-//      these products are exact, so sums add them by fused multiply-add where there is one.
+//   4. decode: level(code) * decode_scale; with Hadamard H32(levels), exact in f32, times decode_scale: H32 H32 = 32 I.
+//   5. a sum: level(code) * decode_scale of all messages, added in their order to what they are added to. With Hadamard they
+//      are added to 0, and what they are added to is then added to H32(sum). Of one message that is what decode makes, since
+//      H32 of its products is exact, too.
+//
+// All these products are exact, so sums add them by fused multiply-add where there is one.
 //
 // 4 and 8 bits: a code is its level, in steps, and units = most: the largest magnitude has the outermost level. With the
 // full range units = most + 1: steps are shorter, and a largest magnitude that is positive saturates. 2 and 3

@@ -23,17 +23,22 @@ FL_INLINE vi rotate_block(const T *x, float *tile) {
 }
 
 // Leaves in the tile what is to be quantised, and for each block a vector that holds the largest magnitude in some lane.
-// Values that are f32 already and are not rotated stay where they are.
+// Values that are f32 already and are not rotated stay where they are. Meanwhile `lines` are fetched for each block.
 template <bool kHadamard, class T>
-FL_NOINLINE const float *transform_tile(const T *x, int block, int blocks, float *tile, vi *top) {
+FL_NOINLINE const float *transform_tile(const T *x, int block, int blocks, float *tile, vi *top, Ahead &ahead,
+                                        int lines) {
   if constexpr (kHadamard) {
     with_runs(block / kBlock, [&](auto runs) FL_LAMBDA {
       constexpr int N = decltype(runs)::value;
-      for (int g = 0; g < blocks; ++g) top[g] = rotate_block<N>(x + g * N * kBlock, tile + g * N * kBlock);
+      for (int g = 0; g < blocks; ++g) {
+        ahead.fetch(lines);
+        top[g] = rotate_block<N>(x + g * N * kBlock, tile + g * N * kBlock);
+      }
     });
     return tile;
   } else {
     for (int g = 0; g < blocks; ++g) {
+      ahead.fetch(lines);
       vi most{};
       for (int i = g * block; i < (g + 1) * block; i += kBlock) {
         const Block b = load_block(x + i);
@@ -73,17 +78,21 @@ class BlockCodec {
     alignas(64) float tile[kMaxTile];
     vi top[kMaxBlocks];
     const int blocks = (n + block_ - 1) / block_;
-    const float *values = transform_tile<kHadamard>(x, block_, blocks, tile, top);
+    if constexpr (std::is_same_v<T, float> && !kHadamard)
+      if (scales_.known() && !look_) return quantize(x, top, blocks, out, ahead, tile);
+    const int lines = ahead.share(look_ ? blocks : 2 * blocks);
+    const float *values = transform_tile<kHadamard>(x, block_, blocks, tile, top, ahead, lines);
     if (look_)
       BlockScales::raise_amax(top, blocks, out.scales);
     else
       quantize(values, top, blocks, out, ahead, tile);
   }
 
-  // v += the sum of n elements of all messages in their order. Its runs stay in registers while messages are added.
+  // v += the sum of n elements of all messages in their order; with Hadamard v becomes their sum, of whole blocks. Its runs
+  // stay in registers while messages are added.
   FL_NOINLINE void sum(const fl_messages &in, int64_t unit, int n, float *v) const {
-    static_assert(!kHadamard, "products are not exact");
     const int blocks = (n + block_ - 1) / block_, bytes = code_bytes();
+    if (kHadamard && in.count == 0) __builtin_memset(v, 0, size_t(n) * sizeof(float));
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
       alignas(64) float scales[kTogether * kMaxBlocks];
@@ -93,16 +102,21 @@ class BlockCodec {
         scales_.load(messages[m].scales, blocks, Numbers::unit(), scales + m * kMaxBlocks);
       }
       Ahead ahead(messages[0].codes + blocks * bytes, in.stride, count, blocks * bytes);
-      const int lines = (ahead.lines() + blocks - 1) / blocks;
+      const int lines = ahead.share(blocks);
+      const bool anew = kHadamard && first == 0;
+      bool nans = false;
+      if constexpr (Numbers::kOwnNan)
+        for (int m = 0; m < count; ++m) nans |= Numbers::has_nan(messages[m].codes, blocks * bytes);
       for (int g = 0; g < blocks; ++g) {
         ahead.fetch(lines);
         const int codes = g * bytes;
         float *to = v + g * block_;
-        int k = 0;
-        for (; (k + kWideRuns) * kBlock <= block_; k += kWideRuns)
-          sum_runs<kWideRuns>(messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
-        for (; k * kBlock < block_; ++k)
-          sum_runs<1>(messages, count, codes + k * Numbers::kBytes, scales + g, to + k * kBlock);
+        if (nans)
+          sum_block<true>(messages, count, codes, scales + g, anew, to);
+        else
+          sum_block<false>(messages, count, codes, scales + g, anew, to);
+        if constexpr (kHadamard)
+          if (first + count == in.count) rotate_back(to);
       }
     }
   }
@@ -129,17 +143,36 @@ class BlockCodec {
   static constexpr int kTogether = 8;                     // messages that are read side by side
   static constexpr int kWideRuns = kLanes == 16 ? 4 : 2;  // runs that are summed together
 
-  // The scale of message m has number m * kMaxBlocks.
-  template <int kWide>
-  static FL_INLINE void sum_runs(const Message *messages, int count, int codes, const float *scales, float *v) {
-    Block sum[kWide];
-    for (int w = 0; w < kWide; ++w) sum[w] = load_block(v + w * kBlock);
+  template <bool kNans>
+  FL_INLINE void sum_block(const Message *messages, int count, int codes, const float *scales, bool anew,
+                           float *v) const {
+    int k = 0;
+    for (; (k + kWideRuns) * kBlock <= block_; k += kWideRuns)
+      sum_runs<kWideRuns, kNans>(messages, count, codes + k * Numbers::kBytes, scales, anew, v + k * kBlock);
+    for (; k * kBlock < block_; ++k)
+      sum_runs<1, kNans>(messages, count, codes + k * Numbers::kBytes, scales, anew, v + k * kBlock);
+  }
+
+  // The scale of message m has number m * kMaxBlocks. The sum begins with 0 if it is made `anew`, else with v.
+  template <int kWide, bool kNans>
+  static FL_INLINE void sum_runs(const Message *messages, int count, int codes, const float *scales, bool anew,
+                                 float *v) {
+    Block sum[kWide] = {};
+    if (!anew)
+      for (int w = 0; w < kWide; ++w) sum[w] = load_block(v + w * kBlock);
     for (int m = 0; m < count; ++m) {
       const vf scale = broadcast(scales[m * kMaxBlocks]);
       for (int w = 0; w < kWide; ++w)
-        add_scaled(sum[w], Numbers::decode(messages[m].codes + codes + w * Numbers::kBytes), scale);
+        add_scaled(sum[w], Numbers::template decode<kNans>(messages[m].codes + codes + w * Numbers::kBytes), scale);
     }
     for (int w = 0; w < kWide; ++w) store_block(v + w * kBlock, sum[w]);
+  }
+
+  FL_NOINLINE void rotate_back(float *v) const {
+    with_runs(block_ / kBlock, [&](auto runs) FL_LAMBDA {
+      hadamard_runs<decltype(runs)::value>(
+          v, [&](int k) FL_LAMBDA { return load_block(v + k * kBlock); }, [](vf x) FL_LAMBDA { return x; });
+    });
   }
 
   int code_bytes() const { return block_ / kBlock * Numbers::kBytes; }
@@ -150,7 +183,7 @@ class BlockCodec {
       values = scales_.bring(values, top, blocks, out.scales, inverse, tile);
     else
       scales_.make(top, blocks, out.scales, inverse);
-    const int block = block_, lines = (ahead.lines() + blocks - 1) / blocks;
+    const int block = block_, lines = ahead.share(blocks);
     for (int g = 0; g < blocks; ++g) {
       const float factor = inverse[g];
       ahead.fetch(lines);
@@ -173,8 +206,13 @@ class BlockCodec {
   FL_NOINLINE void rotate_codes(const uint8_t *codes, float scale, float *tile) const {
     with_runs(block_ / kBlock, [&](auto runs) FL_LAMBDA {
       hadamard_runs<decltype(runs)::value>(
-          tile, [&](int k) FL_LAMBDA { return Numbers::decode(codes + k * Numbers::kBytes); },
-          [&](vf v) FL_LAMBDA { return v * scale; });
+          tile,
+          [&](int k) FL_LAMBDA {
+            Block b = Numbers::decode(codes + k * Numbers::kBytes);
+            for (vf &v : b.v) v *= scale;
+            return b;
+          },
+          [](vf v) FL_LAMBDA { return v; });
     });
   }
 
@@ -184,14 +222,17 @@ class BlockCodec {
 };
 
 // As for `int`: long tiles pay, where L1 has the codes of all messages.
+template <class Numbers, bool kHadamard>
+constexpr int kSumTile<BlockCodec<Numbers, kHadamard>> = Numbers::kBytes == 32 ? kShortTile : 2048;
+
 template <class Numbers>
-constexpr int kSumTile<BlockCodec<Numbers, false>> = Numbers::kBytes == 32 ? kShortTile : 2048;
+constexpr bool kSumsRotated<BlockCodec<Numbers, true>> = true;
 
 template <class Codec>
 class Values;
 
-template <class Numbers>
-FL_INLINE void add_messages(const BlockCodec<Numbers, false> &codec, Values<BlockCodec<Numbers, false>> &values,
+template <class Numbers, bool kHadamard>
+FL_INLINE void add_messages(const BlockCodec<Numbers, kHadamard> &codec, Values<BlockCodec<Numbers, kHadamard>> &values,
                             const Job &job, int64_t unit) {
   codec.sum(*job.in, unit, values.size(), values.data());
 }

@@ -20,6 +20,7 @@ class BlockScales {
 
   int block() const { return block_; }
   bool dual() const { return scaling_.kind == FL_SCALE_DUAL; }
+  bool known() const { return scaling_.kind == FL_SCALE_MESSAGE; }  // in the second pass, whatever the blocks hold
 
   // Where those of a unit lie in the plane of a message.
   int64_t place(int64_t unit) const {

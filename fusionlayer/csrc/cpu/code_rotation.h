@@ -137,7 +137,7 @@ FL_INLINE void rotated_codes(const uint8_t *p, int r, vf *v) {
   rotate_codes(codes[r], v);
 }
 
-// The blocks of such vectors, and such vectors of blocks. Vectors 0 and 1, and 2 and 3, alternate by two lanes.
+// The blocks of such vectors. Vectors 0 and 1, and 2 and 3, alternate by two lanes.
 template <int N>
 FL_INLINE void in_order(const vf (&v)[kRotatedVectors<N>], Block (&b)[N]) {
 #if defined(FL_AVX512)
@@ -153,24 +153,6 @@ FL_INLINE void in_order(const vf (&v)[kRotatedVectors<N>], Block (&b)[N]) {
       const __m256d even = (__m256d)v[4 * k + 2 * j], odd = (__m256d)v[4 * k + 2 * j + 1];
       b[k].v[2 * j] = (vf)_mm256_unpacklo_pd(even, odd);
       b[k].v[2 * j + 1] = (vf)_mm256_unpackhi_pd(even, odd);
-    }
-#endif
-}
-
-template <int N>
-FL_INLINE void out_of_order(const Block (&b)[N], vf (&v)[kRotatedVectors<N>]) {
-#if defined(FL_AVX512)
-  for (int j = 0; j < 2; ++j) {
-    const __m512d first = (__m512d)b[0].v[j], second = (__m512d)b[N - 1].v[j];
-    v[2 * j] = (vf)_mm512_permutex2var_pd(first, _mm512_setr_epi64(0, 4, 8, 12, 2, 6, 10, 14), second);
-    v[2 * j + 1] = (vf)_mm512_permutex2var_pd(first, _mm512_setr_epi64(1, 5, 9, 13, 3, 7, 11, 15), second);
-  }
-#else
-  for (int k = 0; k < N; ++k)
-    for (int j = 0; j < 2; ++j) {
-      const __m256d first = (__m256d)b[k].v[2 * j], second = (__m256d)b[k].v[2 * j + 1];
-      v[4 * k + 2 * j] = (vf)_mm256_unpacklo_pd(first, second);
-      v[4 * k + 2 * j + 1] = (vf)_mm256_unpackhi_pd(first, second);
     }
 #endif
 }

@@ -146,6 +146,12 @@ int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_mess
   job.x = x;
   job.residual = residual;
   job.out = out;
+  if (spec->codec == FL_TAHQUANT && fl::tah_shape(*spec).coarse) {
+    const fl::TahShape shape = fl::tah_shape(*spec);
+    const int64_t sections = out->count * shape.sections();
+    fl::run_units(&fl::Kernels::encode_sections, job, sections, fl::kTahSection * shape.channels);
+    return FL_OK;
+  }
   return fl::run(&fl::Kernels::encode, job, out->count, 1, out->count * fl::plane_bytes(*spec, 0));
 }
 
@@ -230,18 +236,6 @@ int fl_thc_rms(const fl_spec *spec, const void *x, const float *residual, float 
   job.residual = const_cast<float *>(residual);
   job.y = rms;
   fl::run_units(&fl::Kernels::thc_rms, job, fl::thc_shape(*spec).sections(), fl::kThcSection);
-  return FL_OK;
-}
-
-int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count, int32_t *keys, void *) {
-  if (const int bad = fl::check_token_keys(spec, x, residual, count, keys)) return bad;
-  fl::Job job{};
-  job.spec = spec;
-  job.x = x;
-  job.residual = const_cast<float *>(residual);
-  job.y = keys;
-  const fl::TahShape shape = fl::tah_shape(*spec);
-  fl::run_units(&fl::Kernels::token_keys, job, count * shape.tokens(), shape.channels);
   return FL_OK;
 }
 

@@ -11,6 +11,10 @@ constexpr int kShortTile = 512;
 template <class Codec>
 constexpr int kSumTile = kShortTile;
 
+// Whether messages are summed in the domain of a transform: add_messages then begins with 0, and transforms the sum back.
+template <class Codec>
+constexpr bool kSumsRotated = false;
+
 struct Bf16 {
   uint16_t bits;
 };
@@ -174,6 +178,20 @@ FL_INLINE void widen_bytes(Bytes16 low, Bytes16 high, vh (&v)[kHalfVectors]) {
   v[3] = (vh)_mm_unpackhi_epi8((__m128i)high, zero);
 #else
   for (int i = 0; i < kBlock; ++i) v[i / (2 * kLanes)][i % (2 * kLanes)] = i < 16 ? low[i] : high[i - 16];
+#endif
+}
+
+// 32 bytes in memory as 32 signed lanes of 16 bits.
+FL_INLINE void load_signed_bytes(const uint8_t *p, vh (&v)[kHalfVectors]) {
+#if defined(FL_AVX512)
+  v[0] = (vh)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+#elif defined(FL_AVX2)
+  for (int j = 0; j < 2; ++j)
+    v[j] = (vh)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 16 * j)));
+#else
+  typedef int16_t Signed __attribute__((vector_size(4 * kLanes)));
+  widen_bytes(load_bytes16(p), load_bytes16(p + 16), v);
+  for (vh &h : v) h = (vh)((Signed)(h << 8) >> 8);
 #endif
 }
 

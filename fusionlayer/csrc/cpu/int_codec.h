@@ -33,7 +33,7 @@ class IntCodec {
     alignas(64) float tile[kMaxTile];
     vi top[kMaxGroups];
     const int groups = (n + group_ - 1) / group_;
-    const float *values = transform_groups<kHadamard>(x, group_, groups, tile, top);
+    const float *values = transform_groups<kHadamard>(x, group_, groups, tile, top, ahead);
     rounding_.quantize(values, top, groups, out.scales, out.codes, unit, ahead);
   }
 
@@ -49,7 +49,8 @@ class IntCodec {
         const vf scale = broadcast(decode_scale(*in.scales, kBits, kHadamard));
         for (int i = 0; i < reach; i += kBlock) {
           Block b[N];
-          unpack_rotated(in.codes + code_bytes(i), b);
+          unpack(in.codes + code_bytes(i), b);
+          if constexpr (kHadamard) hadamard(b);
           for (Block &block : b)
             for (vf &v : block.v) v *= scale;
           for (int k = 0; k < N; ++k) sink(begin + k * reach + i, b[k]);
@@ -58,27 +59,22 @@ class IntCodec {
     });
   }
 
-  // v += the sum of n elements of all messages in their order. Its blocks stay in registers while messages are added.
-  // Meanwhile one line in `share` of the bytes that most often come next is prefetched; the caller fetches the others.
+  // v += the sum of n elements of all messages in their order; with Hadamard v becomes their sum, of whole groups. Its blocks
+  // stay in registers while messages are added. Meanwhile one line in `share` of the bytes that most often come next is
+  // prefetched; the caller fetches the others.
   FL_NOINLINE Ahead sum(const fl_messages &in, int64_t unit, int n, int share, float *v) const {
     const IntCodec codec = *this;  // in registers: stores to v do not change it
+    const int whole = codec.groups_of(n) * codec.group_;
     Ahead ahead;
+    if constexpr (kHadamard) __builtin_memset(v, 0, size_t(whole) * sizeof(float));
     for (int64_t first = 0; first < in.count; first += kTogether) {
       const int count = int(in.count - first < kTogether ? in.count - first : kTogether);
       Message messages[kTogether] = {};
       for (int m = 0; m < count; ++m) messages[m] = codec.at(in, first + m, unit);
       const int bytes = n * kBits / 8;
       ahead = Ahead(messages[0].codes + bytes, in.stride, count, bytes);
-#if defined(FL_CODE_ROTATION)
-      if constexpr (kHadamard) {
-        codec.with_rotated([&](auto parts) FL_LAMBDA {
-          codec.template sum_rotated<decltype(parts)::value>(messages, count, n, ahead, share, v);
-        });
-        continue;
-      }
-#endif
 #if defined(FL_AVX512)
-      if constexpr (kBits == 4 && !kHadamard) {
+      if constexpr (kBits == 4) {
         codec.sum_nibbles(messages, count, n, ahead, share, v);
         continue;
       }
@@ -87,6 +83,7 @@ class IntCodec {
         codec.template sum_parts<decltype(parts)::value>(messages, count, n, ahead, share, v);
       });
     }
+    if constexpr (kHadamard) rotate_blocks(v, whole);
     return ahead;
   }
 
@@ -199,33 +196,6 @@ class IntCodec {
       }
     });
   }
-
-  template <int N>
-  FL_INLINE void sum_rotated(const Message *messages, int count, int n, Ahead &ahead, int share, float *v) const {
-    const int steps = reach<N>() / kStep<N>, lines = (lines_of_group(count, share) + steps - 1) / steps;
-    const Scales all(messages, count, groups_of(n));
-    for (int begin = 0, g = 0; begin < n; begin += group_, ++g) {
-      const float *scales = all.of(g);
-      for (int i = 0; i < reach<N>(); i += kStep<N>) {
-        ahead.fetch(lines);
-        Block b[N];
-        vf sum[kRotatedVectors<N>];
-        for (int k = 0; k < N; ++k) b[k] = load_block(v + begin + k * apart() + i);
-        out_of_order(b, sum);
-        // The sums of one register of codes leave room for its transform.
-        FL_UNROLL
-        for (int r = 0; r < kRotatedVectors<N>; r += 4)
-          for (int m = 0; m < count; ++m) {
-            vf rotated[4];
-            rotated_codes<kBits, N>(messages[m].codes + g * group_bytes() + code_bytes(i), r / 4, rotated);
-            const vf scale = broadcast(scales[m * kMaxGroups]);
-            for (int j = 0; j < 4; ++j) sum[r + j] = add_exact_product(rotated[j], scale, sum[r + j]);
-          }
-        in_order(sum, b);
-        for (int k = 0; k < N; ++k) store_block(v + begin + k * apart() + i, b[k]);
-      }
-    }
-  }
 #endif
 
 #if defined(FL_AVX512)
@@ -284,7 +254,7 @@ class IntCodec {
       const vf scale = broadcast(scales[m * kMaxGroups]);
       for (int w = 0; w < kWide; ++w) {
         Block b[N];
-        unpack_rotated(messages[m].codes + codes + code_bytes(w * kBlock), b);
+        unpack(messages[m].codes + codes + code_bytes(w * kBlock), b);
         for (int k = 0; k < N; ++k) add_scaled(sum[w][k], b[k], scale);
       }
     }
@@ -331,11 +301,10 @@ class IntCodec {
     return b;
   }
 
-  // What is multiplied by the scale.
-  template <int N>
-  static FL_INLINE void unpack_rotated(const uint8_t *codes, Block (&b)[N]) {
-    unpack(codes, b);
-    if constexpr (kHadamard) hadamard(b);
+  static FL_INLINE void rotate_blocks(float *v, int n) {
+    int i = 0;
+    for (; i + kSideBySide * kBlock <= n; i += kSideBySide * kBlock) transform_blocks<kSideBySide, true>(v + i, v + i);
+    for (; i < n; i += kBlock) transform_blocks<1, true>(v + i, v + i);
   }
 
   const IntRounding<kBits> rounding_;
@@ -345,6 +314,9 @@ class IntCodec {
 // Sums stay in registers and scales of a tile are made side by side: long tiles pay, where L1 has the codes of all messages.
 template <int kBits, bool kHadamard>
 constexpr int kSumTile<IntCodec<kBits, kHadamard>> = kBits == 8 ? kShortTile : 2048;
+
+template <int kBits>
+constexpr bool kSumsRotated<IntCodec<kBits, true>> = true;
 
 template <class Codec>
 class Values;

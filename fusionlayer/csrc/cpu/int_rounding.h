@@ -30,12 +30,15 @@ FL_INLINE vi transform_blocks(const T *x, float *tile) {
 }
 
 // Leaves in the tile what is to be quantised, and for each group a vector that holds the largest magnitude in some lane.
-// Values that are f32 already and are not rotated stay where they are.
+// Values that are f32 already and are not rotated stay where they are. Meanwhile half of `ahead` is fetched: memory has few
+// lines on their way at a time, and all of the time counts.
 template <bool kHadamard, class T>
-FL_NOINLINE const float *transform_groups(const T *x, int group, int groups, float *tile, vi *top) {
+FL_NOINLINE const float *transform_groups(const T *x, int group, int groups, float *tile, vi *top, Ahead &ahead) {
+  const int lines = ahead.share(2 * groups);
   const T *from = x;
   float *to = tile;
   for (int g = 0; g < groups; ++g, from += group, to += group) {
+    ahead.fetch(lines);
     if (group >= kSideBySide * kBlock) {
       top[g] = transform_blocks<kSideBySide, kHadamard>(from, to);
       for (int i = kSideBySide * kBlock; i < group; i += kSideBySide * kBlock)
@@ -92,7 +95,7 @@ class IntRounding {
   // Where the codes of a block lie among those of a group, i being its first element; of 4 bits, in the first part.
   static constexpr int code_bytes(int i) { return between_integers(kBits) ? i * kBits / 8 : i; }
 
-  // What transform_groups left becomes scales and codes. Meanwhile `ahead` is fetched: quantising leaves the memory idle.
+  // What transform_groups left becomes scales and codes. Meanwhile the rest of `ahead` is fetched.
   FL_NOINLINE void quantize(const float *values, vi *top, int groups, float *scales, uint8_t *codes, int64_t unit,
                             Ahead ahead) const {
     alignas(64) float inverse[kMaxGroups];
@@ -113,7 +116,7 @@ class IntRounding {
   template <Rounding kHow>
   FL_INLINE void quantize_groups(const float *values, const float *inverse, int groups, uint8_t *codes, int64_t unit,
                                  Ahead ahead) const {
-    const int group = group_, bytes = group_bytes(), lines = (ahead.lines() + groups - 1) / groups;
+    const int group = group_, bytes = group_bytes(), lines = ahead.share(groups);
     for (int g = 0; g < groups; ++g, values += group, codes += bytes) {
       ahead.fetch(lines);
       const uint64_t first = offset_ + uint64_t(unit + g) * group;
@@ -156,7 +159,7 @@ class IntRounding {
   static FL_INLINE void stochastic_group(const float *values, int group, float inverse, RngKey key, uint32_t first,
                                          uint8_t *codes) {
     const float units = inverse * kNoiseUnits;
-    vu spread = (iota() + first) * kSpread + key.a;
+    vu spread = iota() * kSpread + (first * kSpread + key.a);
     vi run[kVectors];
     if (kBits != 4 || group == kBlock) {
       for (int i = 0; i < group; i += kBlock, spread += kBlock * kSpread) {

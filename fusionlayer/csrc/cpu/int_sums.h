@@ -13,7 +13,7 @@ Ahead sum_of_source(const Job &job, int64_t element, int n, float *v) {
   Job reading = job;
   reading.spec = job.source;
   const IntCodec<kBits, kHadamard> codec(reading);
-  __builtin_memset(v, 0, size_t(n) * sizeof(float));
+  if constexpr (!kHadamard) __builtin_memset(v, 0, size_t(n) * sizeof(float));
   return codec.sum(*job.in, element / codec.unit(), n, 2, v);
 }
 

@@ -77,10 +77,6 @@ void run_thc_rms(const Job &job, int64_t begin, int64_t end) {
   with_dtype(job.spec->dtype, [&](auto type) { thc_rms<typename decltype(type)::type>(job, begin, end); });
 }
 
-void run_token_keys(const Job &job, int64_t begin, int64_t end) {
-  with_dtype(job.spec->dtype, [&](auto type) { token_keys<typename decltype(type)::type>(job, begin, end); });
-}
-
 void run_dynamiq_stats(const SuperGroupStats &job, int64_t begin, int64_t end) {
   with_dtype(job.dtype, [&](auto type) { dynamiq_stats<typename decltype(type)::type>(job, begin, end); });
 }
@@ -96,6 +92,7 @@ const Kernels kernels = {
     run_decode,
     run_decode_sum,
     run_recode,
+    run_encode_sections,
     run_accumulate,
     stats,
     count_above,
@@ -112,7 +109,6 @@ const Kernels kernels = {
     run_zip_decode_sum,
     add_codes,
     run_thc_rms,
-    run_token_keys,
     run_dynamiq_stats,
     run_recode_from,
     run_encode_difference,

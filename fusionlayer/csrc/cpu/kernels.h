@@ -100,6 +100,7 @@ struct Kernels {
   using Verb = void(const Job &job, int64_t begin, int64_t end);
   const char *name;
   Verb *encode, *decode, *decode_sum, *recode;
+  Verb *encode_sections;  // FL_TAHQUANT with coarse tokens, in place of encode: sections of all messages
 
   void (*accumulate)(const Accumulation &job, int64_t begin, int64_t end);  // units of kCastUnit
   Magnitudes (*stats)(const float *run, int n, uint32_t above);
@@ -121,7 +122,6 @@ struct Kernels {
 
   Verb *add_codes;                                                                // runs of 32 elements; y: the sums
   Verb *thc_rms;                                                                  // sections; y: root mean squares
-  Verb *token_keys;                                                               // tokens of all messages; y: the keys
   void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
   Verb *recode_from;                                                              // units of the larger groups
   Verb *encode_difference;                                                        // units of encode

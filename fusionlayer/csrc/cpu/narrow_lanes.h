@@ -36,6 +36,20 @@ FL_INLINE void store_low_bytes(uint8_t *p, const vi (&v)[kQuad]) {
 #endif
 }
 
+// 16 lanes as signed bytes, limited to what these hold.
+FL_INLINE void store_saturated_bytes(uint8_t *p, const vi (&v)[kQuad]) {
+#if defined(FL_AVX512)
+  store(p, _mm512_cvtsepi32_epi8((__m512i)v[0]));
+#elif defined(FL_SSE2) && !defined(FL_AVX2)
+  const __m128i a = _mm_packs_epi32((__m128i)v[0], (__m128i)v[1]), b = _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]);
+  store(p, _mm_packs_epi16(a, b));
+#else
+  vi limited[kQuad];
+  for (int j = 0; j < kQuad; ++j) limited[j] = max(min(v[j], broadcast(127)), broadcast(-128));
+  store_low_bytes(p, limited);
+#endif
+}
+
 // The low nibbles of a, and those of b above them; what is above is not zero.
 FL_INLINE vi join_nibbles(vi a, vi b) {
 #if defined(FL_AVX512)

@@ -48,11 +48,11 @@ class OneBitCodec {
   }
 
   template <class T>
-  FL_NOINLINE void encode(const T *x, int n, Message out, int64_t, Ahead) const {
+  FL_NOINLINE void encode(const T *x, int n, Message out, int64_t, Ahead ahead) const {
     const int group = group_;
     for (int begin = 0; begin < n; begin += group, x += group, ++out.scales, out.signs += group / 8) {
       const int count = n - begin < group ? n - begin : group;
-      *out.scales = encode_group(x, count, out.signs);
+      *out.scales = encode_group(x, count, out.signs, ahead);
       if (!is_finite(*out.scales)) __builtin_memset(out.signs, 0, size_t(count + 7) / 8);
     }
   }
@@ -79,9 +79,10 @@ class OneBitCodec {
  private:
   // Writes the signs of `count` values, which zeros follow up to a whole block, and returns their scale.
   template <class T>
-  FL_INLINE float encode_group(const T *x, int count, uint8_t *signs) const {
+  FL_INLINE float encode_group(const T *x, int count, uint8_t *signs, Ahead &ahead) const {
     vd sums[2 * kVectors] = {};
     for (int i = 0; i < count; i += kBlock, signs += kBlock / 8) {
+      ahead.fetch(kBlock * int(sizeof(T)) / 64);
       const Block b = load_block(x + i);
       for (int j = 0; j < kVectors; ++j) {
         vd wide[2];

@@ -33,27 +33,28 @@ class QsdpCodec {
     return {floats(0), floats(1), plane(2) + unit * shape_.group_bytes()};
   }
 
+  // Grids of all groups first: what makes one is a long chain of operations, which others fill up.
   template <class T>
   FL_NOINLINE void encode(const T *x, int n, Message out, int64_t unit, Ahead ahead) const {
-    const int group = shape_.group, groups = (n + group - 1) / group, lines = (ahead.lines() + groups - 1) / groups;
-    alignas(64) float values[kQsdpMaxGroup];
-    for (int g = 0; g < groups; ++g, x += group, out.codes += shape_.group_bytes()) {
-      ahead.fetch(lines);
-      const int left = n - g * group, count = left < group ? left : group;
-      const float *v = values;
-      if constexpr (std::is_same_v<T, float>)
-        if (count == group) v = x;
-      if (v == values) widen_group(x, count, values);
-      const uint64_t first = offset_ + uint64_t(unit + g) * uint64_t(group);
-      const QsdpGrid grid = find_grid(v, first);
+    const int group = shape_.group, groups = (n + group - 1) / group;
+    alignas(64) float tile[kMaxTile];
+    QsdpGrid grids[kMaxTile / kBlock];
+    const float *values = tile;
+    if constexpr (std::is_same_v<T, float>)
+      if (n % group == 0) values = x;
+    if (values == tile) widen_groups(x, n, groups * group, tile);
+    const uint64_t first = offset_ + uint64_t(unit) * uint64_t(group);
+    const int lines = ahead.share(2 * groups * group / kStep);  // for so many values, half of them now
+    for (int g = 0; g < groups; ++g)
+      grids[g] = find_grid(values + g * group, first + uint64_t(g) * uint64_t(group), ahead, lines);
+    for (int g = 0; g < groups; ++g, values += group, out.codes += shape_.group_bytes()) {
+      const QsdpGrid grid = grids[g];
       out.steps[g] = grid.step;
       out.origins[g] = grid.origin;
       if (__builtin_expect(!(grid.step > 0.0f), 0))
         __builtin_memset(out.codes, 0, size_t(shape_.group_bytes()));
-      else if (shape_.stochastic)
-        quantize<true>(v, grid, first, out.codes);
       else
-        quantize<false>(v, grid, first, out.codes);
+        quantize(values, grid, first + uint64_t(g) * uint64_t(group), out.codes, ahead, lines);
     }
   }
 
@@ -95,69 +96,96 @@ class QsdpCodec {
     for (int j = 0; j < kQuad; ++j) v[j] = __builtin_convertvector(code[j], vf) * grid.step + grid.origin;
   }
 
-  // The values of a group, filled up with the last of `count`; those of x are followed by anything up to a whole block.
+  static constexpr int kChains = 4;  // of vectors: as many as hide how long an operation takes
+  static constexpr int kStep = kChains * kLanes;
+
+  // n values, filled up with the last of them; those of x are followed by anything up to a whole block.
   template <class T>
-  FL_INLINE void widen_group(const T *x, int count, float *values) const {
-    for (int i = 0; i < count; i += kBlock) store_block(values + i, load_block(x + i));
-    for (int i = count; i < shape_.group; ++i) values[i] = values[count - 1];
+  static FL_INLINE void widen_groups(const T *x, int n, int whole, float *values) {
+    for (int i = 0; i < n; i += kBlock) store_block(values + i, load_block(x + i));
+    for (int i = n; i < whole; ++i) values[i] = values[n - 1];
   }
 
-  FL_INLINE QsdpGrid find_grid(const float *v, uint64_t first) const {
-    constexpr int kStep = kBlock / kLanes;
-    vf low[kStep], high[kStep], product[kStep];  // the products with 0 are 0, or NaN where a value is not finite
-    for (int j = 0; j < kStep; ++j) low[j] = high[j] = load(v + j * kLanes), product[j] = vf{};
-    for (int i = 0; i < shape_.group; i += kBlock)
-      for (int j = 0; j < kStep; ++j) {
-        const vf x = load(v + i + j * kLanes);
+  FL_INLINE QsdpGrid find_grid(const float *v, uint64_t first, Ahead &ahead, int lines) const {
+    vf low[kChains], high[kChains], product[kChains];  // the products with 0 are 0, or NaN where a value is not finite
+    for (int j = 0; j < kChains; ++j) low[j] = high[j] = broadcast(*v), product[j] = vf{};
+    for (int i = 0; i < shape_.group; i += kStep) {
+      ahead.fetch(lines);
+      for (int j = 0; j < kChains; ++j) {
+        const vf x = load(v + i + (j * kLanes & (shape_.group - 1)));  // again, if a group has less
         low[j] = min(low[j], x);
         high[j] = max(high[j], x);
-        product[j] += x * 0.0f;
+        product[j] = add_exact_product(x, vf{}, product[j]);
       }
-    for (int j = 1; j < kStep; ++j) {
+    }
+    for (int j = 1; j < kChains; ++j) {
       low[0] = min(low[0], low[j]);
       high[0] = max(high[0], high[j]);
       product[0] += product[j];
     }
-    float least = low[0][0], most = high[0][0], zero = product[0][0];
-    for (int i = 1; i < kLanes; ++i) {
-      least = low[0][i] < least ? low[0][i] : least;
-      most = high[0][i] > most ? high[0][i] : most;
-      zero += product[0][i];
-    }
+    const float least = fold(low[0], [](vf a, vf b) FL_LAMBDA { return min(a, b); });
+    const float most = fold(high[0], [](vf a, vf b) FL_LAMBDA { return max(a, b); });
+    const float zero = fold(product[0], [](vf a, vf b) FL_LAMBDA { return a + b; });
     const float share = shape_.stochastic ? 0.5f : qsdp_share(shifts_, first);
     return qsdp_grid(zero == 0.0f, least, most, shape_.parts(), share);
   }
 
-  // The codes of 16 values in the low bits of the lanes; the bits above are not zero.
-  template <bool kStochastic>
-  FL_INLINE void round_to_codes(const float *v, QsdpGrid grid, RngKey key, vu spread, vi (&codes)[kQuad]) const {
-    const vf least = broadcast(kBits == 8 ? -128.0f : -8.0f), most = broadcast(kBits == 8 ? 127.0f : 7.0f);
-    for (int j = 0; j < kQuad; ++j) {
-      vf point = (load(v + j * kLanes) - grid.origin) / grid.step;
-      if constexpr (kStochastic) point += rounding_noise(key, spread + j * kLanes * kSpread);
-      codes[j] = (vi)(max(min(point, most), least) + 12582912.0f);  // round_even
+  FL_INLINE void quantize(const float *v, QsdpGrid grid, uint64_t first, uint8_t *codes, Ahead &ahead,
+                          int lines) const {
+    const vf step = broadcast(grid.step);
+#if defined(FL_QUOTIENT)
+    // Nothing is subnormal, but for what becomes code 0, and no value is so far from the origin that the difference is infinite.
+    if (grid.step >= 0x1p-60f && grid.step < 0x1p118f) {
+      const vf inverse = broadcast(1.0f / grid.step);
+      const auto divide = [&](vf x) FL_LAMBDA { return quotient(x, step, inverse); };
+      return quantize_by(v, grid, first, codes, ahead, lines, divide);
+    }
+#endif
+    quantize_by(v, grid, first, codes, ahead, lines, [&](vf x) FL_LAMBDA { return x / step; });
+  }
+
+  template <class Divide>
+  FL_INLINE void quantize_by(const float *v, QsdpGrid grid, uint64_t first, uint8_t *codes, Ahead &ahead, int lines,
+                             const Divide &divide) const {
+    if (shape_.stochastic)
+      store_group<true>(v, grid.origin, first, codes, ahead, lines, divide);
+    else
+      store_group<false>(v, grid.origin, first, codes, ahead, lines, divide);
+  }
+
+  template <bool kStochastic, class Divide>
+  FL_INLINE void store_group(const float *v, float origin, uint64_t first, uint8_t *codes, Ahead &ahead, int lines,
+                             const Divide &divide) const {
+    const RngKey key = key_at(key_, first);
+    vu spread = iota() * kSpread + (uint32_t(first) * kSpread + key.a);
+    // Of kQuad vectors the places on the grid, not limited yet.
+    const auto place_all = [&](const float *from, vu numbers, vf(&point)[kQuad]) FL_LAMBDA {
+      for (int j = 0; j < kQuad; ++j) {
+        point[j] = divide(load(from + j * kLanes) - origin);
+        if constexpr (kStochastic) point[j] += rounding_noise(key, numbers + j * kLanes * kSpread);
+      }
+    };
+    const int reach = shape_.group * kBits / 8;
+    for (int i = 0; i < reach; i += 16, spread += 16 * kSpread) {
+      if (i % (kStep * kBits / 8) == 0) ahead.fetch(lines);
+      vf point[kQuad];
+      vi code[kQuad];
+      place_all(v + i, spread, point);
+      if constexpr (kBits == 8) {
+        for (int j = 0; j < kQuad; ++j) code[j] = nearest_of(point[j]);
+        store_saturated_bytes(codes + i, code);
+      } else {
+        vf high[kQuad];
+        place_all(v + reach + i, spread + uint32_t(reach) * kSpread, high);
+        for (int j = 0; j < kQuad; ++j) code[j] = join_nibbles(nibble(point[j]), nibble(high[j]));
+        store_low_bytes(codes + i, code);
+      }
     }
   }
 
-  template <bool kStochastic>
-  FL_INLINE void quantize(const float *v, QsdpGrid grid, uint64_t first, uint8_t *codes) const {
-    const RngKey key = key_at(key_, first);
-    const int half = shape_.group / 2;
-    vu spread = (iota() + uint32_t(first)) * kSpread + key.a;
-    vi low[kQuad], high[kQuad];
-    if constexpr (kBits == 8) {
-      for (int i = 0; i < shape_.group; i += 16, spread += 16 * kSpread) {
-        round_to_codes<kStochastic>(v + i, grid, key, spread, low);
-        store_low_bytes(codes + i, low);
-      }
-    } else {
-      for (int i = 0; i < half; i += 16, spread += 16 * kSpread) {
-        round_to_codes<kStochastic>(v + i, grid, key, spread, low);
-        round_to_codes<kStochastic>(v + half + i, grid, key, spread + uint32_t(half) * kSpread, high);
-        for (int j = 0; j < kQuad; ++j) low[j] = join_nibbles(low[j], high[j]);
-        store_low_bytes(codes + i, low);
-      }
-    }
+  // The code in the low bits of the lanes; the bits above are not zero.
+  static FL_INLINE vi nibble(vf point) {
+    return (vi)(max(min(point, broadcast(7.0f)), broadcast(-8.0f)) + 12582912.0f);  // round_even
   }
 
   QsdpShape shape_;

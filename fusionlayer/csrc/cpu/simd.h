@@ -110,6 +110,18 @@ FL_INLINE void prefetch_block(const T *p) {
   for (int i = 0; i < kBlock * int(sizeof(T)); i += 64) __builtin_prefetch(reinterpret_cast<const char *>(p) + i);
 }
 
+// Has the addresses of pages further on translated; called for n elements after the other. A processor waits for a translation
+// that it does not remember, which in a virtual machine whose pages lie scattered is a good part of the time that a page takes.
+// Several at a time take hardly longer than one, so the pages of a stretch are touched together.
+template <class T>
+FL_INLINE void translate_ahead(const T *x, int64_t n) {
+  constexpr uintptr_t kPage = 4096, kStretch = 8 * kPage;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x), end = begin + uintptr_t(n) * sizeof(T);
+  if (begin / kStretch == end / kStretch) return;
+  const uintptr_t next = (end / kStretch + 1) * kStretch;
+  for (uintptr_t at = next; at < next + kStretch; at += kPage) __builtin_prefetch(reinterpret_cast<const void *>(at));
+}
+
 // Runs of bytes, all of one length and a stride apart, that will be read soon. They are prefetched run after run, some lines
 // at a time: the processor's own prefetchers follow one run, but not many that are read in turns.
 class Ahead {
@@ -127,16 +139,17 @@ class Ahead {
   // How many are left.
   int lines() const { return runs_ > 0 ? ((runs_ - 1) * bytes_ + int(end_ - at_)) / 64 : 0; }
 
+  // How many to fetch at a time, so that none is left after so many times.
+  int share(int times) const { return (lines() + times - 1) / times; }
+
   FL_INLINE void fetch(int lines) {
     while (lines > 0 && runs_ > 0) {
-      const int left = int((end_ - at_ + 63) >> 6), now = lines < left ? lines : left;
-      for (int i = 0; i < now; i += 2) {  // one too many does no harm
-        __builtin_prefetch(at_ + 64 * i);
-        __builtin_prefetch(at_ + 64 * i + 64);
+      const uint8_t *stop = at_ + 64 * int64_t(lines);
+      if (__builtin_expect(stop <= end_, 1)) {
+        for (; at_ < stop; at_ += 64) __builtin_prefetch(at_);
+        return;
       }
-      at_ += 64 * now;
-      lines -= now;
-      if (at_ < end_) return;
+      for (; at_ < end_; at_ += 64, --lines) __builtin_prefetch(at_);
       --runs_;
       end_ += stride_;
       at_ = end_ - bytes_;
@@ -318,10 +331,20 @@ FL_INLINE vf add_pairs(vf a, vf b, Lanes<I...>) {
 #endif
 }
 
+// The operation's result of all lanes.
+template <class Combine>
+FL_INLINE float fold(vf v, const Combine &combine) {
+  if constexpr (kLanes > 8) v = combine(v, swap_lanes<8>(v, AllLanes{}));
+  if constexpr (kLanes > 4) v = combine(v, swap_lanes<4>(v, AllLanes{}));
+  v = combine(v, swap_lanes<2>(v, AllLanes{}));
+  return combine(v, swap_lanes<1>(v, AllLanes{}))[0];
+}
+
 #if defined(FL_AVX512) || defined(FL_AVX2)
 #define FL_QUOTIENT 1
-// a / b rounded to nearest, `inverse` being 1 / b rounded to nearest, for b of at most eight significant bits and results
-// that are not subnormal: quotients by such numbers lie far enough from the middle of two floats for one correction.
+// a / b rounded to nearest, `inverse` being 1 / b rounded to nearest, for finite a and results that are not subnormal. What is
+// rounded last is off by 3 / 2^24 of the distance of two floats at most. Few quotients lie so close to the middle of two floats
+// that this could matter, and with all of these it does not (tests/native/quotients.cpp).
 FL_INLINE vf quotient(vf a, vf b, vf inverse) {
   const vf near = a * inverse;
 #if defined(FL_AVX512)

@@ -22,19 +22,21 @@ struct FloatLanes {
     return min(magnitude, broadcast(int32_t(kNumber.top))) | ((vi)v >> 31 & kSign);
   }
 
-  // The values divided by `unit`.
+  static constexpr uint16_t kMagnitude = kSign - 1;
+  // Whether the format has a NaN that is none as f16.
+  static constexpr bool kOwnNan = kFormat == FL_E4M3;
+
+  // The values divided by `unit`. Codes of E4M3 are signed; the caller may know that none of them is a NaN.
+  template <bool kNans = kOwnNan>
   static FL_INLINE Block in_units(vh (&codes)[kHalfVectors]) {
-    constexpr uint16_t kMagnitude = kSign - 1;
     for (vh &h : codes) {
       if constexpr (kFormat == FL_E5M2) {
         h <<= 8;
+      } else if constexpr (kFormat == FL_E4M3) {
+        const vh moved = (h << 7) & uint16_t(0xbfff);  // without the copy of the sign beside the exponent
+        h = kNans && (h & kMagnitude) == kMagnitude ? kF16Nan - vh{} : moved;
       } else {
-        const vh magnitude = h & kMagnitude, sign = h & uint16_t(kSign);
-        const vh moved = magnitude << (10 - kNumber.mantissa) | sign << (16 - kNumber.bits);
-        if constexpr (kFormat == FL_E4M3)
-          h = magnitude == kMagnitude ? kF16Nan - vh{} : moved;
-        else
-          h = moved;
+        h = (h & kMagnitude) << (10 - kNumber.mantissa) | (h & uint16_t(kSign)) << (16 - kNumber.bits);
       }
     }
     return f16_to_f32(codes);
@@ -66,18 +68,48 @@ class Float8 {
     }
   }
 
+  static constexpr bool kOwnNan = Lanes::kOwnNan;
+
+  template <bool kNans = kOwnNan>
   static FL_INLINE Block decode(const uint8_t *bytes) {
     vh codes[kHalfVectors];
-    widen_bytes(load_bytes16(bytes), load_bytes16(bytes + 16), codes);
-    return Lanes::in_units(codes);
+    if constexpr (kOwnNan)
+      load_signed_bytes(bytes, codes);
+    else
+      widen_bytes(load_bytes16(bytes), load_bytes16(bytes + 16), codes);
+    return Lanes::template in_units<kNans>(codes);
+  }
+
+  // Whether there is a NaN of the format's own among `count` bytes, a multiple of 32.
+  static FL_INLINE bool has_nan(const uint8_t *bytes, int count) {
+    return count % 64 ? find_nan<32>(bytes, count) : find_nan<64>(bytes, count);
   }
 
   static float unit() { return Lanes::unit(); }
+
+ private:
+  template <int kWidth>
+  static FL_INLINE bool find_nan(const uint8_t *bytes, int count) {
+    typedef uint8_t Codes __attribute__((vector_size(kWidth)));
+    Codes most{};
+    for (int i = 0; i < count; i += kWidth) {
+      Codes magnitudes;
+      __builtin_memcpy(&magnitudes, bytes + i, kWidth);
+      magnitudes &= uint8_t(Lanes::kMagnitude);
+      most = magnitudes > most ? magnitudes : most;
+    }
+    most += uint8_t(1);  // the largest magnitude is the NaN, and alone becomes kSign
+    uint64_t parts[kWidth / 8], any = 0;
+    __builtin_memcpy(parts, &most, kWidth);
+    for (const uint64_t part : parts) any |= part;
+    return any & 0x0101010101010101u * Lanes::kSign;
+  }
 };
 
 class Int8 {
  public:
   static constexpr int kBytes = 32;
+  static constexpr bool kOwnNan = false;
 
   static float unit() { return 1.0f; }
 
@@ -89,6 +121,7 @@ class Int8 {
     }
   }
 
+  template <bool = kOwnNan>
   static FL_INLINE Block decode(const uint8_t *bytes) {
     Block b;
     for (int i = 0; i < 2; ++i) {
@@ -106,6 +139,7 @@ class Float6 {
 
  public:
   static constexpr int kBytes = 24;
+  static constexpr bool kOwnNan = false;
 
   static float unit() { return 1.0f; }
 
@@ -127,6 +161,7 @@ class Float6 {
     __builtin_memcpy(bytes + 16, &first, 8);
   }
 
+  template <bool = kOwnNan>
   static FL_INLINE Block decode(const uint8_t *bytes) {
     typedef uint64_t Words __attribute__((vector_size(16)));
     uint64_t top;
@@ -143,6 +178,7 @@ class Float4 {
 
  public:
   static constexpr int kBytes = 16;
+  static constexpr bool kOwnNan = false;
 
   static float unit() { return 1.0f; }
 
@@ -154,6 +190,7 @@ class Float4 {
     store_low_bytes(bytes, codes);
   }
 
+  template <bool = kOwnNan>
   static FL_INLINE Block decode(const uint8_t *bytes) {
 #if defined(FL_AVX512)
     // All 16 values fit into a register, which a lane's lowest four bits choose from.

@@ -9,33 +9,11 @@
 
 namespace fl::FL_ISA {
 
-// The marks of a message's first 32 tokens, of the next 32, ...
-inline uint32_t marks_of(const uint8_t *marks, int64_t run) {
-  uint32_t word;
-  __builtin_memcpy(&word, marks + 4 * run, sizeof word);
-  return word;
-}
-
-// How many of a message's tokens are marked before a run of 32. It goes on where it was asked last.
-class MarkCount {
- public:
-  int64_t before(const uint8_t *marks, int64_t run) {
-    if (marks != marks_ || run < run_) marks_ = marks, run_ = count_ = 0;
-    for (; run_ < run; ++run_) count_ += __builtin_popcount(marks_of(marks, run_));
-    return count_;
-  }
-
- private:
-  const uint8_t *marks_ = nullptr;
-  int64_t run_ = 0, count_ = 0;
-};
-
 class TahCodec {
  public:
   // A message, and the tile in it that work begins with.
   struct Message {
-    MarkCount *marked;
-    const uint8_t *marks;
+    const uint32_t *marks;
     uint8_t *pivots;
     uint16_t *offsets, *steps;
     uint8_t *codes;
@@ -51,8 +29,8 @@ class TahCodec {
 
   Message at(const fl_messages &messages, int64_t message, int64_t unit) const {
     const auto plane = [&](int p) { return static_cast<uint8_t *>(messages.plane[p]) + message * messages.stride; };
-    return {&marked_[message % kCounted],           plane(0), plane(1), reinterpret_cast<uint16_t *>(plane(2)),
-            reinterpret_cast<uint16_t *>(plane(3)), plane(4), unit};
+    return {reinterpret_cast<const uint32_t *>(plane(0)), plane(1), reinterpret_cast<uint16_t *>(plane(2)),
+            reinterpret_cast<uint16_t *>(plane(3)),       plane(4), unit};
   }
 
   template <class T>
@@ -83,9 +61,6 @@ class TahCodec {
           tile_(message.first),
           token_(tile_ / shape_.tiles_of_token()),
           left_((token_ + 1) * shape_.tiles_of_token() - tile_) {
-      if (shape_.coarse)
-        before_ = message.marked->before(message.marks, token_ / 32) +
-                  __builtin_popcount(word(token_ / 32) & tah_marks_before(int(token_ % 32)));
       place();
       codes_ += (shape_.tiles_of_token() - left_) * bytes_of_tile();
     }
@@ -98,7 +73,6 @@ class TahCodec {
       ++tile_;
       codes_ += bytes_of_tile();
       if (--left_ || tile_ == shape_.tiles()) return;
-      before_ += marked_;
       ++token_;
       left_ = shape_.tiles_of_token();
       place();
@@ -107,11 +81,10 @@ class TahCodec {
    private:
     int bytes_of_tile() const { return shape_.tile / 8 * bits_; }
 
-    uint32_t word(int64_t run) const { return marks_of(message_.marks, run); }
-
     void place() {
-      marked_ = shape_.coarse && tah_marked(word(token_ / 32), int(token_ % 32));
-      const TahPlace place = tah_place(shape_, token_, marked_, before_);
+      const uint32_t marks = shape_.coarse ? message_.marks[token_ / kTahSection] : 0;
+      const int before = __builtin_popcount(marks & tah_marks_before(int(token_ % kTahSection)));
+      const TahPlace place = tah_place(shape_, token_, marks, before);
       bits_ = place.bits;
       codes_ = message_.codes + place.offset;
     }
@@ -119,39 +92,48 @@ class TahCodec {
     const TahShape &shape_;
     const Message &message_;
     int64_t tile_, token_, left_;  // tiles of the token that are left
-    int64_t before_ = 0;
-    bool marked_ = false;
     int bits_ = 0;
     uint8_t *codes_ = nullptr;
   };
 
-  // tah_scale of kLanes tiles.
-  static FL_INLINE void scale_tiles(const int32_t *high, const int32_t *low, const int32_t *most, int32_t *offsets,
-                                    int32_t *steps) {
-    const auto at = [](const int32_t *p) FL_LAMBDA { return (vi)load(reinterpret_cast<const float *>(p)); };
-    const vf top = (vf)at(high), bottom = (vf)at(low), least = broadcast(0x1p-100f);
+  // What there is to know of tiles side by side, with room for whole vectors.
+  struct Facts {
+    static constexpr int kRoom = kMaxTiles + kLanes;
+    alignas(64) int32_t high[kRoom], low[kRoom], amax[kRoom], most[kRoom], offset[kRoom], step[kRoom];
+    alignas(64) float start[kRoom], inverse[kRoom];  // the offset, and tah_inverse of the step
+  };
+
+  static FL_INLINE vi at(const int32_t *p) { return (vi)load(reinterpret_cast<const float *>(p)); }
+
+  // tah_scale of kLanes tiles from tile g on.
+  static FL_INLINE void scale_tiles(Facts &facts, int g) {
+    const vf top = (vf)at(facts.high + g), bottom = (vf)at(facts.low + g), least = broadcast(0x1p-100f);
     const vi finite = max(magnitude_bits(top), magnitude_bits(bottom)) < int32_t(kF32Inf);
     const vi usual = (vi)(top >= least) | (vi)(-bottom >= least);
     const vi bits = (vi)(bottom + 0.0f) & usual;
     const vi offset = (vi)((vu)(bits - (bits >> 31 & -0xffff)) >> 16);
     const vf range = (vf)((vi)top & usual) - (vf)(offset << 16);
-    const vi step = (vi)((vu)((vi)(range / __builtin_convertvector(at(most), vf)) + 0xffff) >> 16);
+    const vi step = (vi)((vu)((vi)(range / __builtin_convertvector(at(facts.most + g), vf)) + 0xffff) >> 16);
     const vi fits = finite & ((offset & 0x7fff) < int32_t(kF32Inf >> 16)) & (step < int32_t(kF32Inf >> 16));
-    store(offsets, fits ? offset : broadcast(int32_t(kBf16Nan)));
-    store(steps, fits ? step : broadcast(int32_t(kBf16Nan)));
+    store(facts.offset + g, fits ? offset : broadcast(int32_t(kBf16Nan)));
+    store(facts.step + g, fits ? step : broadcast(int32_t(kBf16Nan)));
+    store(facts.start + g, (vf)(offset << 16));
+    store(facts.inverse + g, 1.0f / max((vf)(step << 16), broadcast(0x1p-126f)));
   }
 
   // The tiles of x; `values` has room for those that are rotated, and may be x.
   FL_NOINLINE void quantize(const float *x, float *values, int tiles, Message out, Ahead ahead) const {
     const int lines = (ahead.lines() / 2 + tiles - 1) / tiles;  // half of them meanwhile, half while codes are made
-    alignas(64) int32_t high[kMaxTiles + kLanes], low[kMaxTiles + kLanes];
+    Facts facts;
     const float *tile[kMaxTiles];
     for (int g = 0; g < tiles; ++g) tile[g] = x + g * shape_.tile;
     vi largest[kMaxTiles];
-    extremes(tile, tiles, high, low, largest, ahead, lines);
+    extremes(tile, tiles, facts, largest, ahead, lines);
+    for (int g = 0; g < tiles; g += kLanes)
+      store(facts.amax + g, max(at(facts.high + g) & INT32_MAX, at(facts.low + g) & INT32_MAX));
     bool rotated = false;
     for (int g = 0; g < tiles; ++g) {
-      const int pivot = find_pivot(tile[g], largest[g], high[g] & INT32_MAX, low[g] & INT32_MAX);
+      const int pivot = find_pivot(tile[g], largest[g], facts.amax[g]);
       out.pivots[out.first + g] = uint8_t(pivot);
       if (pivot != kNoPivot) {
         float *v = values + g * shape_.tile;
@@ -162,22 +144,25 @@ class TahCodec {
         rotated = true;
       }
     }
-    if (rotated) extremes(tile, tiles, high, low, largest, ahead, 0);
+    if (rotated) extremes(tile, tiles, facts, largest, ahead, 0);
     Walk walk(*this, out);
-    alignas(64) int32_t most[kMaxTiles + kLanes] = {}, offsets[kMaxTiles + kLanes], steps[kMaxTiles + kLanes];
     uint8_t *codes[kMaxTiles];
     for (int g = 0; g < tiles; ++g, walk.next()) {
-      most[g] = (1 << walk.bits()) - 1;
+      facts.most[g] = (1 << walk.bits()) - 1;
       codes[g] = walk.codes();
     }
-    for (int g = 0; g < tiles; g += kLanes) scale_tiles(high + g, low + g, most + g, offsets + g, steps + g);
+    for (int g = tiles; g % kLanes; ++g) facts.most[g] = 1;
+    for (int g = 0; g < tiles; g += kLanes) scale_tiles(facts, g);
     for (int g = 0; g < tiles; ++g) {
       ahead.fetch(lines);
-      const TahScale scale = {uint16_t(offsets[g]), uint16_t(steps[g])};
+      const TahScale scale = {uint16_t(facts.offset[g]), uint16_t(facts.step[g])};
       out.offsets[out.first + g] = scale.offset;
       out.steps[out.first + g] = scale.step;
       if (scale.step >= kF32Inf >> 16) out.pivots[out.first + g] = kNoPivot;
-      store_codes(tile[g], scale, most[g], codes[g]);
+      if (__builtin_expect(tah_codes_are_zero(scale), 0))
+        __builtin_memset(codes[g], 0, size_t(runs_ * run_bytes(facts.most[g])));
+      else
+        store_codes(tile[g], facts.start[g], facts.inverse[g], facts.most[g], codes[g]);
     }
     const int64_t existing = (shape_.numel + shape_.tile - 1) / shape_.tile;
     if (walk.tile() == existing) fill_token(out, walk, shape_.tiles());
@@ -194,9 +179,9 @@ class TahCodec {
 
   // The bits of each tile's highest value and of its lowest one, and its largest magnitudes in each lane. As integers, the
   // largest bits are those of the highest value if one has no sign; without their sign, those of the lowest one if one has.
-  FL_INLINE void extremes(const float *const *tile, int tiles, int32_t *high, int32_t *low, vi *magnitudes,
-                          Ahead &ahead, int lines) const {
-    vi top[kMaxTiles + kLanes], bottom[kMaxTiles + kLanes];
+  FL_INLINE void extremes(const float *const *tile, int tiles, Facts &facts, vi *magnitudes, Ahead &ahead,
+                          int lines) const {
+    vi top[Facts::kRoom], bottom[Facts::kRoom];
     for (int g = 0; g < tiles; ++g) {
       ahead.fetch(lines);
       vi most = (vi)load(tile[g]);
@@ -209,12 +194,13 @@ class TahCodec {
       magnitudes[g] = max(most & INT32_MAX, (vi)least & INT32_MAX);
       top[g] = most, bottom[g] = (vi)least ^ INT32_MIN;
     }
-    reduce(top, tiles, high);
-    reduce(bottom, tiles, low);
+    reduce(top, tiles, facts.high);
+    reduce(bottom, tiles, facts.low);
     for (int g = 0; g < tiles; ++g) {
-      low[g] ^= INT32_MIN;
-      if (__builtin_expect(high[g] < 0, 0)) high[g] = INT32_MIN | least_magnitude(tile[g]);
-      if (__builtin_expect(low[g] >= 0, 0)) low[g] = least_magnitude(tile[g]);
+      int32_t &high = facts.high[g], &low = facts.low[g];
+      low ^= INT32_MIN;
+      if (__builtin_expect(high < 0, 0)) high = INT32_MIN | least_magnitude(tile[g]);
+      if (__builtin_expect(low >= 0, 0)) low = least_magnitude(tile[g]);
     }
   }
 
@@ -233,8 +219,7 @@ class TahCodec {
 
   // The element that is at least twice as large as all others; kNoPivot if there is none. Two lanes tell most often that there
   // is none.
-  FL_INLINE int find_pivot(const float *v, vi magnitudes, int32_t above, int32_t below) const {
-    const int32_t amax = above > below ? above : below;
+  FL_INLINE int find_pivot(const float *v, vi magnitudes, int32_t amax) const {
     const vf largest = (vf)magnitudes;
     if (__builtin_popcount(greater_mask((vi)(largest + largest), broadcast(amax))) > 1) return kNoPivot;
     int count = 0, found = 0;
@@ -256,33 +241,14 @@ class TahCodec {
     v[place] = first;
   }
 
-  // Codes of the values of a tile, in runs of 32; `most` says how many bits they have.
-  FL_INLINE void store_codes(const float *values, TahScale scale, int32_t most, uint8_t *codes) const {
-    const int run_bytes = most == 7 ? 12 : most == 15 ? 16 : 24;
-    if (__builtin_expect(tah_codes_are_zero(scale), 0)) {
-      __builtin_memset(codes, 0, size_t(runs_ * run_bytes));
-      return;
-    }
-    const float offset = bf16_to_f32(scale.offset), step = bf16_to_f32(scale.step);
-#if defined(FL_QUOTIENT)
-    if (step >= 0x1p-60f) {  // nothing is subnormal, but for what becomes code 0
-      const vf by = broadcast(step), inverse = broadcast(1.0f / step);
-      return store_quotients(values, offset, most, codes, run_bytes,
-                             [&](vf v) FL_LAMBDA { return quotient(v, by, inverse); });
-    }
-#endif
-    store_quotients(values, offset, most, codes, run_bytes, [&](vf v) FL_LAMBDA { return v / step; });
-  }
+  static int run_bytes(int32_t most) { return most == 7 ? 12 : most == 15 ? 16 : 24; }
 
-  template <class Divide>
-  FL_INLINE void store_quotients(const float *values, float offset, int32_t most, uint8_t *codes, int run_bytes,
-                                 const Divide &divide) const {
-    for (int i = 0; i < shape_.tile; i += kBlock, codes += run_bytes) {
+  // tah_code of the values of a tile, in runs of 32; `most` says how many bits they have.
+  FL_INLINE void store_codes(const float *values, float offset, float inverse, int32_t most, uint8_t *codes) const {
+    for (int i = 0; i < shape_.tile; i += kBlock, codes += run_bytes(most)) {
       vi run[kVectors];
-      for (int j = 0; j < kVectors; ++j) {
-        const vf v = divide(load(values + i + j * kLanes) - offset);
-        run[j] = (vi)(v + 12582912.0f);  // the low byte is tah_code, as no value is beyond the highest code
-      }
+      for (int j = 0; j < kVectors; ++j)
+        run[j] = (vi)((load(values + i + j * kLanes) - offset) * inverse + 12582912.0f);
       if (most == 7)
         store_run<3>(codes, run);
       else
@@ -354,60 +320,9 @@ class TahCodec {
     swap(tile, pivot);
   }
 
-  static constexpr int kCounted = 8;  // messages that are read in turns
-
   TahShape shape_;
   int runs_;
   float root_;
-  mutable MarkCount marked_[kCounted];  // a codec belongs to one thread
 };
-
-// log2_above of core/tahquant.h.
-FL_INLINE vf log2_above(vi bits, uint32_t power) {
-  const vf h = (vf)((bits & 0x007fffff) | 0x3f800000) - 1.5f;
-  vf sum = broadcast(kLog2First);
-#define FL_TERM(factor) sum = sum * h + factor;
-  FL_LOG2_TERMS(FL_TERM)
-#undef FL_TERM
-  const vf straight = __builtin_convertvector(bits - int32_t(power), vf);
-  return add_exact_product(straight, broadcast(0x1p-23f), sum * (0.25f - h * h));
-}
-
-// fl_token_keys: tokens begin..end - 1 of all messages.
-template <class T>
-void token_keys(const Job &job, int64_t begin, int64_t end) {
-  const TahShape shape = tah_shape(*job.spec);
-  for (int64_t each = begin; each < end; ++each) {
-    const int64_t message = each / shape.tokens(), first = each % shape.tokens() * shape.channels;
-    const int64_t left = shape.numel - first, place = message * shape.numel + first;
-    const int n = int(left < shape.channels ? left : shape.channels);
-    const T *x = static_cast<const T *>(job.x) + place;
-    const auto values = [&](int i, auto access) FL_LAMBDA {
-      const Block b = access.load(x + i);
-      return job.residual ? b + access.load(job.residual + place + i) : b;
-    };
-    const vi top = largest(n < kBlock ? values(0, Part{n}) : values(0, Whole{}));
-    int32_t most = 0;
-    for (int i = 0; i < kLanes; ++i) most = top[i] > most ? top[i] : most;
-    const uint32_t power = entropy_power(uint32_t(most));
-    Block total{}, logs{};
-    for_each_block(n, [&](int i, auto access) FL_LAMBDA {
-      prefetch_block(reinterpret_cast<const T *>(reinterpret_cast<const char *>(x + i) + kFarAhead));
-      const Block b = values(i, access);
-      for (int j = 0; j < kVectors; ++j) {
-        const vi bits = magnitude_bits(b.v[j]);
-        total.v[j] += (vf)bits;
-        logs.v[j] += (vf)bits * log2_above(bits, power);
-      }
-    });
-    static_assert(kBlock == kTahSums);
-    alignas(64) float sums[kBlock], more[kBlock];
-    store_block(sums, total);
-    store_block(more, logs);
-    for (int apart = kBlock / 2; apart > 0; apart /= 2)
-      for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart], more[i] += more[i + apart];
-    static_cast<int32_t *>(job.y)[each] = entropy_key({sums[0], more[0]}, power);
-  }
-}
 
 }  // namespace fl::FL_ISA

@@ -110,7 +110,9 @@ class Values : public TileValues {
   }
 
   FL_NOINLINE void decode_add(Message message) {
-    codec_.decode(message, n_, [this](int i, const Block &b) FL_LAMBDA { add_block(i, b); });
+    codec_.decode(message, n_, [this](int i, const Block &b) FL_LAMBDA {
+      add_block(i, kSumsRotated<Codec> ? b + Block{} : b);  // a rotated sum has no -0
+    });
   }
 
   void encode(Message out, int64_t unit, Ahead ahead = {}) {
@@ -119,9 +121,11 @@ class Values : public TileValues {
     codec_.encode(v_, n_, out, unit, ahead);
   }
 
-  // Leaves in residual what was lost when the values became `message`.
+  // Leaves in residual what was lost when the values became `message`, and fetches what lies behind it.
   FL_NOINLINE void lose(Message message, float *residual) const {
+    translate_ahead(residual, n_);
     const auto update = [&](int i, const Block &decoded, auto access) FL_LAMBDA {
+      prefetch_block(residual + i + n_);
       access.store(residual + i, residual_after(load_block(v_ + i), decoded, access.load(residual + i)));
     };
     if (n_ % codec_.unit()) {
@@ -137,19 +141,31 @@ class Values : public TileValues {
   const Codec &codec_;
 };
 
+FL_INLINE void translate_elements(uint32_t dtype, const void *x, int64_t first, int n) {
+  with_dtype(dtype, [&](auto type) FL_LAMBDA { translate_ahead(type.at(x, first), n); });
+}
+
+// As many elements as n of an array, right behind those from number `first` on.
+inline Ahead elements_behind(uint32_t dtype, const void *x, int64_t first, int n) {
+  Ahead ahead;
+  with_dtype(dtype, [&](auto type) FL_LAMBDA { ahead = Ahead::behind(type.at(x, first), n); });
+  return ahead;
+}
+
 template <class Codec>
 void encode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const int64_t numel = job.spec->numel, units = (numel + codec.unit() - 1) / codec.unit();
   for_each_tile(codec, job.residual ? kShortTile : kTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t offset = tile.message * numel + tile.element, unit = tile.message * units + tile.unit;
     const auto out = codec.at(*job.out, tile.message, tile.unit);
+    translate_elements(job.spec->dtype, job.x, offset, tile.size);
     if (job.residual || tile.size % codec.unit()) {
       Values<Codec> values(codec, tile.size);
       if (job.residual)
         values.set_sum(job.spec->dtype, job.x, offset, job.residual + offset);
       else
         values.set(job.spec->dtype, job.x, offset);
-      values.encode(out, unit);
+      values.encode(out, unit, elements_behind(job.spec->dtype, job.x, offset, tile.size));
       if (job.residual && !job.look) values.lose(out, job.residual + offset);
     } else {
       with_dtype(job.spec->dtype, [&](auto type) FL_LAMBDA {
@@ -192,13 +208,31 @@ FL_INLINE void add_messages(const Codec &codec, Values<Codec> &values, const Job
   for (int64_t m = 0; m < job.in->count; ++m) values.decode_add(codec.at(*job.in, m, unit));
 }
 
+// values = the elements of x, or 0 where it is null, plus all messages.
+template <class Codec>
+FL_INLINE void sum_messages(const Codec &codec, Values<Codec> &values, const Job &job, const void *x,
+                            const Tile &tile) {
+  const uint32_t dtype = job.spec->dtype;
+  // One message is decoded, which makes the same.
+  if (kSumsRotated<Codec> && job.in->count != 1) {
+    add_messages(codec, values, job, tile.unit);
+    if (x) values.set_sum(dtype, x, tile.element, values.data());
+    return;
+  }
+  x ? values.set(dtype, x, tile.element) : values.clear();
+  if constexpr (kSumsRotated<Codec>)
+    values.decode_add(codec.at(*job.in, 0, tile.unit));
+  else
+    add_messages(codec, values, job, tile.unit);
+}
+
 template <class Codec>
 void decode_sum(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   const uint32_t dtype = job.spec->dtype;
   for_each_tile(codec, kSumTile<Codec>, job.spec->numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     Values<Codec> values(codec, tile.size);
-    job.add ? values.set(dtype, job.y, tile.element) : values.clear();
-    add_messages(codec, values, job, tile.unit);
+    if (job.add) translate_elements(dtype, job.y, tile.element, tile.size);
+    sum_messages(codec, values, job, job.add ? job.y : nullptr, tile);
     values.copy_to(dtype, job.y, tile.element, job.streamed);
   });
 }
@@ -208,8 +242,7 @@ void recode(const Codec &codec, const Job &job, int64_t begin, int64_t end) {
   for_each_tile(codec, job.residual ? kShortTile : kSumTile<Codec>, job.spec->numel, begin, end,
                 [&](const Tile &tile) FL_LAMBDA {
                   Values<Codec> values(codec, tile.size);
-                  job.x ? values.set(job.spec->dtype, job.x, tile.element) : values.clear();
-                  add_messages(codec, values, job, tile.unit);
+                  sum_messages(codec, values, job, job.x, tile);
                   const auto out = codec.at(*job.out, 0, tile.unit);
                   if (job.residual) values.add(job.residual + tile.element);
                   values.encode(out, tile.unit);
@@ -224,8 +257,11 @@ void encode_difference(const Codec &codec, const Job &job, int64_t begin, int64_
   for_each_tile(codec, kShortTile, numel, begin, end, [&](const Tile &tile) FL_LAMBDA {
     const int64_t offset = tile.message * numel + tile.element;
     Values<Codec> values(codec, tile.size);
+    translate_elements(FL_F32, job.x, offset, tile.size);
+    translate_elements(job.spec->dtype, job.y, offset, tile.size);
     values.set_difference(static_cast<const float *>(job.x) + offset, job.spec->dtype, job.y, offset);
-    values.encode(codec.at(*job.out, tile.message, tile.unit), tile.message * units + tile.unit);
+    values.encode(codec.at(*job.out, tile.message, tile.unit), tile.message * units + tile.unit,
+                  elements_behind(FL_F32, job.x, offset, tile.size));
   });
 }
 

@@ -15,7 +15,7 @@
 namespace fl::FL_ISA {
 
 // Those that encode are in a file of their own, so that two compilers may work at once.
-Kernels::Verb run_encode, run_recode, run_recode_from, run_encode_difference;
+Kernels::Verb run_encode, run_recode, run_encode_sections, run_recode_from, run_encode_difference;
 
 template <int kBits, class Body>
 FL_INLINE void with_rotation(const Job &job, const Body &body) {

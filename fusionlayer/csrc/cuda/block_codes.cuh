@@ -30,6 +30,8 @@ struct BlockMessages {
   uint8_t *codes;  // of message 0
   int64_t stride;
   int64_t count;
+
+  FL_DEVICE BlockMessages only(int64_t m) const { return {byte_offset(scales, m * stride), codes + m * stride, 0, 1}; }
 };
 
 inline BlockLayout block_layout(const fl_spec &spec) {
@@ -187,6 +189,22 @@ template <uint32_t kFormat>
 void hardware_values(uint32_t, float *);
 #endif
 
+// The magnitude's code of E2M1 is the least of three lines, rounded to nearest even, and 7: twice the magnitude, it and 2, half
+// of it and 4. Each is rounded by an adder whose last bit is half of one, one, and two.
+FL_DEVICE uint32_t fp4_magnitude(float v) {
+  const float a = bits_float(float_bits(v) & 0x7fffffffu);
+  const auto least = [](int32_t a, int32_t b) { return a < b ? a : b; };
+  int32_t code = least(int32_t(float_bits(a + 6291456.0f)) - 0x4ac00000, 7);
+  code = least(int32_t(float_bits(a + 12582912.0f)) - (0x4b400000 - 2), code);
+  return uint32_t(least(int32_t(float_bits(a + 25165824.0f)) - (0x4bc00000 - 4), code));
+}
+
+// The highest bytes of four values.
+FL_DEVICE uint32_t high_bytes(float a, float b, float c, float d) {
+  return __byte_perm(__byte_perm(float_bits(a), float_bits(b), 0x0073),
+                     __byte_perm(float_bits(c), float_bits(d), 0x0073), 0x5410);
+}
+
 // The codes of four values times the inverse of their scale, one byte each. Where the hardware converts to FP8, it makes
 // the bytes of float_code.
 template <uint32_t kFormat>
@@ -196,6 +214,9 @@ FL_DEVICE uint32_t four_codes(float a, float b, float c, float d) {
     return low_bytes(round_even(a), round_even(b), round_even(c), round_even(d));
   } else if constexpr (hardware_converts(kFormat)) {
     return hardware_codes<kFormat>(a, b) | hardware_codes<kFormat>(c, d) << 16;
+  } else if constexpr (kFormat == FL_E2M1) {
+    return low_bytes(fp4_magnitude(a), fp4_magnitude(b), fp4_magnitude(c), fp4_magnitude(d)) |
+           (high_bytes(a, b, c, d) >> 4 & 0x08080808u);
   } else {
     return float_code(kNumber, a) | float_code(kNumber, b) << 8 | float_code(kNumber, c) << 16 |
            float_code(kNumber, d) << 24;
@@ -312,15 +333,18 @@ FL_DEVICE void values_of(const BlockLayout &layout, const PackedRun &packed, flo
   });
 }
 
+// H v, of which a lane has its run.
+FL_DEVICE void transform_run(const BlockLayout &layout, int lane, float (&v)[kBlock]) {
+  hadamard32(v);
+  hadamard_over_lanes(v, layout.lanes(), lane);
+}
+
 // v = decoded values of a lane's run, from `v` of its codes.
 template <bool kTransform>
 FL_DEVICE void finish_values(const BlockLayout &layout, float scale, int lane, float (&v)[kBlock]) {
-  if (kTransform) {
-    hadamard32(v);
-    hadamard_over_lanes(v, layout.lanes(), lane);
-  }
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] *= scale;
+  if (kTransform) transform_run(layout, lane, v);
 }
 
 template <bool kTransform>
@@ -329,10 +353,25 @@ FL_DEVICE void decode_run(const BlockLayout &layout, const PackedRun &packed, in
   finish_values<kTransform>(layout, packed.scale, lane, v);
 }
 
-// Adds all messages to v in their order. While one is decoded the bytes of the next are on their way.
+// Brings a tile of all messages into the device's cache.
+FL_DEVICE void fetch_messages_ahead(const BlockLayout &layout, const BlockMessages &in, int64_t tile) {
+  const int64_t block = tile * kLanes >> layout.log2_lanes;
+  if (block >= layout.blocks) return;
+  const int lane = lane_index(), lines = layout.bits, each = kLanes / lines;
+  const int64_t codes = tile * (kLanes * kBlock / 8) * layout.bits;
+  for (int64_t m = lane / lines; m < in.count && lane < each * lines; m += each)
+    fetch_ahead(in.codes + m * in.stride + codes + lane % lines * 128, 1, 0);
+  const int64_t at = layout.scaling.kind == FL_SCALE_MESSAGE ? 0 : block * scale_bytes(layout.scaling.kind);
+  for (int64_t m = lane; m < in.count; m += kLanes)
+    fetch_ahead(static_cast<const uint8_t *>(byte_offset(in.scales, m * in.stride)) + at, 1, 0);
+}
+
+// v = the elements of x, 0 where it is null, plus all messages in their order: core/block_scale.h. While one is decoded the
+// bytes of the next are on their way.
 template <bool kTransform>
-FL_DEVICE void add_messages(const BlockLayout &layout, const BlockMessages &in, const Run &run, int lane,
-                            float (&v)[kBlock]) {
+FL_DEVICE void sum_messages(const BlockLayout &layout, const BlockMessages &in, uint32_t dtype, const void *x,
+                            const Run &run, int lane, float (&v)[kBlock]) {
+  load_or_zero(dtype, kTransform ? nullptr : x, layout.numel, run.first, lane, v);
   PackedRun next = {};
   if (in.count > 0) next = load_run(layout, in, 0, run);
 #pragma unroll 1
@@ -340,15 +379,13 @@ FL_DEVICE void add_messages(const BlockLayout &layout, const BlockMessages &in, 
     const PackedRun packed = next;
     if (m + 1 < in.count) next = load_run(layout, in, m + 1, run);
     float part[kBlock];
-    if constexpr (kTransform) {
-      decode_run<kTransform>(layout, packed, lane, part);
+    values_of(layout, packed, part);
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) v[i] += part[i];
-    } else {
-      values_of(layout, packed, part);
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) v[i] = add_exact_product(part[i], packed.scale, v[i]);
-    }
+    for (int i = 0; i < kBlock; ++i) v[i] = add_exact_product(part[i], packed.scale, v[i]);
+  }
+  if constexpr (kTransform) {
+    transform_run(layout, lane, v);
+    add_elements(dtype, x, layout.numel, run.first, lane, v);
   }
 }
 

@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kThreads, 4) decode_kernel(const DecodeArgumen
     for (int64_t tile = warp_index(); tile < a.layout.tiles(); tile += warp_count()) {
       const Run run(a.layout, tile, lane);
       float v[kBlock];
+      fetch_messages_ahead(a.layout, a.in.only(m), tile + warp_count());
       decode_run<kTransform>(a.layout, load_run(a.layout, a.in, m, run), lane, v);
       store_block(a.dtype, out, a.layout.numel, run.first, lane, v);
     }
@@ -33,8 +34,8 @@ __global__ void __launch_bounds__(kThreads, 3) decode_sum_kernel(const DecodeArg
   for (int64_t tile = warp_index(); tile < a.layout.tiles(); tile += warp_count()) {
     const Run run(a.layout, tile, lane);
     float v[kBlock];
-    load_or_zero(a.dtype, a.add ? a.out : nullptr, a.layout.numel, run.first, lane, v);
-    add_messages<kTransform>(a.layout, a.in, run, lane, v);
+    fetch_messages_ahead(a.layout, a.in, tile + warp_count());
+    sum_messages<kTransform>(a.layout, a.in, a.dtype, a.add ? a.out : nullptr, run, lane, v);
     store_block(a.dtype, a.out, a.layout.numel, run.first, lane, v);
   }
 }
@@ -44,7 +45,7 @@ DecodeArguments decode_arguments(const fl_spec &spec, const fl_messages &in, voi
 }
 
 cudaError_t launch(void (*kernel)(DecodeArguments), const DecodeArguments &a, int64_t outputs, cudaStream_t stream) {
-  const Grid grid(a.layout.tiles(), outputs);
+  const Grid grid(a.layout.tiles(), outputs, blocks_for(a.dtype));
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();

@@ -8,8 +8,11 @@ template <bool kTransform, bool kSum, bool kResidual>
 __global__ void __launch_bounds__(kThreads) encode_kernel(const BlockEncoding a) {
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
     const BlockPiece piece = piece_of<kResidual>(a, m);
-    for (int64_t tile = warp_index(); tile < a.layout.tiles(); tile += warp_count())
+    for (int64_t tile = warp_index(); tile < a.layout.tiles(); tile += warp_count()) {
+      if (!kSum && !kResidual)
+        fetch_elements_ahead(a.dtype, piece.x, (tile + warp_count()) * (kLanes * kBlock), a.layout.numel);
       encode_tile<kTransform, kSum, kResidual>(a, piece, tile);
+    }
   }
 }
 
@@ -35,7 +38,7 @@ template <bool kSum>
 cudaError_t launch(const BlockEncoding &a, bool hadamard, cudaStream_t stream) {
   const auto kernel = hadamard ? (a.residual ? encode_kernel<true, kSum, true> : encode_kernel<true, kSum, false>)
                                : (a.residual ? encode_kernel<false, kSum, true> : encode_kernel<false, kSum, false>);
-  const Grid grid(a.layout.tiles(), a.out.count);
+  const Grid grid(a.layout.tiles(), a.out.count, blocks_for(a.dtype));
   if (grid.error) return grid.error;
   if (a.layout.scaling.kind == FL_SCALE_MESSAGE) {
     const size_t stride = a.out.count > 1 ? size_t(a.out.stride) : sizeof(float);

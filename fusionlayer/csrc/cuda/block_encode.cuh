@@ -36,8 +36,7 @@ FL_DEVICE void gather_run(const BlockEncoding &a, const BlockPiece &piece, const
                           float (&v)[kBlock]) {
   const int64_t numel = piece.layout.numel;
   if (kSum) {
-    load_or_zero(a.dtype, piece.x, numel, run.first, lane, v);
-    add_messages<kTransform>(piece.layout, a.in, run, lane, v);
+    sum_messages<kTransform>(piece.layout, a.in, a.dtype, piece.x, run, lane, v);
     clear_padding(v, numel - run.first);
   } else {
     load_block(a.dtype, piece.x, numel, run.first, lane, v);
@@ -55,10 +54,7 @@ FL_DEVICE void encode_tile(const BlockEncoding &a, const BlockPiece &piece, int6
   gather_run<kTransform, kSum, kResidual>(a, piece, run, lane, v);
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) wanted[i] = v[i];
-  if (kTransform) {
-    hadamard32(v);
-    hadamard_over_lanes(v, width, lane);
-  }
+  if (kTransform) transform_run(layout, lane, v);
 
   const bool whole = layout.scaling.kind == FL_SCALE_MESSAGE;
   const uint32_t amax = whole ? *static_cast<const uint32_t *>(piece.scales) : max_over_lanes(largest_of(v), width);

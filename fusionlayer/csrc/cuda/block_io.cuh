@@ -128,6 +128,13 @@ FL_DEVICE void bring_blocks_back(typename E::Bits *x, int64_t numel, int64_t fir
   meet();
 }
 
+// Elements of 16 bits, a tile from number `first` on, on their way into the device's cache. Those of f32 come as fast without.
+FL_DEVICE void fetch_elements_ahead(uint32_t dtype, const void *x, int64_t first, int64_t numel) {
+  if (dtype == FL_F32) return;
+  const int64_t left = numel - first, count = left < kLanes * kBlock ? left : kLanes * kBlock;
+  fetch_ahead(static_cast<const uint16_t *>(x) + first, 2 * count, lane_index());
+}
+
 // Calls use(i, element i of the lane's block) for its 32 elements.
 template <class E, class Use>
 FL_DEVICE void with_block(const typename E::Bits *x, int64_t numel, int64_t first, int lane, const Use &use) {

@@ -9,6 +9,8 @@ namespace {
 // is one of rotated values.
 template <bool kTransform, bool kRotated, bool kResidual>
 struct BlockCoder {
+  static constexpr int kBlocks = kResidual || (kTransform && !kRotated) ? 2 : kResident;  // as of IntCoder
+
   Shares shares;
   BlockEncoding values, sums;
   const void *x;

@@ -30,18 +30,17 @@ struct DecodeArguments {
 
 FL_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-FL_DEVICE uint32_t magnitude_of(float v) { return float_bits(v) & 0x7fffffffu; }
-
 // Writes the scales and leaves in `low` and `high` what the lane's groups are multiplied by; false: all codes are 0. Of the
 // four lanes that share two groups the even ones make the scale of the first, the odd ones that of the second.
 FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage &m, int64_t group, uint64_t number,
                                  float span, int lane, const float (&v)[kOwned], float &low, float &high) {
-  uint32_t first = 0, second = 0;
+  float lower = 0.0f, upper = 0.0f;
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
-    first = larger(first, magnitude_of(v[i]));
-    second = larger(second, magnitude_of(v[kSide + i]));
+    lower = larger_magnitude(lower, v[i]);
+    upper = larger_magnitude(upper, v[kSide + i]);
   }
+  const uint32_t first = float_bits(lower), second = float_bits(upper);
   const bool odd = lane & 1;
   uint32_t amax = larger(odd ? second : first, shuffle_xor(odd ? first : second, 1));
   amax = larger(amax, shuffle_xor(amax, 2));
@@ -49,7 +48,7 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
   const int within = lane / 4 + (lane & 1) * (kScaleGroups / 2);
   const int64_t place = group * kScaleGroups + within;
   const bool writes = lane % 4 < 2;
-  const uint16_t wire = scale_above(most);
+  const uint32_t wire = scale_above(most);
   bool usual = wire != kBf16Nan;
   if (a.layout.flat) {
     amax = larger(amax, shuffle_xor(amax, 4));  // of the other group that shares the scale
@@ -61,7 +60,7 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
   }
   // Even pairs of lanes divide by what is largest in their group, odd ones by the super-group's scale.
   const bool of_group = !(lane & 2);
-  const float divisor = of_group ? bits_float(amax) : bf16_to_f32(wire);
+  const float divisor = of_group ? bits_float(amax) : bits_float(wire << 16);
   const float quotient = (of_group ? span : 255.0f) / (usual && float_bits(divisor) >= kTinyBits ? divisor : 1.0f);
   const uint32_t factor = amax >= kTinyBits ? float_bits(quotient) : 0u;
   if (!a.layout.flat) {
@@ -69,7 +68,7 @@ FL_DEVICE bool make_group_scales(const EncodeArguments &a, const DynamiqMessage 
     const uint64_t g = number * kScaleGroups + uint64_t(within);
     const uint32_t random = random_bits(near_key(a.keys.scale, g), uint32_t(g));
     if (writes) m.group_scales[place] = usual ? uint8_t(group_code(bits_float(amax), inverse, random)) : uint8_t(0);
-    if (lane == 0) m.scales[group] = wire;
+    if (lane == 0) m.scales[group] = uint16_t(wire);
   }
   low = bits_float(shuffle(factor, lane & ~3));
   high = bits_float(shuffle(factor, (lane & ~3) + 1));
@@ -129,8 +128,8 @@ FL_DEVICE void add_messages(const DynamiqLayout &layout, const Tables &tables, c
 
 template <bool kSum, bool kResidual>
 FL_DEVICE void encode_group(const EncodeArguments &a, const Tables &tables, const DynamiqMessage &out,
-                            const Place &place, const Places &in_places, int64_t m, int64_t group, int lane,
-                            float (&v)[kOwned]) {
+                            const Place &place, const Places &in_places, int64_t m, int64_t group, uint64_t number,
+                            int lane, float (&v)[kOwned]) {
   const DynamiqLayout &layout = a.layout;
   float kept[kOwned];
   if (kSum) {
@@ -148,7 +147,7 @@ FL_DEVICE void encode_group(const EncodeArguments &a, const Tables &tables, cons
 #pragma unroll
     for (int j = 0; j < kOwned; ++j) v[j] += kept[j];
   }
-  encode_super_group(a, tables, out, place, group, layout.first + uint64_t(m * layout.groups + group), lane, v);
+  encode_super_group(a, tables, out, place, group, number, lane, v);
   if (kResidual) {
     float sent[kOwned];
     uint32_t bits[kOwned];
@@ -172,7 +171,7 @@ FL_DEVICE void for_each_batch(int64_t groups, int part, F f) {
 template <bool kSum, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kSum || kResidual ? 5 : 7) encode_kernel(const EncodeArguments a) {
   const int lane = lane_index();
-  const Tables &tables = share_tables(a.levels, lane);
+  const Tables &tables = share_tables(a.levels);
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y) {
     const DynamiqMessage out = dynamiq_message(a.out, m);
     const void *x = a.x ? byte_offset(a.x, m * a.x_stride) : nullptr;
@@ -182,11 +181,12 @@ __global__ void __launch_bounds__(kThreads, kSum || kResidual ? 5 : 7) encode_ke
       RawGroup next = source.next();
       const Places places(a.layout, a.out, m, base, lane);
       const Places in_places(a.layout, a.in, 0, base, lane);  // of no messages where there is no sum
-      for (int64_t group = first; group < end; ++group) {
+      uint64_t number = a.layout.first + uint64_t(m * a.layout.groups + first);
+      for (int64_t group = first; group < end; ++group, ++number) {
         float v[kOwned];
         widen(a.dtype, next, v);
         if (group + 1 < end) next = source.next();
-        encode_group<kSum, kResidual>(a, tables, out, Place(places, 0, group), in_places, m, group, lane, v);
+        encode_group<kSum, kResidual>(a, tables, out, Place(places, 0, group), in_places, m, group, number, lane, v);
       }
     });
   }
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, kSum || kResidual ? 5 : 7) encode_ke
 
 __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments a) {
   const int lane = lane_index();
-  const Tables &tables = share_tables(a.levels, lane);
+  const Tables &tables = share_tables(a.levels);
   for (int64_t m = blockIdx.y; m < a.in.count; m += gridDim.y)
     for_each_batch(a.layout.groups, a.part, [&](int64_t base, int64_t first, int64_t end) {
       const Places places(a.layout, a.in, m, base, lane);
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments 
 
 __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArguments a) {
   const int lane = lane_index();
-  const Tables &tables = share_tables(a.levels, lane);
+  const Tables &tables = share_tables(a.levels);
   for_each_batch(a.layout.groups, a.part, [&](int64_t base, int64_t first, int64_t end) {
     const Places places(a.layout, a.in, 0, base, lane);
     Source source(a.dtype, a.add ? a.out : nullptr, a.layout.numel, first, end, lane);

@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "dynamiq.h"
+#include "owned.cuh"
 #include "residual.h"
 #include "strip_io.cuh"
 
@@ -72,14 +73,13 @@ inline DynamiqLayout dynamiq_layout(const fl_spec &spec) {
           uint64_t(spec.offset) / kSuperGroup, (spec.param[0] & FL_DYNAMIQ_FLAT) != 0};
 }
 
-// The tables in shared memory; each warp has its own.
-FL_DEVICE const Tables &share_tables(const DeviceLevels &given, int lane) {
-  __shared__ Tables all[kWarps];
-  Tables &tables = all[threadIdx.x / kLanes];
+// The tables in shared memory, the same for all warps of a thread block: all of them call this first.
+FL_DEVICE const Tables &share_tables(const DeviceLevels &given) {
+  __shared__ Tables tables;
   const float *from = reinterpret_cast<const float *>(&given.tables);
   float *to = reinterpret_cast<float *>(&tables);
-  for (int i = lane; i < int(sizeof(Tables) / sizeof(float)); i += kLanes) to[i] = from[i];
-  meet();
+  for (int i = int(threadIdx.x); i < int(sizeof(Tables) / sizeof(float)); i += kThreads) to[i] = from[i];
+  meet_all();
   return tables;
 }
 

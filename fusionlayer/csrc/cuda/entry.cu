@@ -118,13 +118,6 @@ int fl_thc_rms(const fl_spec *spec, const void *x, const float *residual, float 
   return finish(fl::thc_rms(*spec, x, residual, rms, as_stream(stream)));
 }
 
-int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count, int32_t *keys,
-                  void *stream) {
-  if (const int bad = fl::check_token_keys(spec, x, residual, count, keys)) return bad;
-  if (spec->numel == 0 || count == 0) return FL_OK;
-  return finish(fl::tah_token_keys(*spec, x, residual, count, keys, as_stream(stream)));
-}
-
 int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out, void *workspace,
                     void *stream) {
   if (const int bad = fl::check_delta(spec, x, base, out)) return bad;

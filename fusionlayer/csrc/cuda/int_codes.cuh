@@ -29,6 +29,8 @@ struct IntMessages {
   uint8_t *codes;  // of message 0
   int64_t stride;
   int64_t count;
+
+  FL_DEVICE IntMessages only(int64_t m) const { return {byte_offset(scales, m * stride), codes + m * stride, 0, 1}; }
 };
 
 // The block that a lane owns: its first element, its group and its number in the group.
@@ -145,29 +147,20 @@ FL_DEVICE void unpack_alone(const IntLayout &layout, const Packed &packed, const
 
 FL_DEVICE float code_bias(int bits) { return bits == 8 ? 128.0f : bits == 4 ? 8.0f : bits == 3 ? 7.0f : 3.0f; }
 
-// v = what the scale of a lane's block is multiplied by; its levels plus bias are `bytes`.
+// v = decoded values of a lane's block, whose levels plus bias are `bytes`; `factor` is decode_scale of its scale.
 template <bool kTransform>
-FL_DEVICE void unscaled(const uint32_t (&bytes)[kWords], float bias, float (&v)[kBlock]) {
+FL_DEVICE void dequantize(const uint32_t (&bytes)[kWords], float bias, float factor, float (&v)[kBlock]) {
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] = unsigned_byte(bytes[i / 4], i % 4, bias);
   if (kTransform) hadamard32(v);
-}
-
-// v = decoded values of a lane's block; `factor` is decode_scale of its scale.
-template <bool kTransform>
-FL_DEVICE void dequantize(const uint32_t (&bytes)[kWords], float bias, float factor, float (&v)[kBlock]) {
-  unscaled<kTransform>(bytes, bias, v);
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) v[i] *= factor;
 }
 
-// sum += them.
-template <bool kTransform>
+// sum += them, but for the transform.
 FL_DEVICE void add_dequantized(const uint32_t (&bytes)[kWords], float bias, float factor, float (&sum)[kBlock]) {
-  float v[kBlock];
-  unscaled<kTransform>(bytes, bias, v);
 #pragma unroll
-  for (int i = 0; i < kBlock; ++i) sum[i] = add_exact_product(v[i], factor, sum[i]);
+  for (int i = 0; i < kBlock; ++i) sum[i] = add_exact_product(unsigned_byte(bytes[i / 4], i % 4, bias), factor, sum[i]);
 }
 
 template <bool kTransform>

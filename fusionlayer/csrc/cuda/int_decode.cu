@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kThreads, 6) decode_kernel(const DecodeArgumen
     for (int64_t i = warp_index(); i < work; i += warp_count()) {
       const Place at = place_of(a.layout, i / tiles, int(i % tiles), lane);
       float v[kBlock];
+      fetch_messages_ahead(a.layout, a.in.only(m), i + warp_count());
       decode_block<kTransform>(a.layout, load_packed(a.layout, a.in, m, at), at, v);
       store_block(a.dtype, out, a.layout.numel, at.first, lane, v);
     }
@@ -36,8 +37,8 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks) decode_sum_kernel(const 
   for (int64_t i = warp_index(); i < work; i += warp_count()) {
     const Place at = place_of(a.layout, i / tiles, int(i % tiles), lane);
     float v[kBlock];
-    load_or_zero(a.dtype, a.add ? a.out : nullptr, a.layout.numel, at.first, lane, v);
-    add_messages<kTransform>(a.layout, a.in, at, v);
+    fetch_messages_ahead(a.layout, a.in, i + warp_count());
+    sum_messages<kTransform, 2>(a.layout, a.in, a.dtype, a.add ? a.out : nullptr, at, lane, v);
     store_block(a.dtype, a.out, a.layout.numel, at.first, lane, v);
   }
 }
@@ -47,7 +48,7 @@ DecodeArguments decode_arguments(const fl_spec &spec, const fl_messages &in, voi
 }
 
 cudaError_t launch(void (*kernel)(DecodeArguments), const DecodeArguments &a, int64_t outputs, cudaStream_t stream) {
-  const Grid grid(a.layout.spans() * a.layout.tiles(), outputs);
+  const Grid grid(a.layout.spans() * a.layout.tiles(), outputs, blocks_for(a.dtype));
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();

@@ -18,8 +18,12 @@ FL_DEVICE void encode_message(const IntEncoding &a, int64_t message) {
       uint64_t(a.offset) + uint64_t(message * a.layout.groups << a.layout.log2_group),
   };
   const int64_t spans = a.layout.spans();
-  for (int64_t span = warp_index(); span < spans; span += warp_count())
+  for (int64_t span = warp_index(); span < spans; span += warp_count()) {
+    if (kInput == IntInput::kValues && !kResidual)
+      fetch_elements_ahead(a.dtype, piece.x, (span + warp_count()) * a.layout.span(), a.layout.numel);
+    if (kInput == IntInput::kSum) fetch_messages_ahead(a.layout, a.in, (span + warp_count()) * a.layout.tiles());
     encode_span<kTransform, kInput, kResidual>(a, piece, span);
+  }
 }
 
 template <bool kTransform, IntInput kInput, bool kResidual>
@@ -32,7 +36,7 @@ cudaError_t launch(const IntEncoding &a, bool hadamard, cudaStream_t stream) {
   auto kernel = hadamard ? encode_kernel<true, kInput, false> : encode_kernel<false, kInput, false>;
   if constexpr (kInput != IntInput::kDifference)
     if (a.residual) kernel = hadamard ? encode_kernel<true, kInput, true> : encode_kernel<false, kInput, true>;
-  const Grid grid(a.layout.spans(), a.out.count);
+  const Grid grid(a.layout.spans(), a.out.count, blocks_for(a.dtype));
   if (grid.error) return grid.error;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();

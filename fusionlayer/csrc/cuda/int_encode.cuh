@@ -109,8 +109,8 @@ FL_DEVICE void decode_own(int bits, const uint32_t (&bytes)[kWords], float scale
 }
 
 // A span of a message. A group larger than a tile is gone through twice, the second time without its last tile, which is
-// still in registers.
-template <bool kTransform, IntInput kInput, bool kResidual>
+// still in registers. kAhead messages of a sum are on their way.
+template <bool kTransform, IntInput kInput, bool kResidual, int kAhead = 2>
 FL_DEVICE void encode_span(const IntEncoding &a, const IntPiece &piece, int64_t span) {
   const IntLayout &layout = piece.layout;
   const int lane = lane_index(), tiles = layout.tiles();
@@ -123,12 +123,10 @@ FL_DEVICE void encode_span(const IntEncoding &a, const IntPiece &piece, int64_t 
 
     float v[kBlock];
     if (kInput == IntInput::kSum) {
-      load_or_zero(a.dtype, piece.x, layout.numel, at.first, lane, v);
-      add_messages<kTransform>(layout, a.in, at, v);
+      sum_messages<kTransform, kAhead>(layout, a.in, a.dtype, piece.x, at, lane, v);
       clear_padding(v, layout.numel - at.first);
     } else if (kInput == IntInput::kForeign) {
-      load_or_zero(a.dtype, nullptr, layout.numel, at.first, lane, v);
-      add_foreign_messages(a.source, a.source_transformed, a.in, at, v);
+      sum_foreign_messages(a.source, a.source_transformed, a.in, at, v);
       clear_padding(v, layout.numel - at.first);
     } else if (kInput == IntInput::kDifference) {
       float base[kBlock];

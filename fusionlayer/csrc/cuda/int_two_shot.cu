@@ -8,6 +8,9 @@ namespace {
 // What a warp does with its span of a message. Without a residual rotated values are summed as they are.
 template <bool kTransform, bool kResidual>
 struct IntCoder {
+  static constexpr int kBlocks =
+      kTransform && kResidual ? 2 : kResident;  // with more, values would leave the registers
+
   Shares shares;
   IntEncoding values, sums;
   const void *x;
@@ -46,7 +49,7 @@ struct IntCoder {
                             reinterpret_cast<float *>(message),
                             message + codes,
                             uint64_t(sums.offset)};
-    encode_span<kTransform && !kRotated, IntInput::kSum, kResidual>(sums, piece, span);
+    encode_span<kTransform && !kRotated, IntInput::kSum, kResidual, 1>(sums, piece, span);
   }
 
   // Copies what `sum` has written.

@@ -128,6 +128,25 @@ __global__ void __launch_bounds__(kThreads, kBlocks) encode_kernel(const OneBitA
       with_element(a.dtype, [&](auto element) { encode_group<decltype(element), kSum, kResidual>(a, m, g, words); });
 }
 
+constexpr int kAtATime = 8;  // turns
+
+// y += all messages, of this lane's turns of a group. Values of several turns are read before any is written: the compiler
+// makes no read ahead of a write that might be to it.
+template <class E>
+FL_DEVICE void add_group(const OneBitArguments &a, int64_t g, int turns, typename E::Bits *y) {
+  for (int first = 0; first < turns; first += kAtATime) {
+    float v[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) v[i] = a.add && first + i < turns ? E::widen(y[(first + i) * kLanes]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i)
+      if (first + i < turns) v[i] = add_messages(a, v[i], g, first + i);
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i)
+      if (first + i < turns) y[(first + i) * kLanes] = E::narrow(v[i]);
+  }
+}
+
 // kOne: all messages become one sum; else each has its own place.
 template <bool kOne>
 __global__ void __launch_bounds__(kThreads, kBlocks) decode_kernel(const OneBitArguments a) {
@@ -140,15 +159,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) decode_kernel(const OneBitA
         const int count = left < a.group ? int(left) : a.group;
         auto *y = static_cast<typename E::Bits *>(a.y) + m * a.numel + first + lane_index();
         const int turns = (count - lane_index() + kLanes - 1) / kLanes;  // of this lane
-        const Group in(a.in, kOne ? 0 : m, g, a.group);
+        if constexpr (kOne) {
+          add_group<E>(a, g, turns, y);
+        } else {
+          const Group in(a.in, m, g, a.group);
 #pragma unroll 4
-        for (int turn = 0; turn < turns; ++turn) {
-          float v;
-          if constexpr (kOne)
-            v = add_messages(a, a.add ? E::widen(y[turn * kLanes]) : 0.0f, g, turn);
-          else
-            v = in.at(turn);
-          y[turn * kLanes] = E::narrow(v);
+          for (int turn = 0; turn < turns; ++turn) y[turn * kLanes] = E::narrow(in.at(turn));
         }
       });
 }

@@ -16,6 +16,16 @@ FL_DEVICE void load_or_zero(uint32_t dtype, const void *x, int64_t numel, int64_
   }
 }
 
+// v += x, unless x is null.
+FL_DEVICE void add_elements(uint32_t dtype, const void *x, int64_t numel, int64_t first, int lane, float (&v)[kBlock]) {
+  if (!x) return;
+  with_element(dtype, [&](auto element) {
+    using E = decltype(element);
+    with_block<E>(static_cast<const typename E::Bits *>(x), numel, first, lane,
+                  [&](int i, float value) { v[i] += value; });
+  });
+}
+
 // Decoding makes something of the padding too; encoding starts from zeros there.
 FL_DEVICE void clear_padding(float (&v)[kBlock], int64_t count) {
   if (count >= kBlock) return;

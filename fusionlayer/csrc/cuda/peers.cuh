@@ -6,7 +6,7 @@
 
 namespace fl {
 
-// Tests bring their own of these three: there what is written to another device arrives late, and in any order.
+// Tests bring their own of these: there what is written to another device arrives late, and in any order.
 #ifndef FL_PEERS_ON_HOST
 // All that the warp has written before it, on whichever device, is there for whoever sees the flag.
 FL_DEVICE void raise_flag(uint32_t *flag, uint32_t value) {
@@ -19,6 +19,15 @@ FL_DEVICE uint32_t look_at_flag(const uint32_t *flag) {
   uint32_t value = 0;
 #ifdef __CUDA_ARCH__
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+#endif
+  return value;
+}
+
+// The flag alone: it orders nothing, and leaves what the multiprocessor has in its cache.
+FL_DEVICE uint32_t glance_at_flag(const uint32_t *flag) {
+  uint32_t value = 0;
+#ifdef __CUDA_ARCH__
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
 #endif
   return value;
 }
@@ -78,8 +87,10 @@ struct Peers {
     if (lane < size && lane != rank) {
       const uint32_t *at = flag(rank, phase, warp, lane);
       // The host's word may lie in its own memory, far away.
-      for (uint32_t looks = 1; heard && int32_t(look_at_flag(at) - round) < 0; ++looks)
+      for (uint32_t looks = 1; heard && int32_t(glance_at_flag(at) - round) < 0; ++looks)
         heard = looks % 256 != 0 || !is_stopped(stop);
+      // The number only grows. Whoever sees it here sees what was written before it was raised.
+      look_at_flag(at);
     }
     const bool all = ballot(!heard) == 0;
     meet();

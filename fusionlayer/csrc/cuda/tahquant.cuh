@@ -39,7 +39,6 @@ struct TahRun {
   int64_t first;  // its first element
   int64_t tile;
   int64_t token;     // the last one where the run does not exist
-  int64_t before;    // the token of the warp's first lane
   int64_t in_token;  // number of the run in its token
   int width;         // lanes of a tile
   bool exists;
@@ -53,27 +52,17 @@ struct TahRun {
     in_token = index - token * runs;
     exists = token <= last;
     token = exists ? token : last;
-    before = warp_tile * kLanes / runs;
   }
 
   FL_DEVICE int lane_of_tile() const { return int(index) & (width - 1); }
 };
 
-// Where a lane's codes lie. All lanes of the warp count the marks of earlier tokens together.
-FL_DEVICE TahPlace place_of(const TahShape &shape, const TahMessages &messages, int64_t message, const TahRun &run,
-                            int lane) {
-  TahPlace place = {run.token * shape.bits * (shape.channels / 8), shape.bits};
-  if (shape.coarse) {
-    const uint32_t *marks = byte_offset(messages.marks, message * messages.stride);
-    const int64_t start = run.before / 32, own = run.token / 32;
-    int64_t marked = 0;
-    for (int64_t word = lane; word < start; word += kLanes) marked += __popc(marks[word]);
-    marked = sum_over_lanes(marked);
-    for (int64_t word = start; word < own; ++word) marked += __popc(marks[word]);
-    const uint32_t word = marks[own];
-    marked += __popc(word & tah_marks_before(int(run.token % 32)));
-    place = tah_place(shape, run.token, tah_marked(word, int(run.token % 32)), marked);
-  }
+// Where a lane's codes lie.
+FL_DEVICE TahPlace place_of(const TahShape &shape, const TahMessages &messages, int64_t message, const TahRun &run) {
+  const uint32_t *words = byte_offset(messages.marks, message * messages.stride);
+  const uint32_t marks = shape.coarse ? words[run.token / kTahSection] : 0u;
+  const int before = __popc(marks & tah_marks_before(int(run.token % kTahSection)));
+  TahPlace place = tah_place(shape, run.token, marks, before);
   place.offset += run.in_token * (4 * place.bits);
   return place;
 }
@@ -135,7 +124,7 @@ FL_DEVICE void decode_codes(const TahShape &shape, const TahRun &run, const uint
 
 FL_DEVICE void decode_run(const TahShape &shape, const TahMessages &in, int64_t message, const TahRun &run, int lane,
                           float (&v)[kBlock]) {
-  const TahPlace place = place_of(shape, in, message, run, lane);
+  const TahPlace place = place_of(shape, in, message, run);
   uint32_t bytes[kCodeWords] = {};
   uint16_t offset = 0, step = 0;
   int pivot = kNoPivot;

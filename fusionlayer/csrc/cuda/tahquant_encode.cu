@@ -1,4 +1,6 @@
-// encode and recode of the `tahquant` codec, and the entropies by which coarse tokens are chosen.
+// encode and recode of the `tahquant` codec. Where tokens are coarse, a kernel of its own chooses them first.
+#include <cmath>
+
 #include "tahquant.cuh"
 
 namespace fl {
@@ -17,26 +19,23 @@ struct EncodeArguments {
 
 // The place of the element that is at least twice as large as all others of a tile; kNoPivot if there is none.
 FL_DEVICE int find_pivot(const TahRun &run, uint32_t amax, const float (&v)[kBlock]) {
-  uint32_t count = 0, found = 0;
+  uint32_t large = 0;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const float magnitude = bits_float(float_bits(v[i]) & 0x7fffffffu);
-    const bool large = float_bits(magnitude + magnitude) > amax;
-    count += large;
-    found = large ? uint32_t(i) : found;
+    const float magnitude = fabsf(v[i]);
+    if (magnitude + magnitude > bits_float(amax)) large |= 1u << i;
   }
-  found = count ? found + run.lane_of_tile() * kBlock : 0u;
+  uint32_t count = __popc(large), found = large ? run.lane_of_tile() * kBlock + __ffs(large) - 1 : 0u;
   for (int mask = 1; mask < run.width; mask *= 2) count += shuffle_xor(count, mask);
   found = max_over_lanes(found, run.width);
   return count == 1 && amax < kF32Inf ? int(found) : kNoPivot;
 }
 
-// Orders floats as unsigned integers.
-FL_DEVICE uint32_t ordered(float v) {
-  const uint32_t bits = float_bits(v);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+// The largest over all lanes of a tile, in all of them.
+FL_DEVICE float largest_in_tile(float v, int width) {
+  for (int mask = 1; mask < width; mask *= 2) v = fmaxf(v, bits_float(shuffle_xor(float_bits(v), mask)));
+  return v;
 }
-FL_DEVICE float from_ordered(uint32_t v) { return bits_float(v >> 31 ? v & 0x7fffffffu : ~v); }
 
 template <bool kSum, bool kResidual>
 __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments a) {
@@ -62,30 +61,23 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments 
         swap_elements(run, pivot, pivot != kNoPivot, lane, v);
         rotate(shape, run.width, pivot != kNoPivot, lane, v);
       }
-      uint32_t high = 0, low = 0;  // the latter of negated values
+      float high = v[0], low = v[0];  // of what is not NaN
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) {
-        const uint32_t above = ordered(v[i]), below = ordered(-v[i]);
-        high = above > high ? above : high;
-        low = below > low ? below : low;
-      }
+      for (int i = 1; i < kBlock; ++i) high = fmaxf(high, v[i]), low = fminf(low, v[i]);
       const bool finite = max_over_lanes(largest_of(v), run.width) < kF32Inf;
-      high = max_over_lanes(high, run.width);
-      low = max_over_lanes(low, run.width);
+      high = largest_in_tile(high, run.width);
+      low = -largest_in_tile(-low, run.width);
 
-      const TahPlace place = place_of(shape, a.out, m, run, lane);
-      const int32_t most = (1 << place.bits) - 1;
-      const TahScale scale = tah_scale(finite, -from_ordered(low), from_ordered(high), float(most));
+      const TahPlace place = place_of(shape, a.out, m, run);
+      const TahScale scale = tah_scale(finite, low, high, float((1 << place.bits) - 1));
       const bool none = tah_codes_are_zero(scale);
-      const float offset = bf16_to_f32(scale.offset), step = bf16_to_f32(scale.step);
+      const float offset = bf16_to_f32(scale.offset), inverse = none ? 0.0f : tah_inverse(bf16_to_f32(scale.step));
       pivot = scale.step >= kF32Inf >> 16 ? kNoPivot : pivot;
+      const auto code = [&](int i) { return float_bits(tah_code(v[i], offset, inverse)); };
       uint32_t bytes[kCodeWords];
 #pragma unroll
-      for (int w = 0; w < kCodeWords; ++w) {
-        bytes[w] = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) bytes[w] |= none ? 0u : tah_code(v[4 * w + j], offset, step, most) << 8 * j;
-      }
+      for (int w = 0; w < kCodeWords; ++w)
+        bytes[w] = none ? 0u : low_bytes(code(4 * w), code(4 * w + 1), code(4 * w + 2), code(4 * w + 3));
       if (run.exists) {
         uint8_t *codes = a.out.codes + m * a.out.stride + place.offset;
         if (place.bits == 3)
@@ -107,6 +99,70 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments 
     }
 }
 
+// log2_straight and log2_bend of core/tahquant.h, with fused operations.
+FL_DEVICE float log2_above(uint32_t bits, uint32_t power) {
+  const float u = bits_float((bits & kBendBits) | 0x3f800000u) - 1.0f;
+  const float bend = add_exact_product(u, u, -u) * add_exact_product(u, kBendSlope, -kBend);
+  return add_exact_product(float(int32_t(bits - power)), 0x1p-23f, bend);
+}
+
+// entropy_key of a token of `count` elements from number `first` on, in lane 0. Lane l has partial sums l.
+template <bool kResidual>
+FL_DEVICE uint32_t token_key(const EncodeArguments &a, int64_t first, int count, int lane) {
+  EntropySums sums = {0.0f, 0.0f};
+  uint32_t power = 0;
+  with_element(a.dtype, [&](auto element) {
+    using E = decltype(element);
+    const typename E::Bits *x = static_cast<const typename E::Bits *>(a.x) + first;
+    const auto bits = [&](int i) {
+      const float v = E::widen(x[i]);
+      return float_bits(kResidual ? v + a.residual[first + i] : v) & 0x7fffffffu;
+    };
+    power = entropy_power(largest_of_lanes(lane < count ? bits(lane) : 0u));
+#pragma unroll 4
+    for (int i = lane; i < count; i += kLanes) {
+      const uint32_t magnitude = bits(i);
+      sums.total += bits_float(magnitude);
+      sums.logs += bits_float(magnitude) * log2_above(magnitude, power);
+    }
+  });
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+    sums.total += bits_float(shuffle_xor(float_bits(sums.total), mask));
+    sums.logs += bits_float(shuffle_xor(float_bits(sums.logs), mask));
+  }
+  return entropy_key(sums, power);
+}
+
+constexpr int kChoiceThreads = 512;  // two tokens of a section for each warp
+
+// The marks of a section for each block.
+template <bool kResidual>
+__global__ void __launch_bounds__(kChoiceThreads) choice_kernel(const EncodeArguments a) {
+  __shared__ uint32_t keys[kTahSection];
+  const int lane = lane_index(), warp = int(threadIdx.x) / kLanes;
+  for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y)
+    for (int64_t number = blockIdx.x; number < a.shape.sections(); number += gridDim.x) {
+      const TahSection section(a.shape, number);
+      for (int token = warp; token < section.tokens; token += kChoiceThreads / kLanes) {
+        const int64_t first = (section.first + token) * a.shape.channels, left = a.shape.numel - first;
+        const int count = int(left < a.shape.channels ? left : a.shape.channels);
+        const uint32_t key = token_key<kResidual>(a, m * a.shape.numel + first, count, lane);
+        if (lane == 0) keys[token] = key;
+      }
+      meet_all();
+      if (warp == 0) {
+        const int token = 4 * (lane & 7) + lane / 8;  // whose mark is bit `lane`
+        int before = 0;
+#pragma unroll 1
+        for (int i = 0; i < section.tokens; ++i) before += tah_precedes(keys, i, token);
+        const uint32_t marks = ballot(token < section.tokens && before < section.coarse);
+        if (lane == 0) byte_offset(a.out.marks, m * a.out.stride)[number] = marks;
+      }
+      meet_all();
+    }
+}
+
 template <bool kSum>
 cudaError_t launch(const fl_spec &spec, const fl_messages *in, const void *x, float *residual, const fl_messages &out,
                    cudaStream_t stream) {
@@ -119,53 +175,18 @@ cudaError_t launch(const fl_spec &spec, const fl_messages *in, const void *x, fl
   a.x_stride = spec.numel * element_size(spec.dtype);
   a.residual = residual;
   a.tiles = warp_tiles(a.shape);
+  if (!kSum && a.shape.coarse) {
+    const Grid sections(a.shape.sections() * kWarps, out.count);  // a block each
+    if (sections.error) return sections.error;
+    const auto kernel = residual ? choice_kernel<true> : choice_kernel<false>;
+    FL_LAUNCH(kernel, sections.blocks, kChoiceThreads, stream, a);
+    if (const cudaError_t error = cudaGetLastError()) return error;
+  }
   const Grid grid(a.tiles, out.count);
   if (grid.error) return grid.error;
   const auto kernel = residual ? encode_kernel<kSum, true> : encode_kernel<kSum, false>;
   FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
   return cudaGetLastError();
-}
-
-struct KeyArguments {
-  TahShape shape;
-  uint32_t dtype;
-  const void *x;
-  const float *residual;
-  int64_t tokens;  // of all messages
-  int32_t *keys;
-};
-
-// A warp for each token; lane l has the partial sums l of core/tahquant.h.
-__global__ void __launch_bounds__(kThreads) keys_kernel(const KeyArguments a) {
-  const int lane = lane_index();
-  for (int64_t each = warp_index(); each < a.tokens; each += warp_count()) {
-    const int64_t message = each / a.shape.tokens(), first = each % a.shape.tokens() * a.shape.channels;
-    const int64_t left = a.shape.numel - first, count = left < a.shape.channels ? left : a.shape.channels;
-    const int64_t place = message * a.shape.numel + first;
-    EntropySums sums = {0.0f, 0.0f};
-    uint32_t power = 0;
-    with_element(a.dtype, [&](auto element) {
-      using E = decltype(element);
-      const typename E::Bits *x = static_cast<const typename E::Bits *>(a.x) + place;
-      const auto value = [&](int64_t i) {
-        const float v = E::widen(x[i]);
-        return a.residual ? v + a.residual[place + i] : v;
-      };
-      const uint32_t first_bits = lane < count ? float_bits(value(lane)) & 0x7fffffffu : 0u;
-      power = entropy_power(max_over_lanes(first_bits, kLanes));
-      for (int64_t i = lane; i < count; i += kLanes) {
-        const EntropySums more = entropy_terms(value(i), power);
-        sums.total += more.total;
-        sums.logs += more.logs;
-      }
-    });
-#pragma unroll
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-      sums.total += bits_float(shuffle_xor(float_bits(sums.total), mask));
-      sums.logs += bits_float(shuffle_xor(float_bits(sums.logs), mask));
-    }
-    if (lane == 0) a.keys[each] = entropy_key(sums, power);
-  }
 }
 
 }  // namespace
@@ -178,16 +199,6 @@ cudaError_t tah_encode(const fl_spec &spec, const void *x, float *residual, cons
 cudaError_t tah_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                        const fl_messages &out, cudaStream_t stream) {
   return launch<true>(spec, &in, x, residual, out, stream);
-}
-
-cudaError_t tah_token_keys(const fl_spec &spec, const void *x, const float *residual, int64_t count, int32_t *keys,
-                           cudaStream_t stream) {
-  const TahShape shape = tah_shape(spec);
-  const KeyArguments a = {shape, spec.dtype, x, residual, count * shape.tokens(), keys};
-  const Grid grid(a.tokens, 1);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(keys_kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
 }
 
 }  // namespace fl

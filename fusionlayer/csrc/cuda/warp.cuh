@@ -39,6 +39,17 @@ FL_DEVICE void store_chunk(void *p, const Chunk &c) {
   *static_cast<uint4 *>(p) = make_uint4(c.word[0], c.word[1], c.word[2], c.word[3]);
 }
 
+// Brings n bytes, at most 4096, which the warp will load next, into the device's cache.
+FL_DEVICE void fetch_ahead(const void *p, int64_t n, int lane) {
+  const volatile uint8_t *line = static_cast<const uint8_t *>(p) + 128 * lane;
+  if (128 * lane >= n) return;
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+#else
+  static_cast<void>(*line);  // it is there
+#endif
+}
+
 FL_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 
 FL_DEVICE uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }

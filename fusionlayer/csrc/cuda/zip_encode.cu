@@ -1,6 +1,9 @@
-// Encoding of `zip`: choose (the exponents of a region), count (escapes of a tile), settle (where those of a tile begin in
-// its region), place (where those of a region begin, and whether the message is coded at all), write. Every count is exact,
-// so bytes do not depend on the order in which warps run.
+// Encoding of `zip`: choose (the exponents of a region), code (the blocks of tiles, and how many escapes they have), settle
+// (where those of a tile begin in its region), place (where those of a region begin, and whether the message is coded at
+// all), finish (the escapes, or the elements as they are). Every count is exact, so bytes do not depend on the order in
+// which warps run.
+#include <type_traits>
+
 #include "zip_tile.cuh"
 
 namespace fl {
@@ -16,104 +19,231 @@ struct EncodeArguments {
   FL_DEVICE const void *of(int64_t message) const { return byte_offset(x, message * shape.raw_bytes()); }
 };
 
-FL_DEVICE uint32_t half_of(uint32_t dtype, uint32_t word) { return dtype == FL_F32 ? word >> 16 : word; }
-
 FL_DEVICE uint32_t load_half(const EncodeArguments &a, const void *x, int64_t element) {
   return a.shape.dtype == FL_F32 ? static_cast<const uint32_t *>(x)[element] >> 16
                                  : static_cast<const uint16_t *>(x)[element];
 }
 
-FL_DEVICE void sample(const EncodeArguments &a, const void *x, int64_t region, ZipBin *bins, ZipRegion &entry) {
-  for (int i = lane_index(); i < kZipBins; i += kLanes) bins[i] = 0;
+// What a warp counts of a region's sample: atomic operations on shared memory are fast for 32 bits alone.
+struct Sample {
+  uint32_t count[kZipBins], squares[kZipBins];
+  ZipBin bins[kZipBins];
+};
+
+FL_DEVICE void choose(const EncodeArguments &a, const void *x, int64_t region, Sample &sample, uint8_t *exponents) {
+  static_assert(kZipRun == kLanes, "a lane for each element of a run");
+  const int lane = lane_index(), n = a.shape.in_region(region), stride = zip_stride(n);
+  for (int i = lane; i < kZipBins; i += kLanes) sample.count[i] = sample.squares[i] = 0;
   meet();
-  const int n = a.shape.in_region(region), stride = zip_stride(n);
+  uint32_t half[kZipRuns];
+#pragma unroll
+  for (int run = 0; run < kZipRuns; ++run) {
+    const int element = run * stride + lane;
+    half[run] = element < n ? load_half(a, x, region * kZipRegion + element) : 0;
+  }
   int sampled = 0;
-  for (int run = 0; run < kZipRuns && run * stride < n; ++run) {
-    const int begin = run * stride, left = n - begin;
-    if (lane_index() < left) {
-      const uint32_t half = load_half(a, x, region * kZipRegion + begin + lane_index());
-      atomicAdd(&bins[zip_exponent(a.shape.dtype, half)], zip_weight(zip_byte(a.shape.dtype, half)));
-    }
-    sampled += left < kZipRun ? left : kZipRun;
+#pragma unroll
+  for (int run = 0; run < kZipRuns; ++run) {
+    const int left = n - run * stride;
+    sampled += left < 0 ? 0 : left < kZipRun ? left : kZipRun;
+    if (lane >= left) continue;
+    const uint32_t exponent = zip_exponent(a.shape.dtype, half[run]);
+    atomicAdd(&sample.count[exponent], 1u);
+    atomicAdd(&sample.squares[exponent], uint32_t(zip_weight(zip_byte(a.shape.dtype, half[run]))));
   }
   meet();
-  if (lane_index() == 0)
-    zip_choose(bins, {0, zip_exponents(a.shape.dtype) - 1}, sampled, a.shape.dtype, a.choice, entry.exponent + 1);
+  uint32_t below = 0, high = 0;  // how many bins from the lowest one to the last, and the highest one
+  for (int i = lane; i < kZipBins; i += kLanes) {
+    sample.bins[i] = ZipBin(sample.count[i]) << 32 | sample.squares[i];
+    if (sample.count[i] == 0) continue;
+    if (below == 0) below = kZipBins - i;
+    high = i;
+  }
+  const ZipRange range{kZipBins - int(largest_of_lanes(below)), int(largest_of_lanes(high))};
+  meet();
+  if (lane == 0) zip_choose(sample.bins, range, sampled, a.shape.dtype, a.choice, exponents);
   meet();
 }
 
 __global__ void __launch_bounds__(kThreads) choose_kernel(const EncodeArguments a) {
-  static_assert(kZipRun == kLanes, "a lane for each element of a run");
-  __shared__ ZipBin bins[kWarps][kZipBins];
+  __shared__ Sample samples[kWarps];
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y)
     for (int64_t region = warp_index(); region < a.shape.regions(); region += warp_count()) {
       ZipRegion &entry = zip_message(a.out, m).regions()[region];
       if (lane_index() == 0) entry.exponent[0] = 0;
       if (!a.fixed)
-        sample(a, a.of(m), region, bins[threadIdx.x / kLanes], entry);
+        choose(a, a.of(m), region, samples[threadIdx.x / kLanes], entry.exponent + 1);
       else if (lane_index() == 0)
         zip_window(int(a.fixed) - 1, entry.exponent + 1);
     }
 }
 
-// The codes of exponents.
+// Blocks: four elements at a time, a byte of a word each ---------------------------------------------------------------
+
+constexpr uint32_t kHighest = 0x80808080u;  // bit of each byte
+
+FL_DEVICE uint32_t four_of(uint32_t byte) { return byte * 0x01010101u; }
+
+// The bits of a that the mask has, the others of b.
+FL_DEVICE uint32_t mixed(uint32_t mask, uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t v;  // the compiler makes two instructions of the line below
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(v) : "r"(mask), "r"(a), "r"(b));
+  return v;
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+// The highest bit of each byte that is not zero.
+FL_DEVICE uint32_t not_zero(uint32_t v) { return (((v & ~kHighest) + ~kHighest) | v) & kHighest; }
+
+// The upper and lower bytes of four halves, which are two words.
+struct Four {
+  uint32_t upper, lower;
+
+  FL_DEVICE Four(uint32_t first, uint32_t second) {
+    upper = __byte_perm(first, second, 0x7531);
+    lower = __byte_perm(first, second, 0x6420);
+  }
+
+  template <uint32_t kType>
+  FL_DEVICE uint32_t exponents() const {
+    return kType == FL_F16 ? upper >> 2 & four_of(31) : mixed(four_of(0xfe), upper << 1, lower >> 7);
+  }
+
+  // zip_byte of each.
+  template <uint32_t kType>
+  FL_DEVICE uint32_t bytes() const {
+    return mixed(kHighest, upper, kType == FL_F16 ? mixed(four_of(0x60), upper << 5, lower >> 3) : lower);
+  }
+};
+
+// The codes of a region's exponents.
 struct Table {
   uint32_t exponent[8];
-  bool window;
 
-  FL_DEVICE explicit Table(const ZipRegion &region) : window(true) {
+  FL_DEVICE explicit Table(const ZipRegion &region) {
 #pragma unroll
-    for (int code = 0; code < 8; ++code) {
-      exponent[code] = region.exponent[code];
-      if (code > 1 && exponent[code] != exponent[code - 1] + 1) window = false;
-    }
+    for (int code = 0; code < 8; ++code) exponent[code] = region.exponent[code];
   }
 
-  FL_DEVICE uint32_t code(uint32_t e) const {
-    if (window) {
-      const uint32_t c = e - exponent[1] + 1;
-      return c <= kZipCodes ? c : 0;
-    }
-    uint32_t c = 0;
+  FL_DEVICE bool is_window() const {
+    bool window = true;
 #pragma unroll
-    for (int i = 1; i <= kZipCodes; ++i) c = e == exponent[i] ? i : c;
-    return c;
+    for (int code = 2; code < 8; ++code) window = window && exponent[code] == exponent[code - 1] + 1;
+    return window;
   }
-};
 
-// The halves of the lane's elements of a step, f32's lower halves, exponents and codes. What fills the last tile up has code
-// 1 and is 0 otherwise.
-struct Step {
-  uint32_t half[kEight], low[kEight], exponent[kEight], code[kEight];
-  uint32_t escapes;  // a bit for each
-
-  FL_DEVICE Step(const EncodeArguments &a, const void *x, int64_t tile, int step, const Table &table) : escapes(0) {
-    const int element = step * kStep + lane_index() * kEight, count = a.shape.in_tile(tile) - element;
-    Words w;
-    load_words(a.shape.dtype, x, tile * kZipTile + element, count, w);
+  template <bool kWindow>
+  FL_DEVICE uint32_t codes(uint32_t exponents) const {
+    uint32_t codes = 0;
+    if constexpr (kWindow) {
+      // Modulo 256: e - (first - 1) without borrows from the next byte, then with the highest bits right.
+      const uint32_t less = four_of((exponent[1] - 1) & 0xff);
+      codes = ((exponents | kHighest) - (less & ~kHighest)) ^ ((exponents ^ ~less) & kHighest);
+      codes &= four_of(7) & ~((not_zero(codes & four_of(0xf8)) >> 7) * 7);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      half[i] = half_of(a.shape.dtype, w.word[i]);
-      low[i] = w.word[i] & 0xffff;
-      exponent[i] = zip_exponent(a.shape.dtype, half[i]);
-      if (i >= count) exponent[i] = table.exponent[1];
-      code[i] = table.code(exponent[i]);
-      escapes |= uint32_t(code[i] == 0) << i;
+      for (int code = 1; code <= kZipCodes; ++code)
+        codes |= ((~not_zero(exponents ^ four_of(exponent[code])) & kHighest) >> 7) * code;
     }
+    return codes;
   }
 };
 
-__global__ void __launch_bounds__(kThreads) count_kernel(const EncodeArguments a) {
+// Bit p of eight numbers of four bits. Numbers 0 to 3 are the lower halves of bytes, 4 to 7 the upper ones. The product
+// has them in its highest byte, in order, and no two bits of it meet.
+FL_DEVICE uint32_t plane_of(uint32_t numbers, int p) {
+  return ((numbers & 0x11111111u << p) * (0x01020408u >> p)) >> 24;
+}
+
+// A lane's eight elements of a step, as they lie in memory.
+template <class Bits>
+struct Eight {
+  uint32_t word[2 * sizeof(Bits)];
+
+  // The halves of four of them: f32's upper ones.
+  FL_DEVICE Four four(int i) const {
+    if constexpr (sizeof(Bits) == 2)
+      return {word[2 * i], word[2 * i + 1]};
+    else
+      return {__byte_perm(word[4 * i], word[4 * i + 1], 0x7632), __byte_perm(word[4 * i + 2], word[4 * i + 3], 0x7632)};
+  }
+
+  // f32's lower halves.
+  FL_DEVICE uint32_t low(int i) const { return __byte_perm(word[2 * i], word[2 * i + 1], 0x5410); }
+};
+
+// Returns how many escapes the tile has. What fills the last tile up has code 1 and is 0 otherwise.
+template <uint32_t kType, bool kWindow>
+FL_DEVICE int code_tile(const ZipShape &shape, const void *x, const Table &table, uint8_t *data, int64_t tile) {
+  using Bits = std::conditional_t<kType == FL_F32, uint32_t, uint16_t>;
+  constexpr int kPlanes = kType == FL_F16 ? 6 : 3;
+  const int lane = lane_index(), n = shape.in_tile(tile), filled = ZipShape::filled(n);
+  const Bits *elements = static_cast<const Bits *>(x) + tile * kZipTile + lane * kEight;
+  const Bits fill = Bits(table.exponent[1] << (kType == FL_F32 ? 23 : kType == FL_F16 ? 10 : 7));
+  Eight<Bits> eight[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    load_filled(elements + step * kStep, n - lane * kEight - step * kStep, fill, eight[step].word);
+  uint8_t *block = data + shape.block(tile), *plane[kPlanes];
+#pragma unroll
+  for (int p = 0; p < kPlanes; ++p) plane[p] = block + filled + p * (filled / 8) + lane;
+  uint2 *bytes = reinterpret_cast<uint2 *>(block) + lane;
+  uint2 *low = reinterpret_cast<uint2 *>(block + filled + kPlanes * (filled / 8)) + 2 * lane;
+  int coded = 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const Eight<Bits> &e = eight[step];
+    const Four first = e.four(0), second = e.four(1);
+    const uint32_t codes =
+        table.codes<kWindow>(first.exponents<kType>()) | table.codes<kWindow>(second.exponents<kType>()) << 4;
+    if (step * kStep + lane * kEight >= filled) continue;
+    bytes[step * kLanes] = make_uint2(first.bytes<kType>(), second.bytes<kType>());
+    const uint32_t rests = mixed(four_of(15), first.lower, second.lower << 4);
+    uint32_t any = 0;
+#pragma unroll
+    for (int p = 0; p < kPlanes; ++p) {
+      const uint32_t bits = p < 3 ? plane_of(codes, p) : plane_of(rests, p - 3);
+      if (p < 3) any |= bits;
+      plane[p][step * kLanes] = uint8_t(bits);
+    }
+    coded += __popc(any);
+    if constexpr (kType == FL_F32) {
+      low[2 * step * kLanes] = make_uint2(e.low(0), e.low(1));
+      low[2 * step * kLanes + 1] = make_uint2(e.low(2), e.low(3));
+    }
+  }
+  return filled - sum_of_lanes(coded);
+}
+
+// Calls work(a constant that is the type).
+template <class Work>
+FL_DEVICE void with_type(uint32_t dtype, const Work &work) {
+  if (dtype == FL_F32)
+    work(std::integral_constant<uint32_t, FL_F32>{});
+  else if (dtype == FL_BF16)
+    work(std::integral_constant<uint32_t, FL_BF16>{});
+  else
+    work(std::integral_constant<uint32_t, FL_F16>{});
+}
+
+__global__ void __launch_bounds__(kThreads) code_kernel(const EncodeArguments a) {
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y)
     for (int64_t tile = warp_index(); tile < a.shape.tiles(); tile += warp_count()) {
       const ZipMessage out = zip_message(a.out, m);
       const Table table(out.regions()[tile / kZipTiles]);
-      uint32_t mine = 0, all;
-      for (int step = 0; step < kSteps; ++step) mine += __popc(Step(a, a.of(m), tile, step, table).escapes);
-      count_before(mine, lane_index(), all);
-      if (lane_index() == 0) out.index(a.shape)[tile] = uint16_t(all);
+      with_type(a.shape.dtype, [&](auto type) {
+        const bool window = a.choice == FL_ZIP_WINDOW || table.is_window();
+        const int escapes = window ? code_tile<type.value, true>(a.shape, a.of(m), table, out.data, tile)
+                                   : code_tile<type.value, false>(a.shape, a.of(m), table, out.data, tile);
+        if (lane_index() == 0) out.index(a.shape)[tile] = uint16_t(escapes);
+      });
     }
 }
+
+// Escapes --------------------------------------------------------------------------------------------------------------
 
 // Lane l has tiles 2 l and 2 l + 1 of the region.
 __global__ void __launch_bounds__(kThreads) settle_kernel(const EncodeArguments a) {
@@ -168,48 +298,33 @@ FL_DEVICE void copy_tile(const EncodeArguments &a, const void *x, const ZipMessa
   }
 }
 
-FL_DEVICE void write_tile(const EncodeArguments &a, const void *x, const ZipMessage &out, int64_t tile) {
-  const ZipShape &shape = a.shape;
-  const ZipRegion &region = out.regions()[tile / kZipTiles];
-  const Table table(region);
-  const int lane = lane_index(), filled = ZipShape::filled(shape.in_tile(tile)), plane = filled / 8;
-  uint8_t *block = out.data + shape.block(tile), *planes = block + filled, *low = planes + shape.planes() * plane;
-  uint8_t *to = out.data + shape.escapes() + region.first + out.index(shape)[tile];
-  for (int number = 0; number < kSteps; ++number) {
-    const Step step(a, x, tile, number, table);
-    const int element = number * kStep + lane * kEight;
-    uint32_t all;
-    uint8_t *escape = to + count_before(__popc(step.escapes), lane, all);
-    to += all;
-    if (element >= filled) continue;
-    uint32_t byte[kEight], bits[6] = {};
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      byte[i] = zip_byte(shape.dtype, step.half[i]);
-#pragma unroll
-      for (int p = 0; p < 3; ++p) {
-        bits[p] |= (step.code[i] >> p & 1) << i;
-        bits[3 + p] |= (step.half[i] >> p & 1) << i;
-      }
-      if (step.escapes >> i & 1) *escape++ = uint8_t(step.exponent[i]);
-    }
-    store_bytes(block + element, byte);
-#pragma unroll
-    for (int p = 0; p < 6; ++p)
-      if (p < shape.planes()) planes[p * plane + element / 8] = uint8_t(bits[p]);
-    if (shape.dtype != FL_F32) continue;
-    const auto pair = [&](int i) { return step.low[i] | step.low[i + 1] << 16; };
-    uint2 *halves = reinterpret_cast<uint2 *>(low + 2 * element);
-    halves[0] = make_uint2(pair(0), pair(2));
-    halves[1] = make_uint2(pair(4), pair(6));
+// An element has an escape where its code, in the first three planes, is 0. Each lane looks at 32 elements.
+FL_DEVICE void write_escapes(const EncodeArguments &a, const void *x, const ZipMessage &out, int64_t tile,
+                             uint16_t (&found)[kZipTile]) {
+  const int lane = lane_index(), filled = ZipShape::filled(a.shape.in_tile(tile)), plane = filled / 32;
+  uint32_t missing = 0, all;
+  if (lane < plane) {
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(out.data + a.shape.block(tile) + filled) + lane;
+    missing = ~(words[0] | words[plane] | words[2 * plane]);
   }
+  for (uint32_t at = count_before(__popc(missing), lane, all); missing != 0; missing &= missing - 1)
+    found[at++] = uint16_t(lane * 32 + __ffs(missing) - 1);
+  meet();
+  uint8_t *to = out.data + a.shape.escapes() + out.regions()[tile / kZipTiles].first + out.index(a.shape)[tile];
+  for (uint32_t i = lane; i < all; i += kLanes)
+    to[i] = uint8_t(zip_exponent(a.shape.dtype, load_half(a, x, tile * kZipTile + found[i])));
+  meet();
 }
 
-__global__ void __launch_bounds__(kThreads) write_kernel(const EncodeArguments a) {
+__global__ void __launch_bounds__(kThreads, 12) finish_kernel(const EncodeArguments a) {
+  __shared__ uint16_t found[kWarps][kZipTile];
   for (int64_t m = blockIdx.y; m < a.out.count; m += gridDim.y)
     for (int64_t tile = warp_index(); tile < a.shape.tiles(); tile += warp_count()) {
       const ZipMessage out = zip_message(a.out, m);
-      out.head->form == kZipRaw ? copy_tile(a, a.of(m), out, tile) : write_tile(a, a.of(m), out, tile);
+      if (out.head->form == kZipRaw)
+        copy_tile(a, a.of(m), out, tile);
+      else
+        write_escapes(a, a.of(m), out, tile, found[threadIdx.x / kLanes]);
     }
 }
 
@@ -221,11 +336,11 @@ cudaError_t zip_encode(const fl_spec &spec, const void *x, float *, const fl_mes
   if (regions.error || tiles.error) return regions.error ? regions.error : tiles.error;
   if (a.shape.too_many() > 0) {
     FL_LAUNCH(choose_kernel, regions.blocks, kThreads, stream, a);
-    FL_LAUNCH(count_kernel, tiles.blocks, kThreads, stream, a);
+    FL_LAUNCH(code_kernel, tiles.blocks, kThreads, stream, a);
     FL_LAUNCH(settle_kernel, regions.blocks, kThreads, stream, a);
   }
   FL_LAUNCH(place_kernel, regions.blocks, kThreads, stream, a);
-  FL_LAUNCH(write_kernel, tiles.blocks, kThreads, stream, a);
+  FL_LAUNCH(finish_kernel, tiles.blocks, kThreads, stream, a);
   return cudaGetLastError();
 }
 

@@ -38,6 +38,26 @@ FL_DEVICE void load_eight(const Bits *x, int count, Words &w) {
   }
 }
 
+// Eight elements as they lie in memory, the first `count` of which exist; the others are `fill`.
+template <class Bits>
+FL_DEVICE void load_filled(const Bits *x, int count, Bits fill, uint32_t (&word)[2 * sizeof(Bits)]) {
+  if (count >= kEight && is_aligned(x, 16)) {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Bits) / 2); ++i) {
+      const Chunk chunk = load_chunk(x + i * (16 / sizeof(Bits)));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) word[4 * i + j] = chunk.word[j];
+    }
+  } else {
+    constexpr int kOfWord = 4 / sizeof(Bits);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const uint32_t bits = i < count ? x[opaque(i)] : fill;
+      word[i / kOfWord] = i % kOfWord ? word[i / kOfWord] | bits << 16 : bits;
+    }
+  }
+}
+
 template <class Bits>
 FL_DEVICE void store_eight(Bits *x, int count, const Words &w) {
   if (count >= kEight && is_aligned(x, 16)) {

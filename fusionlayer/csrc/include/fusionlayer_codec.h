@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 10
+#define FL_ABI_VERSION 12
 #define FL_MAX_PLANES 5
 #define FL_MAX_PEERS 16
 
@@ -65,9 +65,10 @@ enum fl_codec {
    * has (the smallest power of two from 32 on that holds it, at most param[1]); param[3] = seed of the signs. fl_recode,
    * and encoding sums, give FL_UNSUPPORTED */
   FL_THC = 5,
-  /* plane 0: marks of coarse tokens, which are there beforehand; plane 1: pivots; planes 2 and 3: offsets and steps,
-   * bf16; plane 4: codes. param[0] = bits, 4 or 6; param[1] = channels of a token, a multiple of the tile up to 16384;
-   * param[2] = tile, 32, 64 or 128; param[3] = coarse tokens, 0 with 6 bits */
+  /* plane 0: marks of coarse tokens, a word for each 32, empty where there are none; plane 1: pivots; planes 2 and 3:
+   * offsets and steps, bf16; plane 4: codes. param[0] = bits, 4 or 6; param[1] = channels of a token, a multiple of the
+   * tile up to 16384; param[2] = tile, 32, 64 or 128; param[3] = the share of coarse tokens in 2^-32, 0 with 6 bits: of t
+   * tokens t * param[3] >> 32. With coarse tokens fl_recode gives FL_UNSUPPORTED, as do more than 2^32 tokens */
   FL_TAHQUANT = 6,
   /* plane 0: widths of super-groups of 256 elements, 24 bytes for each 64; fl_encode and fl_recode find them there
    * (fl_dynamiq_widths writes them). plane 1: a bf16 scale per super-group; plane 2: a u8 scale per 16 elements; plane
@@ -157,14 +158,16 @@ FL_API int fl_encode(const fl_spec *spec, const void *x, float *residual, const 
  * out has the type that was encoded. */
 FL_API int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream);
 
-/* out = (add ? out : 0) + decode(in[0]) + decode(in[1]) + ..., `numel` elements, summed in this order in f32 and
- * rounded to `dtype` once. FL_SPARSE: the CPU looks through all messages first, and gives FL_BAD_MESSAGE where ends
- * descend or pass the capacity, counts or bits contradict them, or positions do not ascend or leave the tensor; CUDA
- * leaves out whatever lies outside the planes or the tensor, and reports nothing. */
+/* out = (add ? out : 0) + decode(in[0]) + decode(in[1]) + ..., `numel` elements, summed in this order in f32 and rounded to
+ * `dtype` once. FL_INT and FL_BLOCK with Hadamard: rotated values are summed in this order, from 0 on, and that sum is
+ * rotated back and added to (add ? out : 0); of one message that is what fl_decode makes. Where a rotated sum overflows,
+ * nothing outside of its 32 elements, or its block, is touched. FL_SPARSE: the CPU looks through all messages first, and
+ * gives FL_BAD_MESSAGE where ends descend or pass the capacity, counts or bits contradict them, or positions do not ascend
+ * or leave the tensor; CUDA leaves out whatever lies outside the planes or the tensor, and reports nothing. */
 FL_API int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream);
 
-/* out[0] = encode((x ? x : 0) + decode(in[0]) + decode(in[1]) + ...), the sum kept in f32; out->count is 1. Residual as
- * in fl_encode, added last. */
+/* out[0] = encode((x ? x : 0) + decode(in[0]) + decode(in[1]) + ...), the sum made as by fl_decode_sum and kept in f32;
+ * out->count is 1. Residual as in fl_encode, added last. */
 FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
                      void *stream);
 
@@ -185,11 +188,6 @@ FL_API int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out
 /* FL_THC alone: rms[i] = the root mean square of section i of x, with a residual (may be NULL) of x + residual, as fl_encode
  * makes it. */
 FL_API int fl_thc_rms(const fl_spec *spec, const void *x, const float *residual, float *rms /* device */, void *stream);
-
-/* FL_TAHQUANT alone: keys[m * tokens + t] = the entropy of token t of x[m * numel ..], with a residual of x + residual, in
- * units of 2^-20 bits, for `count` messages; 0x7fffffff where a value is not finite. */
-FL_API int fl_token_keys(const fl_spec *spec, const void *x, const float *residual, int64_t count,
-                         int32_t *keys /* device */, void *stream);
 
 /* Sparsification -------------------------------------------------------------------------------------------------
  * `acc` is what a tensor has to send: its new gradients and what was held back before. A magnitude is the 31 low bits of

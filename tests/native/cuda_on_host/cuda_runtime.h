@@ -290,6 +290,7 @@ namespace fl {
 
 void raise_flag(uint32_t *flag, uint32_t value);
 uint32_t look_at_flag(const uint32_t *flag);
+uint32_t glance_at_flag(const uint32_t *flag);
 bool is_stopped(const uint32_t *stop);
 
 }  // namespace fl

@@ -108,12 +108,17 @@ class Devices {
     std::abort();
   }
 
-  uint32_t look(const uint32_t *flag) {
+  uint32_t glance(const uint32_t *flag) {
     Actor &actor = *now_;
     collect(actor);
     actor.warp.pause();
-    actor.has_looked = true;
     return *flag;
+  }
+
+  uint32_t look(const uint32_t *flag) {
+    const uint32_t value = glance(flag);
+    now_->has_looked = true;
+    return value;
   }
 
   void met(int lane) {
@@ -313,6 +318,12 @@ uint32_t look_at_flag(const uint32_t *flag) {
   if (cuda_on_host::devices) return cuda_on_host::devices->look(flag);
   sched_yield();
   return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
+
+uint32_t glance_at_flag(const uint32_t *flag) {
+  if (cuda_on_host::devices) return cuda_on_host::devices->glance(flag);
+  sched_yield();
+  return __atomic_load_n(flag, __ATOMIC_RELAXED);
 }
 
 bool is_stopped(const uint32_t *stop) { return __atomic_load_n(stop, __ATOMIC_RELAXED) != 0; }

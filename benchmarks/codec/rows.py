@@ -1,25 +1,8 @@
-"""Speed of every codec, as a share of what copying memory reaches in the same run.
-
-    python -m benchmarks.codec [--device cuda] [--numel 16777216] [--codecs int8 int4] [--out benchmarks/results]
-
-Rows of the sparse verbs have in addition how many times faster they are than ``torch.topk`` on the same elements
-(``--no-sparse`` leaves them out).
-
-One thread. Each round runs every row once, so that all of them see the same load; a row's share is the median over
-rounds of its rate divided by the copy's in that round. Rates are bytes read plus bytes written. On the CPU time is the
-process's own CPU time, on CUDA the time between two events around ten calls: as a graph, so that it is that of kernels
-and not of the host, unless a call has to wait for the device. Rows of lossless codecs have the ratio of a Gaussian's
-bytes to theirs; beside ``zip`` stand the same in torch and, where it is installed (``pip install zipnn``), ZipNN.
-"""
+"""What is measured of the codecs: a row for each call."""
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import math
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,12 +13,10 @@ import torch
 from torch import Tensor
 
 import fusionlayer as fl
-from benchmarks import driver
 from fusionlayer import native
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.delta import Delta
 from fusionlayer.codecs.dynamiq import DynamiQ
-from fusionlayer.codecs.zip import window_base
 from fusionlayer.collectives.two_shot import summing
 from fusionlayer.integrations.weights import Weights
 from fusionlayer.wire import aligned
@@ -128,7 +109,7 @@ def dynamiq_rows(x: Tensor) -> Iterator[Row]:
 def two_level_rows(x: Tensor) -> Iterator[Row]:
     """Yield a row for each fused call of SDP4Bit: sums inside a node as messages between them, weight differences.
 
-    Sums are made of values as they were rotated, or, as error feedback asks for, rotated back before and again after.
+    Sums stay rotated, or are rotated back and again, as error feedback asks for.
     """
     numel, dtype = x.numel(), str(x.dtype).removeprefix("torch.")
     codec, part = fl.codecs.get("tlq_hs").bare, numel // FAN_IN
@@ -171,59 +152,6 @@ def change_rows(x: Tensor) -> Iterator[Row]:
 
 
 CHANGES = (1e-3, 1e-4, 1e-5, 1e-6)
-
-
-def torch_int4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and codes of the int4 preset, computed with torch operations, for comparison."""
-    rotated = (x.view(-1, 32) @ _hadamard(x.device)).view(-1, 128)
-    scale = rotated.abs().amax(1, keepdim=True) / 7
-    codes = torch.round(rotated * (1 / scale)).nan_to_num_().to(torch.int8)
-    return scale, (codes[:, :64] & 15) | (codes[:, 64:] << 4)
-
-
-def torch_int4_decode(scale: Tensor, packed: Tensor) -> Tensor:
-    """Return what ``torch_int4`` made, decoded with torch operations."""
-    codes = torch.cat([packed << 4 >> 4, packed >> 4], 1).float()
-    return (codes.view(-1, 32) @ _hadamard(packed.device)).view(-1, 128) * (scale / 32)
-
-
-def torch_zip(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bytes, three planes of bits and escapes of a bf16 tensor, computed with torch operations."""
-    bits = x.view(torch.int16).int()
-    exponent, byte = bits >> 7 & 255, (bits >> 8 & 128 | bits & 127).to(torch.uint8)
-    code = exponent - (window_base(1.0) - 1)
-    code = torch.where((code > 0) & (code < 8), code, 0)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    planes = torch.stack(
-        [((code >> p & 1).to(torch.uint8).view(-1, 8) * weights).sum(1, dtype=torch.uint8) for p in range(3)]
-    )
-    return byte, planes, exponent[code == 0].to(torch.uint8)
-
-
-def torch_zip_decode(byte: Tensor, planes: Tensor, escapes: Tensor) -> Tensor:
-    """Return the bf16 tensor that ``torch_zip`` took apart, put together with torch operations."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=byte.device)
-    bits = (planes.unsqueeze(-1) >> shifts & 1).view(3, -1).int()
-    code = bits[0] + 2 * bits[1] + 4 * bits[2]
-    exponent = code + (window_base(1.0) - 1)
-    exponent[code == 0] = escapes.int()
-    wide = byte.int()
-    return ((wide & 128) << 8 | exponent << 7 | wide & 127).to(torch.int16).view(torch.bfloat16)
-
-
-def zipnn_rows(x: Tensor) -> Iterator[Row]:
-    """Yield rows of ZipNN on one thread, for comparison; none where it is not installed."""
-    try:
-        from zipnn import ZipNN
-    except ImportError:
-        print("no rows of ZipNN: pip install zipnn safetensors zstandard", file=sys.stderr)
-        return
-    zipnn = ZipNN(input_format="torch", threads=1)
-    payload = zipnn.compress(x.clone())
-    assert torch.equal(zipnn.decompress(payload), x)
-    dtype, nbytes = str(x.dtype).removeprefix("torch."), x.nbytes + len(payload)
-    yield Row("ZipNN", "encode", dtype, nbytes, lambda: zipnn.compress(x), x.nbytes / len(payload))
-    yield Row("ZipNN", "decode", dtype, nbytes, lambda: zipnn.decompress(payload))
 
 
 SPARSE_DENSITY = 0.01
@@ -276,136 +204,3 @@ def sparse_rows(x: Tensor) -> Iterator[Row]:
 
 def _largest(x: Tensor, k: int) -> object:
     return torch.topk(x.abs(), k, sorted=False)
-
-
-def _hadamard(device: torch.device) -> Tensor:
-    h = torch.ones(1, 1, device=device)
-    while len(h) < 32:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h
-
-
-def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
-    """Return the yardstick: libc's memcpy, or a copy from device memory to device memory."""
-    if source.is_cuda:
-        return partial(target.copy_, source)
-    return partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes)
-
-
-def measure(rows: list[Row], device: torch.device, rounds: int, until: float = math.inf) -> None:
-    """Time every row once a round, after one that is not counted; after two, begin none when it is ``until``."""
-    if device.type == "cuda":
-        for row in rows:
-            row.call = _repeated(row.call, row.waits)
-    for n in driver.follow("benchmarks.codec", range(rounds + 1), "round {}".format):
-        if n > 2 and time.monotonic() > until:
-            break
-        for row in rows:
-            seconds = _cuda_seconds(row.call) if device.type == "cuda" else _cpu_seconds(row.call)
-            if n:
-                row.seconds.append(seconds)
-
-
-def _cpu_seconds(call: Callable[[], object]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
-_CALLS = 10
-
-
-def _repeated(call: Callable[[], object], waits: bool) -> Callable[[], object]:
-    """Return what makes ``_CALLS`` calls on a GPU: a graph of them, unless they wait."""
-
-    def calls() -> None:
-        for _ in range(_CALLS):
-            call()
-
-    if waits:
-        return calls
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        calls()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-    return graph.replay
-
-
-def _cuda_seconds(calls: Callable[[], object]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    calls()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000 / _CALLS
-
-
-def main() -> None:
-    """Run the benchmark, print its table and write its result files."""
-    parser = driver.make_parser("codec", __doc__)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--numel", type=int, default=16 << 20, help="elements; a multiple of 65536")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round after so many, but for two")
-    parser.add_argument("--codecs", nargs="*", default=fl.codecs.names(), help="names of codecs and presets")
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--isas", nargs="*", default=["auto"], help="instruction sets of the CPU to measure")
-    parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, default=True, help="rows of sparse verbs")
-    driver.add_options(parser)
-    args = parser.parse_args()
-    until = time.monotonic() + args.seconds
-    if args.numel % 65536:
-        parser.error(f"--numel {args.numel}: expected a multiple of 65536")
-
-    device = torch.device(args.device)
-    torch.set_num_threads(1)
-    native.set_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(args.numel, generator=generator).to(device)
-    results = []
-    for isa in args.isas if device.type == "cpu" else ["cuda"]:
-        if device.type == "cpu":
-            native.select_isa(isa)
-            isa = native.isa()
-        target = torch.empty_like(x)
-        copy = Row("memcpy", "copy", "float32", 2 * x.nbytes, _copy(target, x))
-        rows = [copy]
-        for dtype in args.dtypes:
-            values = x.to(getattr(torch, dtype))
-            for name in args.codecs:
-                rows += codec_rows(name, fl.codecs.get(name).bare, values)
-                rows += dynamiq_rows(values) if name == "dynamiq" else ()
-                rows += two_level_rows(values) if name == "tlq_hs" else ()
-                rows += change_rows(values) if name == "delta" else ()
-        if "int4" in args.codecs:
-            scale, packed = torch_int4(x)
-            nbytes = x.nbytes + 4 * scale.numel() + packed.numel()
-            rows.append(Row("int4 in torch", "encode", "float32", nbytes, partial(torch_int4, x), waits=True))
-            rows.append(
-                Row("int4 in torch", "decode", "float32", nbytes, partial(torch_int4_decode, scale, packed), waits=True)
-            )
-        if "zip" in args.codecs and "bfloat16" in args.dtypes:
-            values = x.bfloat16()
-            parts = torch_zip(values)
-            assert torch.equal(torch_zip_decode(*parts), values)
-            nbytes = values.nbytes + sum(part.nbytes for part in parts)
-            rows.append(Row("zip in torch", "encode", "bfloat16", nbytes, partial(torch_zip, values), waits=True))
-            rows.append(
-                Row("zip in torch", "decode", "bfloat16", nbytes, partial(torch_zip_decode, *parts), waits=True)
-            )
-            rows += zipnn_rows(values) if device.type == "cpu" else []
-        sparse = list(sparse_rows(x)) if args.sparse else []
-        measure(rows + sparse, device, args.rounds, until)
-        results += [{"isa": isa, **row.result(copy)} for row in rows]
-        results += [{"isa": isa, **row.result(copy, sparse[0])} for row in sparse]
-    environment = driver.begin(args, device=args.device)
-    where = "one thread" if device.type == "cpu" else "one GPU"
-    title = f"Codec speed: {args.numel} elements, {where}, {len(copy.seconds)} rounds"
-    driver.finish(args, "codec" if device.type == "cpu" else "codec-gpu", title, environment, results)
-
-
-if __name__ == "__main__":
-    main()
