@@ -120,7 +120,7 @@ def _negotiate(
     padded = [*numbers, *[0] * (transport.size - len(numbers))]
     record = digest(call, *facts)[:8] + struct.pack(f"<{len(padded)}q", *padded)
     mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8)
+    every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8, device="cpu")
     transport.all_gather(mine, every)
     records = [record.numpy().tobytes() for record in every]
     differ = [rank for rank, record in enumerate(records) if record[:8] != records[0][:8]]
@@ -433,7 +433,7 @@ def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> byt
     transport = context.transport(group)
     _check_root(root_rank, transport)
     sizes = _negotiate(transport, "broadcast of bytes", [root_rank], [len(data)])
-    buffer = torch.empty(sizes[root_rank][0], dtype=torch.uint8)
+    buffer = torch.empty(sizes[root_rank][0], dtype=torch.uint8, device="cpu")
     if transport.rank == root_rank:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer
     transport.broadcast(buffer, root_rank)

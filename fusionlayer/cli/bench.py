@@ -222,7 +222,11 @@ def _measure(options: argparse.Namespace, transport: Transport, progress: Progre
             share = (place + sum(weights[:number]) / sum(weights)) / len(cells)
             progress.at(share, f"{kind} of {in_words(size, MEMORY)} by {codec}")
             numel = max(1, size // dtype.itemsize // transport.size) * transport.size
-            x = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype).to(device)
+            x = (
+                torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank), device="cpu")
+                .to(dtype)
+                .to(device)
+            )
             try:
                 call = _call(kind, x, codec, None if algorithm == _DEFAULT else algorithm, transport)
                 call()

@@ -258,7 +258,7 @@ def _plugins() -> Iterator[Finding]:
 
 def _round_trip(codec: Codec, device: torch.device) -> tuple[float, float]:
     """Return a codec's bits per element, and the share of the energy that it loses."""
-    x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     payload = codec.compress(x, 1)
     back = codec.decompress(payload, x.shape)
     if codec.lossless and not torch.equal(back, x):
@@ -285,7 +285,7 @@ def _transports() -> Iterator[Finding]:
 
 def _try_local() -> str:
     def reduce(rank: int) -> float:
-        return float(all_reduce(torch.full((_ELEMENTS,), rank + 1.0), "int8", op=Sum).mean())
+        return float(all_reduce(torch.full((_ELEMENTS,), rank + 1.0, device="cpu"), "int8", op=Sum).mean())
 
     first, second = local.run(reduce, 2)
     if first != second or abs(first - 3) > 0.03:

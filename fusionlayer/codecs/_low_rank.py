@@ -31,7 +31,7 @@ def square_shape(numel: int) -> tuple[int, int]:
 def random_factor(rank: int, length: int, *seed: int) -> Tensor:
     """Return (rank, length) f32 on the CPU, evenly distributed in [-1, 1): the same bits on every machine."""
     rng = torch.Generator().manual_seed(derive_seed(*seed) >> 1)
-    return torch.rand(rank, length, generator=rng) * 2 - 1
+    return torch.rand(rank, length, generator=rng, device="cpu") * 2 - 1
 
 
 def orthonormal(factors: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def deal(bits: Tensor, chunks: Sequence[int]) -> Tensor:
 @lru_cache(maxsize=64)
 def _slots(chunks: tuple[int, ...]) -> Tensor:
     """Return (m,) int64: places in the order of dealing. Each message gets its share of every prefix of that order."""
-    parts = [(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in chunks if n]
-    return torch.argsort(torch.cat(parts), stable=True) if parts else torch.empty(0, dtype=torch.int64)
+    parts = [(torch.arange(n, dtype=torch.float64, device="cpu") + 0.5) / n for n in chunks if n]
+    return torch.argsort(torch.cat(parts), stable=True) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=256)
@@ -73,8 +73,8 @@ def _places(chunks: tuple[int, ...], rooms: tuple[int, ...], length: int, room: 
     """Return (length,) int64, ascending: the turns in which the first message of this length and room is dealt to."""
     first = list(zip(chunks, rooms, strict=True)).index((length, room))
     start = sum(chunks[:first])
-    dealt = torch.empty(sum(chunks), dtype=torch.int64)
-    dealt[_slots(chunks)] = torch.arange(sum(chunks))
+    dealt = torch.empty(sum(chunks), dtype=torch.int64, device="cpu")
+    dealt[_slots(chunks)] = torch.arange(sum(chunks), device="cpu")
     return dealt[start : start + length].contiguous()
 
 

@@ -31,8 +31,8 @@ def gather_v(
     it serves to compare with ``gather``.
     """
     compact = [_compact(codec, payload[m.start : m.stop], m) for m in messages]
-    mine = torch.tensor([part.numel() for part in compact])
-    sizes = torch.empty(transport.size, len(compact), dtype=torch.int64)
+    mine = torch.tensor([part.numel() for part in compact], device="cpu")
+    sizes = torch.empty(transport.size, len(compact), dtype=torch.int64, device="cpu")
     transport.all_gather(mine.view(torch.uint8), sizes.view(torch.uint8))
     # Before memory is taken for them: what comes from the wire may be anything.
     for rank, lengths in enumerate(sizes.tolist()):

@@ -58,7 +58,7 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
         state.tensors.pop(MEMORY, None)  # the threshold of other tensors
     positions, values = _select(x, codec, state, transport, seed, residual)
 
-    counts = torch.zeros(0)
+    counts = torch.zeros(0, device="cpu")
     if own is not None:
         token = 0 if known is None else known.token
         counts = _count(positions, [0] * (size - 1) if known is None else known.ends, token, transport)
@@ -175,7 +175,7 @@ def _boundaries(positions: Tensor, numel: int, transport: Transport) -> list[int
         ranks = torch.arange(1, size, device=positions.device) * count // size
         quantiles = positions[ranks].cpu()
     else:
-        quantiles = torch.arange(1, size) * numel // size
+        quantiles = torch.arange(1, size, device="cpu") * numel // size
     transport.all_reduce(quantiles)
     return [0, *(quantiles // size).tolist(), numel]
 
@@ -183,17 +183,17 @@ def _boundaries(positions: Tensor, numel: int, transport: Transport) -> list[int
 def _count(positions: Tensor, ends: Sequence[int], token: int, transport: Transport) -> Tensor:
     """Return (size, 1 + size) int64: in row r the token of rank r, and how many elements it selected in each region."""
     edges = torch.searchsorted(positions, torch.tensor(ends, dtype=torch.int64, device=positions.device)).cpu()
-    first, last = torch.zeros(1, dtype=torch.int64), torch.tensor([len(positions)])
-    mine = torch.cat([torch.tensor([token]), torch.diff(edges, prepend=first, append=last)])
-    every = torch.empty(transport.size, 1 + transport.size, dtype=torch.int64)
+    first, last = torch.zeros(1, dtype=torch.int64, device="cpu"), torch.tensor([len(positions)], device="cpu")
+    mine = torch.cat([torch.tensor([token], device="cpu"), torch.diff(edges, prepend=first, append=last)])
+    every = torch.empty(transport.size, 1 + transport.size, dtype=torch.int64, device="cpu")
     transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
     return every
 
 
 def _lengths(mine: int, transport: Transport) -> list[int]:
     """Return ``mine`` of every rank, in rank order."""
-    every = torch.empty(transport.size, 1, dtype=torch.int64)
-    transport.all_gather(torch.tensor([mine]).view(torch.uint8), every.view(torch.uint8))
+    every = torch.empty(transport.size, 1, dtype=torch.int64, device="cpu")
+    transport.all_gather(torch.tensor([mine], device="cpu").view(torch.uint8), every.view(torch.uint8))
     return [int(n) for n in every]
 
 

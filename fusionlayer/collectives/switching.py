@@ -198,7 +198,7 @@ class Switcher:
         transport, size = self._transport, x.element_size()
         mine = sum(sends) - sends[transport.rank]
         if largest is None:
-            numel = torch.tensor([mine])
+            numel = torch.tensor([mine], device="cpu")
             transport.all_reduce_max(numel)
             largest = int(numel)
 
@@ -375,7 +375,7 @@ class Switcher:
         cell.timed.clear()
         counting = RECENT if cell.decided else SAMPLES
         mine = [statistics.median(list(cell.samples[form])[-counting:]) for form in (False, True)]
-        known = torch.tensor([*mine, cell.factor or 0.0, self._sync], dtype=torch.float64)
+        known = torch.tensor([*mine, cell.factor or 0.0, self._sync], dtype=torch.float64, device="cpu")
         start = time.perf_counter()
         # The largest values, the same on all ranks: ranks that chose differently would wait for each other for ever.
         self._transport.all_reduce_max(known)

@@ -301,7 +301,7 @@ def _travel_after_sizes(
     mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport
 ) -> Piece:
     """Yield the exchanges of ``_travel`` in another way: sizes first, then whole messages."""
-    sizes = torch.tensor(_extents(mine, codec)).view(-1, 1)
+    sizes = torch.tensor(_extents(mine, codec), device="cpu").view(-1, 1)
     told = torch.empty_like(sizes)
     yield lambda: transport.all_to_all(sizes.view(torch.uint8), told.view(torch.uint8))
     lengths = told.view(-1).tolist()

@@ -114,4 +114,4 @@ def _hand_out_rows(mine: Sequence[tuple[Operation, Item]], data: Bytes) -> None:
 
 
 def _flat(data: bytearray, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")

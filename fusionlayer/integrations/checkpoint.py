@@ -171,7 +171,7 @@ def _decoded(value: Any, before: Any) -> Any:
 
 
 def _tensor(message: dict[str, Any], before: Any) -> Tensor:
-    out = torch.empty(message["shape"], dtype=_DTYPES[message["dtype"]])
+    out = torch.empty(message["shape"], dtype=_DTYPES[message["dtype"]], device="cpu")
     base = before.view(-1) if isinstance(before, Tensor) else None
     decode(Message(message["codec"], message["data"]), base, out.view(-1), header=True)
     return out

@@ -96,14 +96,18 @@ class FSDPCompression:
         """
         for direction in self._directions:
             direction.drain()
-        counts = torch.zeros(len(self._modules), 3, dtype=torch.int64)
+        counts = torch.zeros(len(self._modules), 3, dtype=torch.int64, device="cpu")
         parts: dict[str, Tensor] = {}
         for row, module in zip(counts, self._modules, strict=True):
             travelled = -1
             if module.replica:
                 travelled, of_module = module.replica.state()
                 parts |= {f"replica.{name}": part for name, part in of_module.items()}
-            row.copy_(torch.tensor([module.shards.version, travelled, module.scatter.sums if module.scatter else 0]))
+            row.copy_(
+                torch.tensor(
+                    [module.shards.version, travelled, module.scatter.sums if module.scatter else 0], device="cpu"
+                )
+            )
         return {"counts": counts, **parts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -243,7 +243,7 @@ def _reduce_zipped(x: Tensor, out: Tensor, codec: Codec, transport: Transport) -
     """
     if x.dtype is torch.float32:
         narrow = _as_bf16(x)
-        wide = torch.tensor([narrow is None], dtype=torch.uint8)
+        wide = torch.tensor([narrow is None], dtype=torch.uint8, device="cpu")
         transport.all_reduce_max(wide)
         if narrow is not None and not wide:
             x = narrow

@@ -155,8 +155,8 @@ def receive(own: Mapping[str, Tensor], transport: Transport, source: int) -> Any
             if mine is not None and fits and (codec == "same" or _is_writable(mine)):
                 out = _flat(mine)
             else:
-                out = torch.empty(numel, dtype=dtype)
-            data = out if codec == "raw" else torch.empty(nbytes, dtype=torch.uint8)
+                out = torch.empty(numel, dtype=dtype, device="cpu")
+            data = out if codec == "raw" else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             if nbytes:
                 transport.recv(data, source)
             put(take, name, Message(codec, data), out, crc, shape)
@@ -176,7 +176,7 @@ def receive_bytes(transport: Transport, source: int) -> bytes:
         WireError: it was damaged.
     """
     nbytes, crc = _receive_numbers(2, transport, source)
-    data = torch.empty(nbytes, dtype=torch.uint8)
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     transport.recv(data, source)
     if native.crc32c(data) != crc:
         raise WireError("a newcomer's state is not what the member has sent: it was damaged")
@@ -185,7 +185,7 @@ def receive_bytes(transport: Transport, source: int) -> bytes:
 
 def _send_numbers(numbers: list[int], transport: Transport, to: int) -> None:
     """Send numbers and their checksum: by them a receiver knows how many bytes come next."""
-    x = torch.tensor([*numbers, 0])
+    x = torch.tensor([*numbers, 0], device="cpu")
     x[-1] = native.crc32c(x[:-1])
     transport.send(x, to)
 
@@ -196,7 +196,7 @@ def _receive_numbers(count: int, transport: Transport, source: int) -> list[int]
     Raises:
         WireError: they were damaged.
     """
-    x = torch.zeros(count + 1, dtype=torch.int64)
+    x = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
     transport.recv(x, source)
     if native.crc32c(x[:-1]) != x[-1]:
         raise WireError("the size of a message of a newcomer's state is wrong: it was damaged")

@@ -204,8 +204,8 @@ def compare(count: int | None, told: Sequence[float], transport: Transport) -> l
     Raises:
         PlanMismatch: they do not. All ranks raise it; it names those that differ from the first.
     """
-    mine = torch.tensor([-1 if count is None else count, *told], dtype=torch.float64)
-    every = torch.empty(transport.size, len(mine), dtype=torch.float64)
+    mine = torch.tensor([-1 if count is None else count, *told], dtype=torch.float64, device="cpu")
+    every = torch.empty(transport.size, len(mine), dtype=torch.float64, device="cpu")
     with transport.doing("a sync of local steps"):
         transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
     counts = {rank: count for rank, count in enumerate(map(int, every[:, 0].tolist())) if count >= 0}

@@ -118,7 +118,7 @@ class Dispatcher:
             PlanMismatch: ranks have rows of another shape or type.
             TransportError: a peer was lost, stopped or late.
         """
-        counts = torch.as_tensor(counts).cpu().long()
+        counts = torch.as_tensor(counts, device="cpu").long()
         counts = counts.view(-1, 1) if counts.dim() == 1 else counts
         self._check(rows, counts)
         every = self._gather_counts(counts, rows)
@@ -194,7 +194,7 @@ class Dispatcher:
     def _gather_counts(self, counts: Tensor, rows: Tensor) -> Tensor:
         """Return (size, size, experts), how many rows each rank sends where; check that all ranks' rows are alike."""
         kind = derive_seed(*f"{tuple(rows.shape[1:])} {rows.dtype}".encode()) >> 1  # of 63 bits, for int64
-        mine = torch.cat([counts.reshape(-1), torch.tensor([kind])])
+        mine = torch.cat([counts.reshape(-1), torch.tensor([kind], device="cpu")])
         every = mine.new_empty(self.size, len(mine))
         self._transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
         differ = [rank for rank in range(self.size) if every[rank, -1] != every[0, -1]]
@@ -318,7 +318,7 @@ def _by_expert(counts: Tensor) -> Tensor:
     came = (lengths.cumsum(0) - lengths).view_as(counts).t().reshape(-1)
     lengths = counts.t().reshape(-1)
     goes = lengths.cumsum(0) - lengths
-    return torch.arange(int(counts.sum())) + torch.repeat_interleave(came - goes, lengths)
+    return torch.arange(int(counts.sum()), device="cpu") + torch.repeat_interleave(came - goes, lengths)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -97,6 +97,6 @@ def _norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of all together, () f64, on their device, for which the host does not wait."""
     each = [*tensors]
     if not each:  # all parameters are frozen
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     norm: Tensor = torch.stack([norm.double() for norm in torch._foreach_norm(each)]).norm()
     return norm

@@ -381,7 +381,7 @@ def _cut(tensors: Iterable[Tensor], steps: int) -> list[list[tuple[Tensor, slice
 
 def _gathered(mine: bytes, transport: Transport) -> list[bytes]:
     """Return the bytes of all ranks; they are equally many on each."""
-    every = torch.empty(transport.size, len(mine), dtype=torch.uint8)
+    every = torch.empty(transport.size, len(mine), dtype=torch.uint8, device="cpu")
     transport.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), every)
     return [row.numpy().tobytes() for row in every]
 
@@ -405,7 +405,7 @@ def _mismatch(lines: Sequence[str], differs: Sequence[bool], transport: Transpor
     ranks = [rank for rank, differ in enumerate(differs) if differ]
     shown = ""
     if all(0 <= size <= _DESCRIPTION_BYTES for size in sizes):
-        texts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        texts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         transport.exchange([mine] * transport.size, texts)
         first, other = (texts[rank].numpy().tobytes().decode(errors="replace").splitlines() for rank in (0, ranks[0]))

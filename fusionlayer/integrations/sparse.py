@@ -129,5 +129,5 @@ def _rows(parameter: Tensor) -> Tensor:
     if gradient is None:
         rows = parameter.detach()[:0]
         numbers = rows.new_empty((1, 0), dtype=torch.int64)
-        return torch.sparse_coo_tensor(numbers, rows, parameter.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(numbers, rows, parameter.shape, check_invariants=False, device=rows.device)
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()

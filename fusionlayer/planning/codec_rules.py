@@ -154,6 +154,6 @@ class CodecRules:
 @lru_cache
 def _error(codec: Codec) -> float:
     """Return the vNMSE of a codec: the energy of its error on a Gaussian tensor, divided by the tensor's energy."""
-    x = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0), device="cpu")
     kept = codec.decompress(codec.compress(x), _SAMPLE)
     return float((kept - x).square().sum() / x.square().sum())

@@ -290,7 +290,7 @@ class OnlinePlanner(PlanController):
 def _from_rank_0(plan: FusionPlan | None, transport: Transport) -> FusionPlan | None:
     """Return rank 0's plan on all ranks."""
     found = b"" if plan is None else plan.to_bytes()
-    length = torch.tensor([len(found)])
+    length = torch.tensor([len(found)], device="cpu")
     transport.broadcast(length, 0)
     if not length.item():
         return None

@@ -61,7 +61,7 @@ def digest_of(x: Tensor) -> str:
 def copied(x: Tensor) -> Tensor:
     """Return a contiguous copy of ``x`` on the CPU, with the same bits; ``x`` may be on any device."""
     with torch.no_grad(), torch.inference_mode(False):
-        return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
 
 
 def identity(x: Tensor) -> tuple[object, ...]:

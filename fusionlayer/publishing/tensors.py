@@ -62,7 +62,7 @@ def decode(message: Message, base: Tensor | None, out: Tensor, *, header: bool =
         _raw_bytes(out).copy_(message.data)
         return
     codec = _codec(message.codec, header)
-    payload = torch.zeros(codec.wire(out.numel(), out.dtype).capacity, dtype=torch.uint8)
+    payload = torch.zeros(codec.wire(out.numel(), out.dtype).capacity, dtype=torch.uint8, device="cpu")
     codec.expand(message.data, payload, out.numel(), out.dtype)
     if isinstance(codec, Delta):
         codec.apply_change(payload, out.new_empty(0) if base is None else base, out)
@@ -86,7 +86,7 @@ def expected_bytes(name: str, numel: int, dtype: torch.dtype, *, header: bool = 
 
 def _raw_bytes(x: Tensor) -> Tensor:
     """Return the bytes of ``x`` (n,), which share its memory."""
-    return x.view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
+    return x.view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def memory(x: Tensor) -> memoryview:
@@ -96,7 +96,7 @@ def memory(x: Tensor) -> memoryview:
 
 
 def _encoded(codec: Zip | Delta, x: Tensor, base: Tensor | None) -> Message:
-    payload = torch.zeros(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8)
+    payload = torch.zeros(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device="cpu")
     if isinstance(codec, Delta) and base is not None:
         codec.encode_change(x, base, payload)
     else:

@@ -204,7 +204,7 @@ def _tensor(row: _Row, source: Source, base: Snapshot | None) -> Tensor:
     if before is not None and base is not None and base.digests[row.name] == row.digest:
         return before  # a whole version of which this receiver has a part
     with torch.inference_mode(False):
-        out = torch.empty(row.shape, dtype=row.dtype)
+        out = torch.empty(row.shape, dtype=row.dtype, device="cpu")
         decode(message, before.view(-1) if before is not None and like else None, out.view(-1))
     if digest_of(out) != row.digest:
         raise WireError(f"{row.name!r} has not the digest that its publisher gave it: it was damaged on its way")

@@ -93,7 +93,7 @@ class Agreement:
         self.compare(step, None, transport)
         names = sorted(self.tensors)
         position = {name: i for i, name in enumerate(names)}
-        order = torch.tensor([position[name] for name in arrived])
+        order = torch.tensor([position[name] for name in arrived], device="cpu")
         transport.broadcast(order, 0)
         tensors = [self.tensors[names[i]] for i in order.tolist()]
         plan = fuse(tensors, self.planner, self.codec, transport.size, algorithm=self.algorithm, ahead=self.ahead)
@@ -106,7 +106,7 @@ class Agreement:
     def leave_out(self, step: int, names: Collection[str], transport: Transport) -> frozenset[str]:
         """Compare, remove the tensors that at least one rank names, and return their names."""
         known = sorted(self.tensors)
-        named = torch.tensor([float(name in names) for name in known])
+        named = torch.tensor([float(name in names) for name in known], device="cpu")
         self.compare(step, None, transport)
         transport.all_reduce(named)
         out = frozenset(name for name, count in zip(known, named.tolist(), strict=True) if count)

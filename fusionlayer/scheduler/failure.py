@@ -43,10 +43,10 @@ def tensors_that_differ(tensors: Iterable[TensorInfo], transport: Transport) -> 
     """
     mine = json.dumps([(t.name, t.numel, t.dtype) for t in tensors]).encode()
     try:
-        length = torch.tensor([len(mine)])
+        length = torch.tensor([len(mine)], device="cpu")
         transport.all_reduce_max(length)
         padded = torch.frombuffer(bytearray(mine.ljust(int(length))), dtype=torch.uint8)
-        every = torch.empty(transport.size, padded.numel(), dtype=torch.uint8)
+        every = torch.empty(transport.size, padded.numel(), dtype=torch.uint8, device="cpu")
         transport.all_gather(padded, every)
         lists: list[set[Any]] = [{tuple(tensor) for tensor in json.loads(bytes(row.tolist()))} for row in every]
     except (FusionLayerError, ValueError):

@@ -96,7 +96,9 @@ class SendOrder:
         # Once for each plan, and not in backward: so a device may be waited for, and no time is missing.
         self._clock.finish()
         # Ranks measure different seconds but must send in one order: lanes would otherwise exchange different buckets.
-        every = torch.tensor([self._medians(self._complete), self._medians(self._busy)], dtype=torch.float64)
+        every = torch.tensor(
+            [self._medians(self._complete), self._medians(self._busy)], dtype=torch.float64, device="cpu"
+        )
         every[1] /= self._lanes
         transport.all_reduce(every)
         ready, cost = (every / transport.size).tolist()

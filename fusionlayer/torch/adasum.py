@@ -10,7 +10,7 @@ from ..transport import Transport
 
 __all__ = ["all_reduce", "check_world"]
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def check_world(size: int) -> None:

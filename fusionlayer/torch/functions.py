@@ -161,11 +161,11 @@ def broadcast_object(
     """
     name = type(obj).__name__ if name is None else name
     root = rank() == root_rank
-    data = _pickled(obj) if root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _pickled(obj) if root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], device="cpu")
     ops.broadcast_(length, root_rank, f"{name}.sz", process_set)
     if not root:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     ops.broadcast_(data, root_rank, f"{name}.t", process_set)
     return obj if root else cast(T, pickle.loads(data.numpy().tobytes()))
 
@@ -179,7 +179,7 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
     name = type(obj).__name__ if name is None else name
     data = _pickled(obj)
     handles = [
-        ops.allgather_async(torch.tensor([data.numel()]), f"{name}.sz"),
+        ops.allgather_async(torch.tensor([data.numel()], device="cpu"), f"{name}.sz"),
         ops.allgather_async(data, f"{name}.t"),
     ]
     lengths, every = (ops.synchronize(handle) for handle in handles)

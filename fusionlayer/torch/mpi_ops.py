@@ -180,7 +180,7 @@ def sparse_allreduce_async(
         indices, values = synchronize(handle)
         if chosen is Average:
             values = values / process_set.size()
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False, device=values.device)
 
     return wait
 
@@ -252,7 +252,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         here = ctx.process_set
-        lengths = [torch.tensor([shape[0] if shape else 1]) for shape in ctx.shapes]
+        lengths = [torch.tensor([shape[0] if shape else 1], device="cpu") for shape in ctx.shapes]
         every = grouped_allgather(lengths, process_set=here)
         reduced = grouped_allreduce(gradients, op=Average, process_set=here)
         mine = [
@@ -398,7 +398,7 @@ def alltoall_async(
             f"alltoall of shape {tuple(tensor.shape)} with splits {counts}; expected {size} numbers of at least 0 that "
             f"add up to {rows}"
         )
-    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
 
     def deliver(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
         out, received = result

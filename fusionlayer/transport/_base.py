@@ -224,8 +224,8 @@ class Transport(ABC):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        mine = torch.zeros(1, dtype=torch.uint8)
-        self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8))
+        mine = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8, device="cpu"))
 
     def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
         """Return an uninitialised (nbytes,) uint8 tensor, for the current stream.
@@ -264,7 +264,7 @@ class Transport(ABC):
             PlanMismatch: they differ. Every rank raises it; it names the ranks that differ and ``what``.
         """
         mine = torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
-        every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
+        every = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device="cpu")
         with self.doing(f"an agreement on {what}", why):
             self.all_gather(mine, every)
         differ = [rank for rank in range(self.size) if not torch.equal(every[rank], every[0])]

@@ -47,7 +47,7 @@ def seal(data: Tensor, start: int) -> Tensor:
 
 def room(data: Tensor, start: int) -> Tensor:
     """Return an uninitialised tensor for what ``seal`` makes of the sender's ``data``."""
-    return torch.empty(_BYTES + data.numel() - start, dtype=torch.uint8)
+    return torch.empty(_BYTES + data.numel() - start, dtype=torch.uint8, device="cpu")
 
 
 def compare(sealed: Tensor, data: Tensor, start: int, sender: int, receiver: int) -> None:

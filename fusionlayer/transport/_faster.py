@@ -51,7 +51,9 @@ def is_faster(
     nbytes = int(min(max(_FIRST_BYTES * _EXCHANGE / seconds, _LEAST_BYTES), _MOST_BYTES))
     times = torch.zeros(2, dtype=torch.float64, device=link.device)
     for number in range(_ROUNDS):
-        found = torch.tensor([_time(each, rank, size, nbytes, 3 + number) for each in links], dtype=torch.float64)
+        found = torch.tensor(
+            [_time(each, rank, size, nbytes, 3 + number) for each in links], dtype=torch.float64, device="cpu"
+        )
         if number:  # the first one only opens the windows
             times += found.to(link.device)
     link.all_reduce(times, 3 + _ROUNDS)

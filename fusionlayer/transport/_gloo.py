@@ -184,7 +184,7 @@ class GlooLink(ExchangeLink):
                 posted.tails.append((peer, group.recv([tail], peer, _tag(key, length, 1))))
             for peer, data, key in outgoing:
                 if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
-                    note = torch.empty(1, dtype=torch.uint8)
+                    note = torch.empty(1, dtype=torch.uint8, device="cpu")
                     posted.sent.append((peer, group.recv([note], peer, _tag(key, data.numel(), 2))))
             for peer, data, key in outgoing:
                 if data.numel() > SPLIT_ABOVE_BYTES:
@@ -208,7 +208,7 @@ class GlooLink(ExchangeLink):
             compare(tail, data, start, peer, self._rank)
         for peer, data, key in posted.incoming:
             if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
-                note = torch.zeros(1, dtype=torch.uint8)
+                note = torch.zeros(1, dtype=torch.uint8, device="cpu")
                 try:
                     sent = self._open_group().send([note], peer, _tag(key, data.numel(), 2))
                 except RuntimeError as error:
@@ -232,7 +232,7 @@ class GlooLink(ExchangeLink):
             self._next_look, self._pause = now + self._pause, min(2 * self._pause, _LOOK_SELDOM)
             for peer in {peer for peer, _ in works}:
                 try:
-                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
+                    group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NEVER_SENT)
                 except RuntimeError as error:
                     raise LinkError(peer, str(error)) from None
 
@@ -266,7 +266,7 @@ class GlooLink(ExchangeLink):
             peer = (self._rank + step) % self._size
             try:
                 # gloo closes all connections of a group when a receive times out, so this one is made to time out.
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     break
@@ -290,7 +290,7 @@ class GlooLink(ExchangeLink):
             records[self._rank] = mine
             self._all_gather(mine, records, key - _STEP, deadline)
             for number, step in enumerate((lambda: invitation.accept(records), invitation.welcome), 2):
-                done = torch.full((self._size, 1), step(), dtype=torch.uint8)
+                done = torch.full((self._size, 1), step(), dtype=torch.uint8, device="cpu")
                 self._all_gather(done[self._rank], list(done.unbind(0)), key - number * _STEP, deadline)
                 if not done.all():
                     return None
@@ -310,7 +310,7 @@ class GlooLink(ExchangeLink):
         following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
         # gloo aborts the process if a neighbour in its ring is in another call or has another length. This byte arrives
         # only if the neighbour is in the same call.
-        note = torch.zeros(2, dtype=torch.uint8)
+        note = torch.zeros(2, dtype=torch.uint8, device="cpu")
         self.exchange([LinkMessage(following, note[:1], key)], [LinkMessage(previous, note[1:], key)], deadline)
         with self._closing_on_error():
             try:

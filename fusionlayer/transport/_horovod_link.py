@@ -74,8 +74,12 @@ class HorovodLink(ExchangeLink):
         lengths = [sends[peer].numel() if peer in sends else 0 for peer in range(self._size)]
         if sum(lengths) > _MOST_BYTES:
             raise UsageError(f"{sum(lengths)} bytes in one call; Horovod's all-to-all takes {_MOST_BYTES}: cut it up")
-        splits = torch.tensor(lengths, dtype=torch.int32)
-        packed = torch.cat([sends[peer] for peer in sorted(sends)]) if sends else torch.empty(0, dtype=torch.uint8)
+        splits = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        packed = (
+            torch.cat([sends[peer] for peer in sorted(sends)])
+            if sends
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         late = next(iter([*recvs, *sends]), self._rank)
         try:
             handle = self._hvd.alltoall_async(packed, splits, name=f"{self._name}/{self._calls}")

@@ -36,7 +36,7 @@ def open_store(rank: int, timeout: float, broadcast: Callable[[Tensor], None]) -
     Raises:
         TransportError: rank 0 cannot be reached by any of its addresses.
     """
-    notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+    notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8, device="cpu")
     patience = timedelta(seconds=timeout)
     if rank == 0:
         store = dist.TCPStore("0.0.0.0", 0, None, True, patience, wait_for_workers=False)

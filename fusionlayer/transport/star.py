@@ -236,11 +236,11 @@ def connect(transport: Transport) -> Center | Connection:
     hosts = mine.new_empty(transport.size, mine.numel())
     transport.all_gather(mine, hosts)
     if transport.rank:
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         transport.broadcast(length, 0)
         if not 0 < int(length) <= _MOST_LETTER_BYTES:
             raise TransportError(f"rank 0 announces an address of {int(length)} bytes, which makes no sense", [0])
-        letter = torch.empty(int(length), dtype=torch.uint8)
+        letter = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         transport.broadcast(letter, 0)
         address = json.loads(letter.numpy().tobytes())
         near = torch.equal(mine, hosts[0])
@@ -251,7 +251,7 @@ def connect(transport: Transport) -> Center | Connection:
     with _listener(place) as listener, _near_listener(name) as near_listener:
         port = listener.getsockname()[1]
         text = json.dumps({"secret": secret.hex(), "port": port, "hosts": _hosts(place), "near": name}).encode()
-        transport.broadcast(torch.tensor([len(text)]), 0)
+        transport.broadcast(torch.tensor([len(text)], device="cpu"), 0)
         transport.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
         reception = Reception((listener, near_listener), secret, range(1, transport.size))
         try:

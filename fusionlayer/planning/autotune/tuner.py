@@ -173,8 +173,8 @@ def _slowest(seconds: Sequence[float], transport: Transport) -> float | None:
 
     Steps that are NaN on a rank do not count. All ranks call it together, with equally many ``seconds``.
     """
-    mine = torch.tensor(seconds, dtype=torch.float64)
-    every = torch.empty(transport.size, len(seconds), dtype=torch.float64)
+    mine = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+    every = torch.empty(transport.size, len(seconds), dtype=torch.float64, device="cpu")
     transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
     slowest = [each for each in every.amax(0).tolist() if not math.isnan(each)]
     return typical(slowest) if slowest else None

@@ -25,7 +25,7 @@ def average(found: Any, transport: Transport, measured_by: int | None = None) ->
         transport: all ranks.
         measured_by: number of ranks that have measured; the others have zeros. None: all ranks.
     """
-    numbers = torch.tensor(list(_floats(found)), dtype=torch.float64)
+    numbers = torch.tensor(list(_floats(found)), dtype=torch.float64, device="cpu")
     if transport.size > 1:
         transport.all_reduce(numbers)
     return _filled(found, iter((numbers / (measured_by or transport.size)).tolist()))

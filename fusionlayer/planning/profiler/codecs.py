@@ -35,7 +35,7 @@ def measure_codecs(
 def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int, clock: Clock) -> dict[str, Any]:
     curves: dict[str, Points] = {"encode": [], "decode": [], "sum": [], "recode": []}
     for size in sizes:
-        x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(clock.device)
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(clock.device)
         part = size // _FAN_IN
         residual = torch.zeros_like(x) if codec.feedback_pays else None
         message = torch.zeros(codec.wire(size).capacity, dtype=torch.uint8, device=x.device)
@@ -81,7 +81,7 @@ def measure_staging(sizes: Sequence[int], repeats: int, clock: Clock) -> Points:
     points = []
     for size in sizes:
         near = torch.ones(size, dtype=torch.uint8, device=clock.device)
-        far = torch.empty(size, dtype=torch.uint8, pin_memory=near.is_cuda)
+        far = torch.empty(size, dtype=torch.uint8, pin_memory=near.is_cuda, device="cpu")
         copies = partial(_there_and_back, near, far)
         points.append([size, busy_seconds(copies, repeats, clock) / 2])
     return points

@@ -78,7 +78,7 @@ def measure_collectives(
         "two_shot": _pieces,
     }
     found: dict[str, Points] = {name: [] for name in kinds}
-    spent = torch.zeros(2, dtype=torch.float64)  # on all sizes, on the last one
+    spent = torch.zeros(2, dtype=torch.float64, device="cpu")  # on all sizes, on the last one
     for place, size in enumerate(sizes):
         if place >= 2 and float(spent[0] + spent[1] * size / sizes[place - 1]) > limit:
             break

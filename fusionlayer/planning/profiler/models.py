@@ -73,11 +73,11 @@ class _ResNet(nn.Module):
 
 
 def _gpt() -> tuple[nn.Module, Batch]:
-    return _GPT(), (torch.randint(256, (2, 128)), torch.randint(256, (2, 128)))
+    return _GPT(), (torch.randint(256, (2, 128), device="cpu"), torch.randint(256, (2, 128), device="cpu"))
 
 
 def _resnet() -> tuple[nn.Module, Batch]:
-    return _ResNet(), (torch.randn(16, 3, 32, 32), torch.randint(10, (16,)))
+    return _ResNet(), (torch.randn(16, 3, 32, 32, device="cpu"), torch.randint(10, (16,), device="cpu"))
 
 
 BUILT_IN: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"gpt": _gpt, "resnet": _resnet}

@@ -105,7 +105,7 @@ class State:
             except Empty:
                 break
         if is_initialized() and size() > 1:
-            any_told = ops.allreduce(torch.tensor([int(told)]), name="elastic.hosts_updated", op=ops.Max)
+            any_told = ops.allreduce(torch.tensor([int(told)], device="cpu"), name="elastic.hosts_updated", op=ops.Max)
             told = bool(any_told)
         if told:
             raise HostsUpdatedInterrupt
