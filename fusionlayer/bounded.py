@@ -1,27 +1,35 @@
-"""Calls that may not return: into a store whose keeper is stopped, or a library that nothing can interrupt."""
+"""Calls that may not return: into a store whose keeper is stopped, or a library that nothing can interrupt.
+
+An exit waits for the threads that make them, and for those of gloo: one that comes back later aborts the process.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
 from . import forks
 
-__all__ = ["Aside", "Overdue", "bounded"]
+__all__ = ["Aside", "Overdue", "bounded", "settle"]
 
 Result = TypeVar("Result")
 
 # Seconds between two looks at whether the call is still worth waiting for.
 _LOOK = 0.05
-# Seconds in all that the exit of the process waits for calls that were given up.
+# Seconds in all that ``settle`` waits.
 _LAST_WAIT = 2.0
+# Seconds between two looks at threads of torch at exit: more than the 5 ms in which a thread that waits for the
+# interpreter's lock wakes to ask for it.
+_LAST_LOOK = 0.01
 # A signal that nothing else uses, for _park.
 _PARKING = signal.SIGRTMAX
 
@@ -102,7 +110,7 @@ class Aside:
             if not ended.is_set():
                 _given_up[:] = [other for other in _given_up if other.is_alive()]
                 if not _given_up:
-                    forks.at_exit(_join_all)
+                    forks.at_exit(partial(settle, _given_up))
                 _given_up.append(self._thread)
         if errors:
             raise errors.pop()  # a list that stays would be in its traceback, and keep it for ever
@@ -120,14 +128,47 @@ def _make_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
         del call
 
 
-def _join_all() -> None:
-    # A thread that comes back from C++ while Python ends aborts the process. So wait for those that end soon, and keep
-    # the others where they are.
+def settle(threads: Iterable[threading.Thread]) -> None:
+    """Wait at the exit of the process, 2 s in all, until these threads end; keep the others where they are.
+
+    A thread that comes back from C++ while Python ends aborts the process.
+    """
     end = time.monotonic() + _LAST_WAIT
-    for thread in _given_up:
+    for thread in threads:
         thread.join(max(end - time.monotonic(), 0))
         if thread.is_alive():
             _park(thread)
+
+
+def _settle_gloo() -> None:
+    """Wait, 2 s at most, until torch's threads for collectives by gloo sleep.
+
+    Such a thread wakes the program when a collective has ended, and only then lets go of the tensors. For that it takes
+    the interpreter's lock. If Python ends first, this aborts the process, with torch's own groups, too. Nothing asks
+    torch whether its threads have come that far, so the system is asked: a thread that slept through 10 ms waits for
+    its next collective, or for peers. One that waits for the interpreter's lock gets it meanwhile.
+    """
+    end = time.monotonic() + _LAST_WAIT
+    before = _gloo_threads()
+    while before and time.monotonic() < end:
+        time.sleep(_LAST_LOOK)
+        now = _gloo_threads()
+        if now == before and all("S (sleeping)" in seen for seen in now.values()):
+            break
+        before = now
+
+
+def _gloo_threads() -> dict[str, list[str]]:
+    """Return, for each thread, its state and how often it has left its core."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            status = (task / "status").read_text()
+        except OSError:
+            continue  # it has ended
+        if status.startswith("Name:\tpt_gloo_runloop"):
+            found[task.name] = re.findall(r"^(?:State|\w*voluntary_ctxt_switches):\t(.*)$", status, re.MULTILINE)
+    return found
 
 
 def _park(thread: threading.Thread) -> None:
@@ -147,4 +188,5 @@ def _park(thread: threading.Thread) -> None:
     signal.pthread_kill(thread.ident, _PARKING)
 
 
+forks.at_exit(_settle_gloo, last=True)
 os.register_at_fork(after_in_child=_given_up.clear)

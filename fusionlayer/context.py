@@ -113,7 +113,7 @@ def init(
             place = _place_in(opened, place, settings.transport)
         elif place.size > 1 and not begun:
             store = launch.make_store(place, settings.timeout)
-            place = launch.settle(place, store)
+            place = launch.settle(place, store, settings.timeout)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
             make_default_group(backend, store, place.rank, place.size, settings.timeout, settings.stall_warning)
             owns = True
@@ -154,7 +154,7 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
         store = None
         if place.size > 1:
             store = launch.make_store(place, settings.timeout)
-            place = launch.settle(place, store)
+            place = launch.settle(place, store, settings.timeout)
         members = Members.begin(place, store, settings, launch.is_on_one_host(place), roster)
     job = _Job(members.place, settings, False, {}, members)
 

@@ -12,6 +12,7 @@ from .errors import UsageError
 __all__ = ["at_exit", "generation", "keep", "not_at_exit", "refuse"]
 
 _handlers: list[Callable[[], object]] = []
+_last: list[Callable[[], object]] = []
 _generation = 0
 
 
@@ -28,8 +29,15 @@ def refuse(what: str) -> UsageError:
     )
 
 
-def at_exit(call: Callable[[], object]) -> None:
-    """Have ``call`` run at the exit of this process, and not at that of its children."""
+def at_exit(call: Callable[[], object], *, last: bool = False) -> None:
+    """Have ``call`` run at the exit of this process, and not at that of its children, unless it is to be ``last``.
+
+    The calls run in the opposite order of these, as those of ``atexit`` do. The last ones come after all others, in
+    children, too.
+    """
+    if last:
+        _last.append(call)
+        return
     _handlers.append(call)
     atexit.register(call)
 
@@ -53,4 +61,10 @@ def _begin_child() -> None:
     _handlers.clear()
 
 
+def _run_last() -> None:
+    while _last:
+        _last.pop()()
+
+
+atexit.register(_run_last)  # before all others, so it runs after them
 os.register_at_fork(after_in_child=_begin_child)

@@ -169,7 +169,7 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
     return store
 
 
-def settle(place: Place, store: Store, environ: Mapping[str, str] = os.environ) -> Place:
+def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str] = os.environ) -> Place:
     """Return the place among the processes of its host, which ranks count by themselves where no variable tells it.
 
     Kubeflow's PyTorchJob, and whoever sets variables by hand, often gives RANK and WORLD_SIZE alone. All ranks
@@ -177,21 +177,27 @@ def settle(place: Place, store: Store, environ: Mapping[str, str] = os.environ) 
 
     Args:
         store: what ``make_store`` has returned on this rank.
+        timeout: seconds that it may take.
 
     Raises:
-        TransportError: the store was lost.
+        TransportError: the store was lost, or its keeper is stopped.
     """
     names = VARIABLES.get(place.launcher)
     if names is None:
         return place
-    try:
+    counts = names[2] not in environ
+
+    def meet() -> list[bytes]:
         store.set(f"node/{place.rank}", node_name())
-        if names[2] in environ:
-            return place
-        nodes = [store.get(f"node/{rank}") for rank in range(place.size)]
+        return [store.get(f"node/{rank}") for rank in range(place.size)] if counts else []
+
+    try:
+        nodes = bounded(meet, time.monotonic() + timeout + _LAST_LOOK, name="count of ranks")
     except RuntimeError as error:
         text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
         raise TransportError(text, [] if _kept_by_launcher(environ) else [0]) from error
+    if not counts:
+        return place
     here = [rank for rank, node in enumerate(nodes) if node == nodes[place.rank]]
     return replace(place, local_rank=here.index(place.rank), local_size=len(here))
 

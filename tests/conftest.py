@@ -26,6 +26,10 @@ torch.set_num_threads(1)
 # a question, the C library asks again after five seconds, unless it is told to be quicker.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
+# Where it is set, Python writes each argument of ``print`` by itself, and processes that share a pipe write into each
+# other's lines.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # A job that a shell has put into the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

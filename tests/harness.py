@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -152,6 +154,7 @@ class _Run:
         self._signals = signals
         self._stopped: set[int] = set()
         self._last: set[Connection] = set()
+        _begin_server()
         self._start = time.monotonic()
         self._deadline = self._start + timeout
         self._ends: dict[Connection, int] = {}
@@ -208,6 +211,8 @@ class _Run:
     def _ended(self, rank: int, kind: str, at: float, details: dict[str, Any]) -> None:
         outcome = self.outcomes[rank]
         outcome.kind, outcome.at = kind, at - self._start
+        if kind == "returned":
+            details["value"] = pickle.loads(details["value"])
         for name, value in details.items():
             setattr(outcome, name, value)
 
@@ -221,6 +226,14 @@ class _Run:
             outcome.exit_code = process.exitcode
         for ours in self._ends:
             ours.close()
+
+
+@functools.cache
+def _begin_server() -> None:
+    """Return when the server has imported what ranks need: on a busy machine that takes longer than many a deadline."""
+    first = _context.Process(target=_context.get_start_method)
+    first.start()
+    first.join()
 
 
 def _rank_main(
@@ -254,7 +267,8 @@ def _rank_main(
         ended = time.monotonic()
         if backend is not None:
             dist.barrier()  # a rank that leaves early looks like a crash to the others
-        report.send(("returned", ended, {"value": value}))
+        # As bytes: a pipe takes tensors as handles, which the parent may ask for when this process has ended.
+        report.send(("returned", ended, {"value": pickle.dumps(value)}))
         if backend is not None:
             dist.destroy_process_group()
     except BaseException as error:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 from torch.distributed import TCPStore
 
+from ..bounded import Aside, bounded
 from ..errors import TransportError
 from ..processes import node_name
 from ..transport._interfaces import reachable_names
 from .generation import Address
 
-__all__ = ["is_refused", "open_store", "reach"]
+__all__ = ["DistantStore", "is_reachable", "is_refused", "open_store", "reach"]
+
+Result = TypeVar("Result")
 
 _TOKEN = "fusionlayer/token"
 _LOOPBACK = "127.0.0.1"
+_REQUEST = "request to a member"
 # Seconds that a host may take to accept a connection before the next of its addresses is tried.
 _KNOCK = 1.0
 
@@ -45,12 +53,53 @@ def open_store(loopback: bool, patience: float) -> tuple[TCPStore, Address]:
     return store, Address(node_name(), (_LOOPBACK,) if loopback else tuple(reachable_names()), port, token)
 
 
-def reach(address: Address, patience: float) -> TCPStore:
-    """Return a client of the store at an address, whose requests take ``patience`` seconds at most.
+class DistantStore:
+    """A store that another member keeps. Each request ends in time, even if that process is stopped.
+
+    torch's own client would wait for the answer as long as the connection lasts, whatever its timeout.
+
+    Args:
+        address: where it is.
+        patience: seconds that a request may take.
 
     Raises:
         TransportError: nobody answers there, or another program does.
+        RuntimeError: of any request, if it gets no answer in time; ask nothing more then.
     """
+
+    def __init__(self, address: Address, patience: float) -> None:
+        self._patience = patience
+        self._aside = Aside(_REQUEST)
+        self._store = reach(address, patience)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key; wait for it."""
+        return self._ask(lambda: self._store.get(key))
+
+    def set(self, key: str, value: str) -> None:
+        """Set the value of a key."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which begins with 0; return the sum."""
+        return self._ask(lambda: self._store.add(key, amount))
+
+    def _ask(self, request: Callable[[], Result]) -> Result:
+        return self._aside.run(request, time.monotonic() + self._patience, lambda: None)
+
+
+def reach(address: Address, patience: float) -> TCPStore:
+    """Return torch's client of the store at an address, for those who bound its requests themselves.
+
+    Raises:
+        TransportError: nobody answers there, or another program does.
+        RuntimeError: it takes longer than ``patience`` seconds, and a second for each of the host's names.
+    """
+    end = time.monotonic() + patience + _KNOCK * len(_names(address))
+    return bounded(partial(_connect, address, patience), end, name=_REQUEST)
+
+
+def _connect(address: Address, patience: float) -> TCPStore:
     for name in _names(address):
         # The same name may lead to different hosts, depending on where it is used. The token shows the right store.
         with suppress(OSError, RuntimeError):
@@ -59,6 +108,15 @@ def reach(address: Address, patience: float) -> TCPStore:
             if store.check([_TOKEN]) and store.get(_TOKEN).decode() == (address.token or store.get(_TOKEN).decode()):
                 return store
     raise TransportError(f"nobody answers at port {address.port} of {', '.join(_names(address))}")
+
+
+def is_reachable(address: Address, patience: float) -> bool:
+    """Return whether ``reach`` succeeds."""
+    try:
+        reach(address, patience)
+    except (TransportError, RuntimeError):
+        return False
+    return True
 
 
 def is_refused(address: Address) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from ..errors import TransportError
 from ..processes import Identity
-from .desk import is_refused, reach
+from .desk import DistantStore, is_reachable, is_refused
 from .generation import Address, Generation, Member, Report, decode_member, encode_member
 
 __all__ = ["Final", "Former", "ask_to_join"]
@@ -77,7 +77,10 @@ class Former:
                 self._me,
             )
             try:
-                found = self._lead(report, blamed) if leader == self._me else self._follow(leader, report, silent)
+                if leader == self._me:
+                    found = self._lead(report, blamed, silent)
+                else:
+                    found = self._follow(leader, report, silent)
             except _Lost:
                 silent.add(leader.id)
                 continue
@@ -100,7 +103,7 @@ class Former:
         """
         base, end = report.generation, time.monotonic() + 2 * self._timeout
         try:
-            desk = reach(leader.desk, PATIENCE)
+            desk = DistantStore(leader.desk, PATIENCE)
             desk.set(f"report/{self._me.id}", report.encode())
             look = time.monotonic() + _LOOK
             while time.monotonic() < end:
@@ -125,12 +128,18 @@ class Former:
 
     # ---- as the leader ----------------------------------------------------------------------------------------------
 
-    def _lead(self, report: Report, blamed: Sequence[str]) -> Generation | Report:
-        """Wait for the reports of all who live; return the next generation, or a report of one that knows a newer."""
+    def _lead(self, report: Report, blamed: Sequence[str], silent: set[str]) -> Generation | Report:
+        """Wait for the reports of all who live; return the next generation, or a report of one that knows a newer.
+
+        ``silent`` members have not answered when this one wanted to follow them. If they are all that is missing, and
+        it cannot go on without them, they are asked again: they may have been late, and lead now. Once one answers, it
+        is no longer among them, and this returns ``report``.
+        """
         base = report.generation
         others = [each for each in base.members if each != self._me]
         reports = {self._me.id: report}
         started, look = time.monotonic(), 0.0
+        again = started + _PROBE
         ended: set[str] = set()
         while True:
             for each in others:
@@ -147,11 +156,17 @@ class Former:
                 ended |= {each.id for each in missing if self._is_gone(each)}
             waited = now - started
             given_up = [each for each in missing if waited > self._timeout or each.id in blamed and waited > _BLAMED]
-            if all(each.id in ended or each in given_up for each in missing):
+            unknown = [each for each in missing if each.id not in ended]
+            too_few = 2 * len(reports) <= len(base.members)
+            if all(each in given_up for each in unknown):
                 break
+            if too_few and now > again and all(each.id in silent for each in unknown):
+                if is_reachable(unknown[0].desk, PATIENCE):
+                    silent.discard(unknown[0].id)
+                    return report
+                again = time.monotonic() + _PROBE
             time.sleep(_POLL)
-        unknown = [each for each in missing if each.id not in ended]
-        if unknown and 2 * len(reports) <= len(base.members):
+        if unknown and too_few:
             names = ", ".join(str(each.process) for each in unknown)
             raise Final(
                 f"{len(reports)} of {len(base.members)} members are left, and nobody knows whether the others go on "
@@ -237,9 +252,9 @@ def ask_to_join(me: Member, desks: Callable[[], Sequence[Address]], timeout: flo
     while time.monotonic() < end:
         for address in [*known, *desks()]:
             try:
-                newest = Generation.decode(reach(address, PATIENCE).get(ROSTER))
+                newest = Generation.decode(DistantStore(address, PATIENCE).get(ROSTER))
                 known = [each.desk for each in newest.members]
-                desk = reach(known[0], PATIENCE)
+                desk = DistantStore(known[0], PATIENCE)
                 desk.set(f"knock/{desk.add(TICKETS, 1)}", encode_member(me))
                 desk.add(KNOCKS, 1)
                 while time.monotonic() < end:

@@ -7,19 +7,21 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import Store, TCPStore
 
+from ..bounded import bounded
 from ..config import Config
 from ..errors import ConfigError, PlanMismatch, TransportError, kind_of
 from ..launch import Place
 from ..processes import Identity, node_name
 from ..transport import Transport, local
 from ..transport.c10d import C10dTransport
-from .desk import open_store, reach
+from .desk import DistantStore, open_store, reach
 from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join
 from .generation import Address, Generation, Member, Report, decode_member, encode_member
 
@@ -75,20 +77,25 @@ class Members:
             TransportError: one was lost meanwhile.
         """
         made = cls(settings, loopback, roster)
-        first = Generation(0, (made._me,), (), 0, made._open_next())
-        if store is not None:
+        if store is None:
+            first = Generation(0, (made._me,), (), 0, made._open_next())
+        else:
+            end = time.monotonic() + settings.timeout + PATIENCE
             try:
-                store.set(f"member/{place.rank}", encode_member(made._me))
-                if place.rank == 0:
-                    members = tuple(decode_member(store.get(f"member/{rank}")) for rank in range(place.size))
-                    first = Generation(0, members, (), 0, made._open_next())
-                    store.set("generation", first.encode())
-                first = Generation.decode(store.get("generation"))
+                first = bounded(partial(made._meet, place, store), end, name="meeting of members")
             except RuntimeError as error:
                 raise TransportError(f"rank {place.rank}: a member was lost while they met: {error}") from error
         made._install(first)
         made.has_joined = True
         return made
+
+    def _meet(self, place: Place, store: Store) -> Generation:
+        """Return the first generation, which rank 0 writes down in ``store``."""
+        store.set(f"member/{place.rank}", encode_member(self._me))
+        if place.rank == 0:
+            members = tuple(decode_member(store.get(f"member/{rank}")) for rank in range(place.size))
+            store.set("generation", Generation(0, members, (), 0, self._open_next()).encode())
+        return Generation.decode(store.get("generation"))
 
     @classmethod
     def newcomer(cls, address: str, settings: Config, roster: str | None) -> Members:
@@ -198,8 +205,8 @@ class Members:
             TransportError: a member was lost.
         """
         wants = transport.rank == 0 and self._former.has_visitors()
-        mine = torch.tensor([step, wants], dtype=torch.int64)
-        every = torch.empty(transport.size, 2, dtype=torch.int64)
+        mine = torch.tensor([step, wants], dtype=torch.int64, device="cpu")
+        every = torch.empty(transport.size, 2, dtype=torch.int64, device="cpu")
         with transport.doing("the end of a step"):
             transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
         steps = every[:, 0].tolist()
@@ -338,7 +345,7 @@ def _newest(address: str, timeout: float) -> tuple[Generation, Address]:
     while True:
         for desk in _desks(address):
             try:
-                return Generation.decode(reach(desk, PATIENCE).get(ROSTER)), desk
+                return Generation.decode(DistantStore(desk, PATIENCE).get(ROSTER)), desk
             except (TransportError, RuntimeError) as error:
                 why = str(error).splitlines()[0]
         if time.monotonic() > end:

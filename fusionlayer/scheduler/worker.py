@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from weakref import WeakSet
 
 from .. import forks
+from ..bounded import settle
 from ..errors import FusionLayerError, again, forget
 
 __all__ = ["Job", "Jobs", "Worker"]
@@ -122,7 +125,8 @@ class Jobs:
 class Worker(Jobs):
     """Jobs on a daemon thread, which runs them in the order in which they were put, by any thread.
 
-    The first job starts the thread. Nobody else puts a job meanwhile.
+    The first job starts the thread. Nobody else puts a job meanwhile. The exit of the process waits 2 s for the jobs
+    that were put before.
 
     Args:
         name: of the thread.
@@ -154,9 +158,35 @@ class Worker(Jobs):
 
     def _begin(self, job: Job) -> None:
         self._accept = self._queue.put
+        with _lock:
+            _begun.add(self)
         self._thread.start()
         self._queue.put(job)
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
             self.run(job)
+
+
+_begun: WeakSet[Worker] = WeakSet()
+_lock = threading.Lock()  # guards _begun: any thread puts a worker's first job
+
+
+def _end_all() -> None:
+    # A job's end wakes the program, which may exit while the job's thread is still in torch. This comes last at exit:
+    # a job that waits for other ranks fails when its transport ends, and those ranks learn of the exit without delay.
+    with _lock:
+        workers = list(_begun)
+    for worker in workers:
+        worker.close()
+    settle(worker._thread for worker in workers)
+
+
+def _begin_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _begun.clear()
+
+
+forks.at_exit(_end_all, last=True)
+os.register_at_fork(after_in_child=_begin_child)

@@ -35,6 +35,8 @@ _logger = logging.getLogger("fusionlayer")
 
 # Number of transports made so far over the same ranks, for each default group. It makes their names unique.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+# The processes that have met to make a default group: one may be lost before it comes to make a transport.
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Identity]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +280,8 @@ def make_default_group(
         finding = connecting.find_cause(error)
         connecting.watch.end(finding)
         raise connecting.error(finding) from error
+    assert dist.group.WORLD is not None
+    _met[dist.group.WORLD] = dict(connecting.watch.processes.of)
     connecting.watch.leave()
     connecting.watch.end()
 
@@ -297,6 +301,7 @@ def _next_rendezvous(group: dist.ProcessGroup | None) -> _GroupRendezvous:
     ranks = tuple(dist.get_process_group_ranks(group))
     made = _made.setdefault(world, Counter())
     made[ranks] += 1
+    met = _met.get(world, {})
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     store = dist.distributed_c10d._get_default_store()
     # A backend of any other name wraps gloo or NCCL, and for CUDA tensors NCCL is the better guess.
@@ -311,6 +316,7 @@ def _next_rendezvous(group: dist.ProcessGroup | None) -> _GroupRendezvous:
         store_rank=_store_rank(ranks),
         nccl=nccl,
         gloo="cpu" in backends or not nccl,
+        known={place: met[other] for place, other in enumerate(ranks) if other in met},
     )
 
 

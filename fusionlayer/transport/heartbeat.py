@@ -160,6 +160,10 @@ class Watch:
                 told = self.because()
                 if told and set(told.ranks) <= set(missing):
                     return told
+                # A rank that is known from an earlier meeting is stopped or gone: others may be missing because of it.
+                seen = judge(self.processes.seen(), None)
+                if seen:
+                    return seen
                 text = f"ranks {missing} did not come within {timeout:g} s; make it on every rank of the group"
                 return Diagnosis(tuple(missing), text, True)
             time.sleep(_MEETING_POLL)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -178,7 +177,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(path: Path, workers: str) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()

@@ -15,6 +15,7 @@ from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former
 from fusionlayer.elastic.generation import Address, Generation, Member, Report, encode_member
 from fusionlayer.errors import TransportError
 from fusionlayer.processes import Identity
+from tests.transport.relays import Relay
 
 pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
 
@@ -114,6 +115,55 @@ def test_a_process_joins_when_all_are_between_two_steps_and_not_before() -> None
     assert {each.encode() for each in [*found, *joined]} == {found[0].encode()} and joined
     assert ids(found[0]) == ["m0", "m1", "m9"] and found[0].fresh == ("m9",) and found[0].done == 5
     assert not desks[0].former.has_visitors()
+
+
+def behind_a_relay(desk: Desk) -> Relay:
+    """Let others reach a member's desk through a relay, whose port stays open while the desk answers nothing."""
+    relay = Relay(("127.0.0.1", desk.me.desk.port))
+    desk.me = replace(desk.me, desk=replace(desk.me.desk, port=relay.address[1]))
+    desk.former = Former(desk.me, desk.store, 30.0, desk._open_next)
+    return relay
+
+
+def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_half() -> None:
+    desks, first = begun(3)
+    relay, reported = behind_a_relay(desks[0]), set()
+
+    def swallow(place: int, from_caller: bool, passed: int, data: bytes) -> bytes:
+        if b"report/" in data:
+            reported.add(place)
+        return b"" if place in reported else data
+
+    relay.alter = swallow
+    first = replace(first, members=tuple(desk.me for desk in desks))
+    found = at_once(*(forming(desk, Report(first, 7, False), blamed=("m0",)) for desk in desks[1:]))
+    relay.close()
+    assert len(reported) == 2
+    assert {each.encode() for each in found} == {found[0].encode()}
+    assert ids(found[0]) == ["m1", "m2"]
+
+
+def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half() -> None:
+    desks, first = begun(2)
+    relay, gate = behind_a_relay(desks[0]), threading.Event()
+    relay.holding = dict.fromkeys(range(100), gate)
+    first = replace(first, members=tuple(desk.me for desk in desks))
+    skipped, lead = threading.Event(), desks[1].former._lead
+
+    def note(*given: Any) -> Any:
+        skipped.set()
+        return lead(*given)
+
+    def come_late() -> Generation:
+        assert skipped.wait(20)
+        gate.set()
+        return desks[0].former.form(Report(first, 6, False))
+
+    desks[1].former._lead = note  # type: ignore[assignment, method-assign]
+    found = at_once(come_late, forming(desks[1], Report(first, 7, False)))
+    relay.close()
+    assert {each.encode() for each in found} == {found[0].encode()}
+    assert ids(found[0]) == ["m0", "m1"] and found[0].done == 7 and found[0].behind == ("m0",)
 
 
 def test_no_more_than_half_do_not_go_on_if_nobody_knows_what_became_of_the_others() -> None:

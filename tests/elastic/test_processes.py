@@ -32,12 +32,13 @@ pytestmark = pytest.mark.medium
 WEIGHTS = {rank: 2.0**rank for rank in range(8)}
 
 
-def check(outcomes: list[Outcome], lost: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Check that ranks ``lost`` were killed and all others have ended alike; return what these have returned."""
+def check(outcomes: list[Outcome], lost: tuple[int, ...], stopped: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Check that ranks were killed or ``stopped`` and all others have ended alike; return what these have returned."""
     told = [o.trace for o in outcomes if o.kind == "raised"]
     assert not told, told[0]
     assert [rank for rank, o in enumerate(outcomes) if o.kind == "died"] == sorted(lost), outcomes
-    ends = [o.value for rank, o in enumerate(outcomes) if rank not in lost]
+    assert [rank for rank, o in enumerate(outcomes) if o.kind == "hung"] == sorted(stopped), outcomes
+    ends = [o.value for rank, o in enumerate(outcomes) if rank not in lost + stopped]
     assert len({end["digest"] for end in ends}) == 1 and len({end["finished"] for end in ends}) == 1
     return ends
 
@@ -74,6 +75,15 @@ def test_all_who_began_may_be_lost_one_by_one(tmp_path: Path) -> None:
     assert len(ends) >= 4 and len({end["digest"] for end in ends}) == 1
     late = [o.error[1] for o in outcomes if o.kind == "raised"]
     assert all("no member was found" in text or "cannot join" in text for text in late), late
+
+
+@exhaustive(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
+def test_a_rank_that_is_stopped_is_left_out_and_another_comes(tmp_path: Path) -> None:
+    """It is rank 0, at whose desk the others report: the desk takes connections and answers nothing."""
+    signals = {(0, "lost"): signal.SIGSTOP, (2, "lost"): signal.SIGKILL}
+    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None, timeout=110)
+    ends = check(outcomes, lost=(2,), stopped=(0,))
+    check_averages(ends, {end["pid"]: WEIGHTS[rank] for end, rank in zip(ends, (1, 3, 4), strict=True)})
 
 
 # ---- a step is taken back, and made once more -----------------------------------------------------------------------

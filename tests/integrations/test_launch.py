@@ -160,7 +160,7 @@ def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pyt
     store, hosts = HashStore(), iter("ababa")
 
     def rank_main(rank: int) -> Place:
-        return launch.settle(Place(rank, 4, rank, 4, "torchrun"), store, {"RANK": str(rank), "WORLD_SIZE": "4"})
+        return launch.settle(Place(rank, 4, rank, 4, "torchrun"), store, 20.0, {"RANK": str(rank), "WORLD_SIZE": "4"})
 
     monkeypatch.setattr(launch, "node_name", lambda: next(hosts))
     with ThreadPoolExecutor(4) as threads:
@@ -168,7 +168,7 @@ def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pyt
     sizes = {(place.local_rank, place.local_size) for place in found}
     assert sizes == {(0, 2), (1, 2)} and [place.rank for place in found] == [0, 1, 2, 3]
     told = Place(1, 4, 1, 2, "torchrun")
-    assert launch.settle(told, HashStore(), environment("torchrun", 1, 4, 1, 2)) == told
+    assert launch.settle(told, HashStore(), 20.0, environment("torchrun", 1, 4, 1, 2)) == told
 
 
 @pytest.mark.short

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -63,6 +65,41 @@ def test_closing_lets_queued_jobs_end() -> None:
     last.wait()
     thread.join(PATIENCE)
     assert seen == ["ran"] and not thread.is_alive() and thread.daemon
+
+
+# A job of the first worker is in C++ when the program ends, and comes back soon; one of the second never comes back.
+# The first is late on purpose: an exit that does not wait is over by then.
+ENDS_AMID_JOBS = """
+import atexit, datetime, os, sys, time
+import torch.distributed as dist
+from fusionlayer.scheduler import Worker
+
+if "forked" in sys.argv and os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+store, began = dist.HashStore(), dist.HashStore()
+
+def come_back():
+    began.set("0", "")
+    store.wait(["the program ends"], datetime.timedelta(seconds=20))
+    time.sleep(0.3)
+    os.write(1, b"back")
+
+def stay():
+    began.set("1", "")
+    dist.HashStore().wait(["never"], datetime.timedelta(seconds=60))
+
+Worker("returning").put(come_back)
+Worker("staying").put(stay)
+began.wait(["0", "1"], datetime.timedelta(seconds=20))
+atexit.register(store.set, "the program ends", "")
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("how", ["alone", "forked"])
+def test_a_program_that_ends_waits_for_a_job_that_is_in_torch(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_AMID_JOBS, how], capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout) == (0, "back"), done.stderr
 
 
 # ---- errors told in the user's terms --------------------------------------------------------------------------------

@@ -63,9 +63,14 @@ def stop_before(patch: pytest.MonkeyPatch, phase: str) -> None:
     patch.setattr(place, name, wrapped)
 
 
-def connect_everything(rank: int, world: int, port: int, lost: int, phase: str) -> None:
+def launched(rank: int, world: int, port: int) -> None:
+    """Set the variables of a launcher whose ranks are all on this host."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def connect_everything(rank: int, world: int, port: int, lost: int, phase: str) -> None:
+    launched(rank, world, port)
     with pytest.MonkeyPatch.context() as patch:
         if rank == lost:
             stop_before(patch, phase)
@@ -119,6 +124,51 @@ def test_a_rank_that_is_lost_while_ranks_connect_is_named(phase: str, lost: int,
             assert (outcome.kind, outcome.error[0]) == ("raised", "TransportError"), outcome
             assert outcome.attributes["ranks"] == (lost,), outcome.error
             assert outcome.exit_code in (1, -signal.SIGKILL), outcome
+
+
+def lose_one_in_the_group(rank: int, world: int, port: int, folder: Path, phase: str) -> None:
+    """Connect; rank 1 is lost in ``phase``, when it has the process group. Rank 0 has none yet, and fails with it."""
+    launched(rank, world, port)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            (folder / "draft").write_text(str(os.getpid()))
+            (folder / "draft").rename(folder / "lost")
+            stop_before(patch, phase)
+        if rank == 0:
+            make = dist.init_process_group
+
+            def make_late(*args: Any, **options: Any) -> None:
+                make(*args, **options)
+                while not (folder / "lost").exists() or not _is_lost(int((folder / "lost").read_text())):
+                    time.sleep(0.01)
+                raise RuntimeError("Connection closed by peer")
+
+            patch.setattr(dist, "init_process_group", make_late)
+        try:
+            connect()
+        except TransportError:
+            if rank == 0:
+                stay_last()
+            raise
+
+
+def _is_lost(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "TZ"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_before_another_has_the_group_is_named_alone(tmp_path: Path, end: signal.Signals) -> None:
+    """A rank that waits for both in vain does not say that the other one did not come."""
+    phase = "group, at its end"
+    outcomes = outcomes_of(
+        lose_one_in_the_group, 3, free_port(), tmp_path, phase, signals={(1, phase): end}, backend=None, timeout=17
+    )
+    assert phase in outcomes[1].checkpoints, outcomes[1]
+    for outcome in (outcomes[0], outcomes[2]):
+        assert (outcome.error[0], outcome.attributes["ranks"]) == ("TransportError", (1,)), outcome
 
 
 def connect_in_vain(rank: int, world: int, port: int, folder: Path) -> None:
