@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class DeviceClock(Clock):
     def replayed(self, call: Callable[[], object]) -> Callable[[], object]:
         """Capture the kernels of ``call`` as a CUDA graph; return its replay, or ``call`` if it cannot be captured.
 
-        A call that asks the device for a number cannot.
+        A call that asks the device for a number cannot. The replay keeps the call, and with it tensors that only the
+        call knows: what it is given and fills must not go back to the allocator.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
@@ -133,11 +135,15 @@ class DeviceClock(Clock):
         except RuntimeError:
             torch.cuda.set_stream(stream)  # torch does not leave the stream of a capture that has failed
             return call
-        return graph.replay
+        return partial(_replay, graph, call)
 
     def finish(self) -> None:
         """Wait for all streams of the device."""
         torch.cuda.synchronize(self.device)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _call: Callable[[], object]) -> None:
+    graph.replay()
 
 
 HOST = HostClock()

@@ -309,7 +309,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         if choice is None:
             return native.send(tensors, dstRank, tag)
         self._calls["send"] += 1
-        return self._messages.send(tensors[0], choice.codec, lambda xs: native.send(xs, dstRank, tag))
+        on = self._native.carried_on(tensors[0].device)
+        return self._messages.send(tensors[0], choice.codec, lambda xs: native.send(xs, dstRank, tag), on)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Receive a tensor from a rank of the group."""
@@ -329,7 +330,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         if choice is None:
             return receive(tensors)
         self._calls["recv"] += 1
-        return self._messages.receive(tensors[0], choice.codec, receive)
+        return self._messages.receive(tensors[0], choice.codec, receive, self._native.carried_on(tensors[0].device))
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._native.group._start_coalescing(device)

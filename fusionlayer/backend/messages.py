@@ -36,19 +36,20 @@ class PointToPoint:
         self._leaving: dict[int, Tensor] = {}
         self._batch: list[dist.Work | Callable[[], Any]] | None = None
 
-    def send(self, x: Tensor, codec: Codec, send: Native) -> dist.Work:
-        """Encode ``x`` now, and call ``send`` with the message."""
-        message = _room(codec, x)
+    def send(self, x: Tensor, codec: Codec, send: Native, on: torch.device) -> dist.Work:
+        """Encode ``x`` now, and call ``send`` with the message, which travels from device ``on``."""
+        message = _room(codec, x, x.device)
         self._count += 1
         number = self._count
         codec.encode(x.detach().contiguous().view(-1), message, seed=derive_seed(self._seed, number))
+        message = message.to(on)
         self.bytes_sent += message.numel()
         self._leaving[number] = message  # native backends do not keep a tensor alive while it is being sent
         return self._then(send([message]), partial(self._leaving.pop, number, None), x)
 
-    def receive(self, out: Tensor, codec: Codec, receive: Native) -> dist.Work:
-        """Call ``receive`` with room for a message; a wait for the returned work decodes it into ``out``."""
-        message = _room(codec, out)
+    def receive(self, out: Tensor, codec: Codec, receive: Native, on: torch.device) -> dist.Work:
+        """Call ``receive`` with room for a message on device ``on``; a wait for the returned work decodes it."""
+        message = _room(codec, out, on)
         return self._then(receive([message]), partial(_decode, codec, message, out.detach()), out)
 
     def begin_batch(self) -> None:
@@ -81,12 +82,12 @@ class PointToPoint:
         return DecodedWork(work, then, [x])
 
 
-def _room(codec: Codec, x: Tensor) -> Tensor:
-    return torch.empty(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device=x.device)
+def _room(codec: Codec, x: Tensor, on: torch.device) -> Tensor:
+    return torch.empty(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device=on)
 
 
 def _decode(codec: Codec, message: Tensor, out: Tensor) -> None:
     flat = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
-    codec.decode(message, flat)
+    codec.decode(message.to(out.device), flat)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))

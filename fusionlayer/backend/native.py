@@ -98,6 +98,10 @@ class Native:
         method: Callable[..., dist.Work] = getattr(self.group, name, None) or getattr(self.group, _NEW_NAMES[name])
         return method
 
+    def carried_on(self, device: torch.device) -> torch.device:
+        """Return where messages of tensors on ``device`` lie while they travel: gloo sends from the host's memory."""
+        return torch.device("cpu") if self.serves[device.type] == "gloo" else device
+
     def between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
         """Return the group by which a message travels from one rank to another.
 

@@ -22,7 +22,11 @@ def refuse_capture(what: str) -> None:
     A graph repeats what the host did once. An exchange has a number, a seed and a time-out that change each time, and
     its agreements travel on the host.
     """
-    if torch.cuda.is_current_stream_capturing():
+    try:
+        is_captured = torch.cuda.is_current_stream_capturing()
+    except RuntimeError:
+        return  # the device has failed, and what is called next tells so
+    if is_captured:
         raise UsageError(
             f"{what} while a CUDA graph is captured, and a graph cannot hold messages between ranks; capture forward "
             "and backward with torch.cuda.make_graphed_callables(), or take this call out of the capture"

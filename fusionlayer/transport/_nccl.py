@@ -25,6 +25,8 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _WATCHDOG_FACTOR = 4
 # Seconds that NCCL has, when the device has done its part, to send what is still in NCCL's buffers.
 _FLUSH = 5.0
+# NCCL has no numbers of 16 bits. Sums of wider ones have the same low bits.
+_SUMMED_AS = {torch.int16: torch.int32}
 
 
 class NcclLink(QueueingLink, RowLink):
@@ -76,7 +78,10 @@ class NcclLink(QueueingLink, RowLink):
 
     def all_reduce(self, x: Tensor, key: int) -> None:
         with self._operation():
-            self._group.allreduce([x]).wait()
+            summed = x.to(_SUMMED_AS[x.dtype]) if x.dtype in _SUMMED_AS else x
+            self._group.allreduce([summed]).wait()
+            if summed is not x:
+                x.copy_(summed)
 
     def broadcast(self, x: Tensor, root: int, key: int) -> None:
         options = dist.BroadcastOptions()
@@ -104,7 +109,7 @@ class NcclLink(QueueingLink, RowLink):
 
 def _word() -> Tensor:
     """Return (1,) int32, 0, in memory of the host that the device reads."""
-    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
 
 
 @contextmanager

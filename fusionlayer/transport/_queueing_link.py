@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +87,9 @@ class QueueingLink(Link):
     def close(self) -> None:
         if self._lost is None:
             self._lost = self._found or LinkError(self._rank, "the connections are closed")
-            self._end()
+            # A device that has failed lets nothing be ended in good order, and its error is told already.
+            with suppress(RuntimeError):
+                self._end()
 
     @abstractmethod
     def _end(self) -> None:

@@ -65,7 +65,9 @@ def run(
         transport = LocalTransport(group, rank)
         _current.set(transport)
         try:
-            results[rank] = fn(rank)
+            # A rank is this thread. autograd would run the backward of CUDA tensors in one of its own, for all ranks.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = fn(rank)
         except BaseException as error:
             with hub.changed:
                 errors.append(_named(error, rank))

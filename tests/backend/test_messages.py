@@ -49,7 +49,7 @@ def pair(batch: bool) -> tuple[PointToPoint, Native, Native, Tensor, Tensor, lis
     receives = Native(lambda: None)
     if batch:
         messages.begin_batch()
-    works = [messages.send(x, CODEC, send), messages.receive(out, CODEC, receive)]
+    works = [messages.send(x, CODEC, send, x.device), messages.receive(out, CODEC, receive, x.device)]
     assert messages.bytes_sent == wire["message"].numel() < 1000 * 4 / 3
     return messages, sends, receives, x, out, works
 

@@ -11,6 +11,8 @@ from tests.gpu.place import GPU, ON
 
 # Set by tests.gpu.stages: when the stage's time is over, and the file that gets a line for each test.
 UNTIL, LOG = "GPU_TESTS_UNTIL", "GPU_TESTS_LOG"
+# Whether there is a device is asked without CUDA: ranks are forked, and cannot use it where their parent has.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 NOT_RUN = "no time was left in this stage"
 _is_worker = False
 

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 LACKS = 69
 """The status of a stage that could not run; sysexits.h calls it EX_UNAVAILABLE."""
 SECONDS, LAST_TEST = 530.0, 420.0
-"""After so many seconds a stage is ended, and begins no further test."""
+"""After so many seconds a stage is ended, and begins no further test, unless it is told other seconds."""
 
 
 # ---- what a stage may lack ------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ STAGES = {
     "nccl": Stage(
         "two ranks over NCCL: gloo's bits in every trainer, and failures",
         (*_BASIC, _no_nccl),
-        (_tests("nccl", "nccl", "-k", "not others", workers=2),),
+        (_tests("nccl", "nccl", "-k", "not others", workers=3),),
     ),
     "trainers": Stage(
         "two ranks over gloo learn what they do without compression",
@@ -175,10 +175,11 @@ STAGES = {
         "what kernels reach of a copy's speed",
         (_no_library, _no_device),
         (
+            Run("sums in one launch", ("python", "-m", "benchmarks.one_launch", "--out", "OUT"), share=0.2),
             Run(
                 "kernels",
                 ("python", "-m", "benchmarks.codec", "--device", "cuda", "--numel", "67108864", "--rounds", "9")
-                + ("--seconds", "420", "--out", "OUT"),
+                + ("--seconds", "300", "--out", "OUT"),
             ),
         ),
         measures=True,
@@ -206,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     driver.add_options(parser)
     parser.add_argument("--rehearse", action="store_true", help="run the tests on the CPU")
     parser.add_argument("-k", metavar="WORDS", help="only the tests that fit, as of pytest")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which a stage is ended")
     options = parser.parse_args(arguments)
     status = 0
     for name in options.stages:
@@ -242,7 +244,7 @@ def _run(run: Run, started: float, folder: Path, options: argparse.Namespace) ->
     if run.needs is not None and (lack := run.needs()) is not None:
         return {"what": run.name, "status": f"not run: it lacks {lack}", "s": 0.0}
     now, log = time.time(), folder / run.name.replace(" ", "-")
-    left = (started + SECONDS - now) * run.share
+    left = (started + options.seconds - now) * run.share
     out = str(options.out or ROOT / "build/gpu")
     words = [sys.executable if word == "python" else out if word == "OUT" else word for word in run.words]
     if options.k:

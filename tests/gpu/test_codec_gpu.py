@@ -197,13 +197,14 @@ def test_sums_of_codes(count: int, levels: str) -> None:
     numel = 70_001
     codec = fl.codecs.get("thc", levels=levels, header=False)
     assert isinstance(codec, THC)
-    agreed = replace(codec, rms=torch.tensor(1.25), signs=5)
+    rms = 1 + torch.arange(-(-numel // codec.block)) % 7 / 4  # of each section
+    agreed = replace(codec, rms=rms, signs=5)
     payloads = torch.zeros(count, codec.wire(numel).capacity, dtype=torch.uint8)
     for rank, payload in enumerate(payloads):
         agreed.encode(gradient(numel, rank), payload, seed=rank)
     made = []
     for device in (torch.device("cpu"), GPU):
-        each = replace(agreed, rms=torch.tensor(1.25, device=device))
+        each = replace(agreed, rms=rms.to(device))
         total = torch.zeros(codec.sum_bytes(numel, count), dtype=torch.uint8, device=device)
         each.add_codes(payloads.to(device), total, numel, torch.float32)
         out = torch.zeros(numel, device=device)

@@ -86,7 +86,7 @@ def test_closing_waits_for_the_device() -> None:
 def test_an_error_of_the_device_is_reported_as_itself() -> None:
     healthy, broken = outcomes_of(two_ranks.break_the_device, 2, ON, timeout=60, backend=BACKEND, store="tcp")
     for outcome in (healthy, broken):
-        assert (outcome.kind, outcome.attributes.get("ranks")) == ("raised", (1,)), outcome
+        assert (outcome.kind, outcome.attributes.get("ranks")) == ("raised", (1,)), f"{outcome}\n{outcome.trace}"
     assert "device-side assert" in broken.error[1], broken
 
 

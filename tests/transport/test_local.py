@@ -27,6 +27,13 @@ def test_conformance(check: Callable[[Transport], None], world: int) -> None:
     local.run(lambda rank: check(mine()), world, timeout=20)
 
 
+def test_a_rank_runs_its_backward_itself() -> None:
+    """That of CUDA tensors, too, for which autograd has threads that belong to no rank."""
+    assert torch._C._is_multithreading_enabled()
+    assert local.run(lambda _: torch._C._is_multithreading_enabled(), 2) == [False, False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_64_ranks() -> None:
     def body(rank: int) -> float:
         transport = mine()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fusionlayer.errors import UsageError
 from fusionlayer.transport import _capture, _nccl, _queueing_link
 from fusionlayer.transport._link import DeviceError, LinkError
 from fusionlayer.transport._nccl import NcclLink
@@ -156,6 +157,11 @@ def test_a_device_that_fails_is_told_as_itself(
 ) -> None:
     sum_once(link)
     text = "CUDA error: an illegal memory access was encountered"
+
+    def abort() -> None:
+        raise RuntimeError(f"{text}, in a device that lets nothing be ended")
+
+    monkeypatch.setattr(link._group, "abort", abort, raising=False)
     if seen_by == "the watch":
         device.error = f"{text}\nSearch for `cudaErrorIllegalAddress'"
         assert link.overdue()
@@ -170,6 +176,35 @@ def test_a_device_that_fails_is_told_as_itself(
     with pytest.raises(DeviceError, match=f"^the device of rank 1 has failed: {text}$") as told:
         sum_once(link)
     assert told.value.ranks == (1,)
+
+
+def test_a_device_that_fails_is_not_asked_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be captured is called, and names the rank; the question alone would not."""
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    _capture.refuse_capture("rank 1: a sum is called")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UsageError, match="rank 1: a sum is called while a CUDA graph is captured"):
+        _capture.refuse_capture("rank 1: a sum is called")
+
+
+def test_numbers_of_16_bits_which_nccl_does_not_have_are_summed(
+    link: NcclLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a sum of 16: what does not fit is lost in front."""
+
+    def double(tensors: list[torch.Tensor]) -> Any:
+        assert tensors[0].dtype is torch.int32
+        tensors[0].mul_(2)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(link._group, "allreduce", double, raising=False)
+    x = torch.tensor([1, -3, 30_000], dtype=torch.int16)
+    link.all_reduce(x, 0)
+    assert x.tolist() == [2, -6, 60_000 - (1 << 16)]
 
 
 def test_kernels_that_wait_for_others_end_with_the_link(
