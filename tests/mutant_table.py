@@ -35,6 +35,7 @@ MUTANTS: list[Mutant] = [
         ("meeting.py", "int(text) > 65535", "int(text) > 99999", "a port that no host has is taken"),
         ("launch.py", "local_rank=here.index(place.rank)", "local_rank=place.rank", "local ranks that nobody has told"),
         ("slurm.py", "rank is None or ", "rank is None and ", "a batch script waits for tasks that nobody starts"),
+        ("bounded.py", "forks.at_exit(_settle_gloo, last=True)", "", "an exit beside a thread of gloo aborts"),
         ("errors.py", "if not isinstance(value, kind):", "if value is None:", "values of another kind are taken"),
         ("timeline.py", "self._text, self._failed = None, True", "self._text = None", "a full disk is told of once"),
         (
@@ -99,7 +100,7 @@ MUTANTS: list[Mutant] = [
             "warm-up",
         ),
         ("zip.py", "lowest = ceil if", "lowest = floor if", "the window of exponents"),
-        ("tahquant.py", "math.floor(self.coarse * tokens)", "math.ceil(self.coarse * tokens)", "coarse tokens"),
+        ("tahquant.py", "math.ceil(self.coarse * (1 << 32))", "math.floor(self.coarse * (1 << 32))", "coarse tokens"),
         ("chunked_topk.py", 'struct.pack("<f", scale)', 'struct.pack("<f", 1.0)', "a mean is sent as a sum"),
     ),
     *_of(
@@ -128,7 +129,7 @@ MUTANTS: list[Mutant] = [
         ("random.h", "(bits ^ upper) & 0xffff", "bits & 0xffff", "one of two elements has other noise"),
         ("thc_codec.h", "of_run + r, random_bits(", "of_run + r, almost_random_bits(", "half of the signs are others"),
         ("small_numbers.h", "-0.0f, -0.5f", "0.0f, -0.5f", "a negative zero of mxfp4 loses its sign (AVX-512)"),
-        ("qsdp_codec.h", "values[count - 1];", "0.0f;", "zeros behind the end make the last group's step longer"),
+        ("qsdp_codec.h", "values[n - 1];", "0.0f;", "zeros behind the end make the last group's step longer"),
         ("code_runs.h", "<< j / kParts * kLowBits", "<< j % 4 * kLowBits", "codes of 2 bits without a vector unit"),
         ("delta_decode.h", "number[i] = v;", "number[i] = T(v + kBits * (v > 3));", "layers without a vector unit"),
         (
@@ -162,8 +163,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "two_shot.cuh",
-            "      meet();\n      for (int to = 0",
-            "      for (int to = 0",
+            "      meet();\n      each_span(i - 1",
+            "      each_span(i - 1",
             "a lane sends what other lanes have not written",
         ),
         (
@@ -189,6 +190,13 @@ MUTANTS: list[Mutant] = [
             "(phase * int64_t(warps) + warp) * size + from",
             "(phase * int64_t(0) + warp) * size + from",
             "one flag says two things",
+        ),
+        ("peers.cuh", "      look_at_flag(at);\n", "", "a glance at the flag is taken for more"),
+        (
+            "two_shot.cuh",
+            "(warp + int64_t(round) * step) * all.each",
+            "warp * all.each + int64_t(round) * step",
+            "warps share spans",
         ),
         (
             "int_two_shot.cu",
@@ -388,6 +396,13 @@ MUTANTS: list[Mutant] = [
             "if False:",
             "a leader that is behind waits for all",
         ),
+        (
+            "forming.py",
+            "if too_few and now > again",
+            "if not too_few and now > again",
+            "a late leader ends both members",
+        ),
+        ("desk.py", "monotonic() + self._patience", "monotonic() + 1e6", "a stopped member holds the others up"),
         ("members.py", "[step, wants]", "[step, False]", "nobody who asks to join is let in"),
     ),
     *_of(
@@ -755,6 +770,8 @@ LIKELY = {
     "integrations/deepspeed/weights.py": "integrations/test_deepspeed.py",
     "integrations/deepspeed/one_bit.py": "integrations/test_deepspeed.py",
     "integrations/tensor_parallel/channel.py": "integrations/test_tensor_parallel.py",
+    "bounded.py": "test_exit.py",
+    "elastic/desk.py": "elastic/test_forming.py",
     "elastic/forming.py": "elastic/test_forming.py",
     "elastic/members.py": "elastic/test_processes.py",
     "integrations/handover.py": "integrations/test_handover.py",

@@ -135,9 +135,16 @@ def link_gain(operation: str, codec: str = "", size: int = 1 << 26, theme: str =
 
 
 def kernels(codec: str) -> tuple[float, ...]:
-    """Return what a codec's kernels reach of a copy on a GPU: f32 encoded and decoded, bf16 encoded and decoded."""
+    """Return what a codec's kernels reach of a copy on a GPU: f32 encoded and decoded, bf16 encoded and decoded.
+
+    Those of `codec-gpu-choices` are newer.
+    """
     places = [(dtype, verb) for dtype in ("float32", "bfloat16") for verb in ("encode", "decode")]
-    return tuple(the("codec-kernels", codec=codec, verb=verb, dtype=dtype)["of copy"] for dtype, verb in places)
+    newer = {(row.codec, row.verb, row.dtype): row["of copy"] for row in rows("codec-gpu-choices")}
+    return tuple(
+        newer.get((codec, verb, dtype)) or the("codec-gpu", codec=codec, verb=verb, dtype=dtype)["of memcpy"]
+        for dtype, verb in places
+    )
 
 
 def minutes(method: str, rate: str, goal: float) -> float:

@@ -356,7 +356,7 @@ def kernels() -> str:
         "[results](../benchmarks/results/README.md#on-a-gpu) how fast the kernels are on a GPU.",
         "`fusionlayer/csrc/include/fusionlayer_codec.h` declares all of it. Python calls it by ctypes.\n"
         "Encoding an unchanged element of bf16 by `delta` takes some 45 instructions of sm_90, counted in the code:\n"
-        "eight of them are lookups for two checksums. The kernels of `delta` have not run on a GPU.",
+        "eight of them are lookups for two checksums.",
         "## What every function promises",
         [f"- {promise}" for promise in promises],
         "## The functions",
@@ -368,11 +368,13 @@ def kernels() -> str:
         "besides. Bytes are read and written for each element; for `recode` they are those of nine messages. A\n"
         "kernel is held by whichever takes longer on an H100: to issue its instructions, or to move its bytes at the\n"
         "rate of a copy. Latency, which this does not show, holds decoders and sums of many messages below either.\n"
-        "The share of copy's rate was measured on an H100, of whole calls: of `thc`, `tahquant` and `dynamiq` they\n"
-        "have more than this kernel. `not run` stands where the kernel is newer than that measurement. Registers are\n"
-        "those of the library for the three architectures; no kernel spills one to memory. Not counted are kernels\n"
-        "whose instructions depend on the data: those of sparse codecs, `delta` and decoding of `zip`. Kernels that\n"
-        "sum codes or round at random, and all of `thc`, had more instructions when their share was measured.\n"
+        "The share of copy's rate was measured on an H100, of whole calls: of `thc`, `dynamiq`, `zip` and\n"
+        "`rans` they have more than this kernel. `not run` stands where the kernel is newer than that measurement.\n"
+        "Registers are those of the library for the three architectures; no kernel spills one to memory. Not counted\n"
+        "are kernels whose instructions depend on the data: those of sparse codecs, `delta`, decoding of `zip`, and\n"
+        "the one that writes its escapes, which reads the planes of codes and those elements alone. The blocks of\n"
+        "`zip` are counted for regions whose exponents are a window.\n"
+        "Before `tahquant` writes codes, a kernel chooses coarse tokens; with `coarse=0` it does not run.\n"
         "Sums in one launch are not in the table: they run those of encoding, summing and decoding.",
         "<!-- table: instructions -->\n<!-- end of table -->",
     )
