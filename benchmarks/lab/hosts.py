@@ -116,9 +116,22 @@ def _join_by_bridge(hosts: list[Host], network: Network, number: int, netem: boo
         veth = (*longest, "type", "veth", "peer", "name", port, *longest)
         _run("ip", "link", "add", device, "netns", host.path, *veth)
         _run("ip", "link", "set", port, "master", bridge, "up")
+        _keep_order(device, host.enter)
+        _keep_order(port)
         if netem and network.loss > 0:  # one chance for each frame, rather than for a packet of many
             _run(*host.enter, "ip", "link", "set", device, "gso_max_segs", "1")
         _shape(port, rate, leaf=_netem(network) if netem else None)
+
+
+def _keep_order(device: str, enter: tuple[str, ...] = ()) -> None:
+    """Have one core receive all frames of a connection, chosen by its addresses; a kernel without this goes on.
+
+    Otherwise the core that sends a frame also receives it. Timers of shapers run on any core, so on a busy machine
+    frames overtake each other.
+    """
+    cores = f"{(1 << min(32, os.cpu_count() or 1)) - 1:x}"  # more would need words of 32 bits
+    script = f"mount -t sysfs sysfs /sys && echo {cores} >/sys/class/net/{device}/queues/rx-0/rps_cpus"
+    subprocess.run([*enter, "unshare", "--mount", "sh", "-c", script], capture_output=True, check=False)
 
 
 def _burst(rate: float | None) -> int:
