@@ -26,6 +26,8 @@ _logger = logging.getLogger("fusionlayer")
 
 # Seconds after which a rank that has written nothing is silent: it writes every three.
 _SILENT = 10.0
+# Seconds in which a rank that runs writes its state and the first rank reads it, and the first rank's share of these.
+_FRESH, _READING = 5.0, 1.0
 # Seconds between two files.
 _KEEP = 1.0
 # Seconds that a difference between calls waits for the lines of the program that have made them.
@@ -132,6 +134,8 @@ class Teller:
                 self._ask(finding.calls, now, store)
                 if self._lacks_lines(now):
                     continue
+            if finding.kind == "late" and self._predates_wait(finding.ranks, now):
+                continue
             self._since[finding.key] = now
             self.told += 1
             self._say(finding.text)
@@ -173,6 +177,15 @@ class Teller:
             and not any(call.where for channel in state.channels.values() for call in channel.recent)
             for state in self._states.values()
         )
+
+    def _predates_wait(self, ranks: Iterable[int], now: float) -> bool:
+        """Return whether a state of these ranks is older than the wait for them, and a newer one will be read soon.
+
+        An older state does not show the line at which a rank is late. It may even lack the call that the others are in.
+        """
+        waiting = max(state.idle for state in self._states.values() if state.waits)
+        ages = [now - self._heard[rank] for rank in ranks if rank in self._heard]
+        return any(waiting - _READING < age < _FRESH for age in ages)
 
     def _say(self, text: str) -> None:
         self.lines.append(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from fusionlayer.watching._links import Counters, Links
 from fusionlayer.watching._pace import Pace
 from fusionlayer.watching._recorder import Recorder
 from fusionlayer.watching._states import Channel, Link, Noted, State, decode, encode
+from fusionlayer.watching._teller import Teller
 
 pytestmark = pytest.mark.short
 
@@ -62,6 +64,32 @@ def test_the_rank_that_has_not_come_is_late_and_its_line_is_named() -> None:
     loading[2] = replace(loading[2], doing="waits for data")
     (found,) = judge(loading, {}, 3)
     assert found.ranks == (2,) and "waits for data at data.py:2" in found.text
+
+
+def test_a_rank_is_not_reported_late_from_a_state_older_than_the_wait(tmp_path: Path) -> None:
+    teller = Teller(0, 3, ME, tmp_path / "status.json")
+    for state in ranks(8, 7, 8).values():
+        teller.hear(state, 100.0 if state.rank == 1 else 104.0)
+    teller.tell(104.5, None)  # rank 1 was read 4.5 s ago, when the others had begun to wait
+    assert [line.partition(";")[0] for line in teller.lines] == ["rank 1 is late: it is at data.py:1"]
+    teller = Teller(0, 3, ME, tmp_path / "status.json")
+    waiting = {rank: replace(state, idle=3.0) for rank, state in ranks(8, 7, 8).items()}
+    for state in waiting.values():
+        teller.hear(state, 100.0 if state.rank == 1 else 102.5)
+    teller.tell(102.5, None)
+    assert teller.lines == []
+    loading = replace(waiting[1], serial=2, doing="waits for data")
+    teller.hear(loading, 103.0)
+    teller.tell(103.0, None)
+    assert len(teller.lines) == 1 and "it waits for data" in teller.lines[0]
+    # A rank that writes nothing for 5 s is reported with what is known of it.
+    teller = Teller(0, 3, ME, tmp_path / "status.json")
+    for state in ranks(8, 7, 8).values():
+        teller.hear(replace(state, idle=5.5), 100.0 if state.rank == 1 else 104.9)
+    teller.tell(104.9, None)
+    assert teller.lines == []
+    teller.tell(105.0, None)
+    assert len(teller.lines) == 1
 
 
 def test_who_waits_for_another_is_not_blamed() -> None:

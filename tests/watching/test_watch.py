@@ -36,7 +36,7 @@ class _Slow(Dataset[torch.Tensor]):
         return 4
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(100)  # line: late
+        time.sleep(1000)  # line: late
         return torch.zeros(1)
 
 
@@ -95,23 +95,26 @@ def _job(rank: int, world: int, case: str, folder: str) -> None:
     for _ in range(5):
         dist.all_reduce(torch.ones(8))
     checkpoint("trained")
-    time.sleep(1.5)  # so that each has written where it is
+    written = watcher._state.serial
+    while watcher._state.serial == written:  # until each has written that it is here
+        time.sleep(0.05)
     if rank == CULPRIT:
         CASES[case][0]()
-        time.sleep(100)
-    work = dist.all_reduce(torch.ones(8), async_op=True)
-    for _ in range(600):
-        if rank == 0 and any("rank 1" in line for line in watcher.lines):
-            time.sleep(1.2)  # the file is written once more
-            raise Told("\n".join(watcher.lines))
+        time.sleep(1000)
+    _pending = dist.all_reduce(torch.ones(8), async_op=True)
+    while rank or not watcher.lines:  # until the harness ends this job
         time.sleep(0.1)
-    raise AssertionError(f"nothing was told: {watcher.lines} {work}")
+    report = watching.read(Path(folder) / "status.json")
+    while not report.findings:
+        time.sleep(0.1)
+        report = watching.read(Path(folder) / "status.json")
+    raise Told("\n".join(watcher.lines))
 
 
 @pytest.mark.parametrize("case", tiered(CASES, lambda case: case in ("late", "stopped", "other_type")))
 def test_the_culprit_is_named_with_its_line_while_others_wait(case: str, tmp_path: Path) -> None:
     signals = {(CULPRIT, "stops"): signal.SIGSTOP, (CULPRIT, "dies"): signal.SIGKILL}
-    outcome = outcomes_of(_one_waits, 3, case, str(tmp_path), signals=signals, timeout=90)[0]
+    outcome = outcomes_of(_one_waits, 3, case, str(tmp_path), signals=signals, timeout=140)[0]
     assert outcome.error[0] == "Told", (outcome.error, outcome.trace)
     told = outcome.error[1]
     assert re.search(CASES[case][1], told), told
@@ -143,27 +146,31 @@ def _first_lost(rank: int, world: int, folder: str) -> None:
     os.environ["FUSIONLAYER_STATUS"] = f"{folder}/status.json"
     watcher = fl.watch(patience=1.5)
     assert watcher is not None
-    dist.all_reduce(torch.ones(8))
-    time.sleep(4)  # until the others have read who rank 0 is
+    known = Path(folder) / "known"
+    while rank and not watcher._teller.knows_lower:
+        time.sleep(0.05)
+    if rank:
+        known.touch()
+    while not known.exists():
+        time.sleep(0.05)
     checkpoint("lost")
-    for _ in range(600):
-        if watcher.lines:
-            raise Told("\n".join(watcher.lines))
+    while not watcher.lines:
         time.sleep(0.1)
+    raise Told("\n".join(watcher.lines))
 
 
 @pytest.mark.exhaustive(
     guarded_by="tests/watching/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait"
 )
 def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path) -> None:
-    outcomes = outcomes_of(_first_lost, 2, str(tmp_path), signals={(0, "lost"): signal.SIGSTOP}, timeout=60)
+    outcomes = outcomes_of(_first_lost, 2, str(tmp_path), signals={(0, "lost"): signal.SIGSTOP}, timeout=140)
     assert outcomes[1].error[0] == "Told" and "rank 0 is stopped" in outcomes[1].error[1]
 
 
-def _healthy(rank: int, world: int, folder: str) -> tuple[list[str], int]:
+def _healthy(rank: int, world: int, folder: str) -> tuple[list[str], int, float]:
     os.environ["FUSIONLAYER_STATUS"] = f"{folder}/status.json"
-    before = [f.__name__ for f in _torchs()]
-    watcher = fl.watch(patience=1.5)
+    before, begun = [f.__name__ for f in _torchs()], time.monotonic()
+    watcher = fl.watch(patience=30)  # seconds; a busy machine may stop a rank for some of them
     assert watcher is not None
     noise = torch.Generator().manual_seed(rank)
     for step in range(40):
@@ -173,7 +180,7 @@ def _healthy(rank: int, world: int, folder: str) -> tuple[list[str], int]:
             dist.broadcast(torch.ones(step + 1), step % world)
     assert before == [f.__name__ for f in _torchs()]
     watcher.close()
-    return watcher.lines, watcher._state.serial
+    return watcher.lines, watcher._state.serial, time.monotonic() - begun
 
 
 def _torchs() -> Iterator[object]:
@@ -181,7 +188,7 @@ def _torchs() -> Iterator[object]:
 
 
 def test_uneven_training_gives_no_alarm_and_writes_seldom(tmp_path: Path) -> None:
-    for lines, written in run_ranks(_healthy, 3, str(tmp_path), timeout=60):
+    for lines, written, seconds in run_ranks(_healthy, 3, str(tmp_path), timeout=140):
         assert lines == []
-        assert written <= 12
+        assert written <= 8 + seconds  # one state in 1.5 s, and one for each change
     assert not (tmp_path / "status.json").exists()
