@@ -15,9 +15,10 @@ RUNNABLE := $(VENV)/.runnable
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
 GPU_STAGES := build bytes nccl trainers race kernels steps bytes-all
+GPU_SELECTIONS := first second
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) wheel wheels release clean
+.PHONY: help install demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
@@ -97,6 +98,12 @@ gpu-steps: ## steps of training on one GPU
 gpu-bytes-all: ## the cases that gpu-bytes leaves out
 $(GPU_STAGES:%=gpu-%): gpu-%:
 	$(PYTHON) -m tests.gpu.stages $* --out $(GPU_RESULTS) $(ARGS)
+
+# For a machine that is available for minutes; they build nothing.
+gpu-first: ## the most valuable parts of the stages, in 270 s: NCCL between two ranks, bytes; results and log into build/gpu
+gpu-second: ## the next ones, in 420 s: races, memory, speed; ARGS="-k WORDS" first runs tests again
+$(GPU_SELECTIONS:%=gpu-%): gpu-%:
+	$(PYTHON) -m tests.gpu.stages $* --out build/gpu $(ARGS)
 
 wheel: install ## dist/fusionlayer-*.whl, for every Python on this kind of machine
 	$(BIN)/python -m pip wheel . --no-deps -w dist

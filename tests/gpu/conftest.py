@@ -14,6 +14,7 @@ UNTIL, LOG = "GPU_TESTS_UNTIL", "GPU_TESTS_LOG"
 # Whether there is a device is asked without CUDA: ranks are forked, and cannot use it where their parent has.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 NOT_RUN = "no time was left in this stage"
+MOST_OF_A_TRACE = 20_000  # characters
 _is_worker = False
 
 
@@ -46,6 +47,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     outcome = "not run" if report.skipped and NOT_RUN in reason else report.outcome
     line = {"test": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2)}
+    if report.failed:
+        sections = [f"{name}\n{text}" for name, text in report.sections]
+        line["trace"] = "\n".join([report.longreprtext, *sections])[-MOST_OF_A_TRACE:]
     with open(path, "a") as log:
         log.write(json.dumps(line) + "\n")
 

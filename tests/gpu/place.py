@@ -14,6 +14,12 @@ ON = os.environ.get("GPU_TESTS_ON", "cuda")
 
 GPU = torch.device(ON)
 
+PATIENCE = float(os.environ.get("GPU_TESTS_PATIENCE", "110"))
+"""Seconds after which two ranks that have not ended are ended; on a device no test takes a quarter."""
+
+SMALL = "GPU_TESTS_SMALL" in os.environ
+"""Whether to leave out the longest tensors: compute-sanitizer makes kernels many times slower."""
+
 needs_device = pytest.mark.skipif(ON != "cuda", reason="rehearsed on the CPU, which has no streams")
 
 

@@ -56,6 +56,7 @@ def core_codecs() -> Iterator[Codec]:
     for tile, channels in ((32, 128), (64, 384), (128, 1024)):
         yield fl.codecs.get("tahquant", tile=tile, channels=channels, header=False)
         yield fl.codecs.get("tahquant6", tile=tile, channels=channels, header=False)
+    yield from (fl.codecs.get("onebit", group_size=group, header=False) for group in (32, 128, 2048, 4096))
     for bits, chunk in product((2, 3, 4, 8, 32), (64, 4096)):
         yield fl.codecs.get("chunked_topk", bits=bits, chunk=chunk, header=False)
 
@@ -85,6 +86,7 @@ PLAIN = [
         fl.codecs.get(name).bare
         for name in ("raw", "int8", "int4", "int3", "int2", "taco", "fp8", "mxfp8", "mxfp6", "mxfp4", "zip", "rans")
     ),
+    fl.codecs.get("onebit", group_size=128).bare,
     *(fl.codecs.get("thc", block_size=256).bare, fl.codecs.get("tahquant", channels=384).bare),
     *(fl.codecs.get(name).bare for name in ("chunked_topk", "tlq_hs")),
 ]

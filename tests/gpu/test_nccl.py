@@ -9,20 +9,23 @@ import pytest
 import torch.distributed as dist
 
 from tests.gpu import trainers, two_ranks
-from tests.gpu.place import ON, needs_device
+from tests.gpu.place import ON, PATIENCE, needs_device
 from tests.gpu.trainers import OWN_PARTS, TRAINERS
 from tests.harness import outcomes_of, run_ranks
+
+# Ranks are processes, which need more than the one core that a test of one process is kept on.
+pytestmark = pytest.mark.medium
 
 BACKEND = "cpu:gloo,cuda:nccl" if ON == "cuda" else "gloo"
 LARGE = (1 << 31) + 5000 if ON == "cuda" else (1 << 16) + 5000
 
 
 def by_gloo(body: Any, *args: Any) -> list[Any]:
-    return run_ranks(body, 2, ON, *args, timeout=110)
+    return run_ranks(body, 2, ON, *args, timeout=PATIENCE)
 
 
-def over_nccl(body: Any, *args: Any) -> list[Any]:
-    return run_ranks(body, 2, ON, *args, backend=BACKEND, timeout=110)
+def over_nccl(body: Any, *args: Any, timeout: float = PATIENCE) -> list[Any]:
+    return run_ranks(body, 2, ON, *args, backend=BACKEND, timeout=timeout)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +33,11 @@ def meeting() -> None:
     """Let torch alone sum over NCCL once. Where that fails, every test here fails at once, and says why."""
     if ON == "cuda" and not dist.is_nccl_available():
         pytest.skip("torch was built without NCCL")
-    assert over_nccl(two_ranks.meet) == [[3.0] * 3] * 2
+    assert over_nccl(two_ranks.meet, timeout=PATIENCE / 2) == [[3.0] * 3] * 2
+
+
+def test_torch_alone() -> None:
+    """Nothing beyond the meeting: a run of this test shows whether the others can be run on this machine."""
 
 
 @pytest.mark.parametrize("peers", [False, True], ids=["nccl", "peers"])

@@ -11,6 +11,8 @@ import fusionlayer as fl
 from tests.gpu.test_processes_gpu import losses, make_model, prepare, same_everywhere
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.medium
+
 
 def with_planning(rank: int, world: int, options: dict[str, Any]) -> tuple[int, float]:
     """Return the number of buckets in the end, and the seconds of backward that were measured."""

@@ -19,6 +19,8 @@ from tests.gpu.place import GPU, ON
 from tests.harness import run_ranks
 from tests.synthetic import gradient
 
+pytestmark = pytest.mark.medium
+
 STEPS, WIDTH = 40, 96
 
 

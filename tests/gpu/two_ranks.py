@@ -23,7 +23,7 @@ import fusionlayer as fl
 from fusionlayer import codecs, collectives
 from fusionlayer.transport import C10dTransport, c10d
 from fusionlayer.transport._peer_link import PeerLink
-from tests.gpu.place import TensorsOn
+from tests.gpu.place import PATIENCE, TensorsOn
 from tests.harness import checkpoint
 from tests.synthetic import gradient
 from tests.transport import conformance
@@ -43,7 +43,7 @@ NCCL = {
 TIMEOUT = 5.0
 
 
-def place(rank: int, device: str, timeout: float = 60.0) -> torch.device:
+def place(rank: int, device: str, timeout: float = PATIENCE / 2) -> torch.device:
     """Return the device of this rank, which both share; NCCL has not looked at its variables before."""
     os.environ["FUSIONLAYER_TIMEOUT"] = str(timeout)
     if device == "cpu":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.stages import STAGES
+from tests.gpu.stages import SELECTIONS, STAGES
 
 from .project_tree import ROOT
 
@@ -30,6 +30,7 @@ PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-
         ("bench", "python -m benchmarks.suite --out benchmarks/results --steps 3"),
         ("gpu", f"python3 -m tests.gpu.stages {' '.join(STAGES)} --out benchmarks/results --steps 3"),
         *((f"gpu-{name}", f"python3 -m tests.gpu.stages {name} --out benchmarks/results --steps 3") for name in STAGES),
+        *((f"gpu-{name}", f"python3 -m tests.gpu.stages {name} --out build/gpu --steps 3") for name in SELECTIONS),
         ("docs", "python -m mkdocs build"),
         ("docs-serve", "python -m mkdocs serve"),
         ("wheel", "python -m pip wheel . --no-deps -w dist"),

@@ -14,21 +14,21 @@ import torch
 
 from tests.gpu import stages, test_codec_gpu, trainers
 from tests.gpu.conftest import LOG
-from tests.gpu.stages import LACKS, STAGES, Run, Stage
+from tests.gpu.stages import LACKS, SELECTIONS, STAGES, Run, Stage
 from tests.harness import run_ranks
 from tests.tiers import exhaustive
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [*STAGES, *SELECTIONS])
 def test_without_a_gpu_a_stage_says_what_it_lacks(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(stages, "_run", lambda *_: pytest.fail("something was run"))
-    assert stages.main([name]) == LACKS
+    assert stages.main([name, "--out", str(tmp_path)]) == LACKS
     about, *lacks = capsys.readouterr().out.splitlines()
-    assert about == f"gpu-{name}: {STAGES[name].about}"
+    assert about == f"gpu-{name}: {(STAGES | SELECTIONS)[name].about}"
     assert f"gpu-{name}: not run: it lacks a CUDA device, which torch does not see" in lacks
     assert all(line.startswith(f"gpu-{name}: not run: it lacks ") for line in lacks)
 
@@ -37,9 +37,10 @@ SCRIPT = """
 import json, os, sys, time
 with open(os.environ["GPU_TESTS_LOG"], "a") as log:
     for outcome in sys.argv[3:]:
-        log.write(json.dumps({"test": "t", "outcome": outcome, "seconds": 0.1}) + "\\n")
+        trace = {"trace": "what went wrong"} if outcome == "failed" else {}
+        log.write(json.dumps({"test": "t", "outcome": outcome, "seconds": 0.1, **trace}) + "\\n")
 time.sleep(60 * (sys.argv[2] == "hangs"))
-sys.exit(int(sys.argv[2] == "fails"))
+sys.exit({"fails": 1, "crashes": 9}.get(sys.argv[2], 0))
 """
 
 
@@ -66,7 +67,7 @@ class Overdue(subprocess.Popen[bytes]):
     [
         ("ends", ("passed", "skipped"), 0, "passed"),
         ("fails", ("passed", "failed"), 1, "failed, status 1"),
-        ("hangs", ("passed",), 1, "failed: ended after 530 s"),
+        ("hangs", ("passed",), 1, "failed: ended after 265 s"),
         ("ends", ("passed", "not run"), LACKS, "not run: some tests, for which no time was left"),
         ("ends", (), 1, "failed: no test has run"),
     ],
@@ -88,6 +89,38 @@ def test_a_stage_leaves_a_result_however_its_programs_end(
     assert all(first[outcome] == outcomes.count(outcome) for outcome in ("passed", "failed", "skipped", "not run"))
 
 
+@pytest.mark.medium
+def test_a_part_that_fails_stops_only_what_builds_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is there after every part, with a log of tracebacks; ``-k`` is for the part that repeats tests."""
+    fails = Run("first", ("python", "-c", SCRIPT, "pytest", "crashes", "passed", "failed"))
+    after = Run("second", fails.words, after="first")
+    last = Run("third", ("python", "-c", SCRIPT, "pytest", "ends", "passed"), again=True)
+    lacks = Run("fourth", last.words, needs=lambda: "a tool")
+    monkeypatch.setitem(stages.SELECTIONS, "first", Stage("a try", (), (fails, after, last, lacks), minutes=True))
+    here, written = stages.Environment.here, []
+    monkeypatch.setattr(stages.Environment, "here", lambda device, hardware: here(torch.device("cpu"), hardware))
+    monkeypatch.setattr(stages, "write", lambda *result: written.append(len(result[4])))
+    assert stages.main(["first", "--out", str(tmp_path), "-k", "words"]) == 1
+    (result,) = tmp_path.glob("gpu-first_*.json")
+    told = {row["what"]: row["status"] for row in json.loads(result.read_text())["rows"]}
+    assert told["first"] == "failed, status 9" and told["third"] == "passed"
+    assert told["second"] == "not run: without 'first' it shows nothing (failed, status 9)"
+    assert told["fourth"] == "not run: it lacks a tool" and written == [1, 2, 3, 4]
+    log = (tmp_path / "gpu-first.log").read_text()
+    assert "what went wrong" in log and log.count("-k words") == 1
+
+
+@pytest.mark.short
+def test_selections_say_what_they_are_without(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        stages.main(["first"])
+    assert "need --out" in capsys.readouterr().err
+    for stage in SELECTIONS.values():
+        names = [run.name for run in stage.runs]
+        assert all(run.after is None or run.after in names[:number] for number, run in enumerate(stage.runs))
+        assert len(names) == len({*names}) and sum(run.share for run in stage.runs) in range(270, 500)
+
+
 @pytest.mark.short
 def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> None:
     """But for the widths of groups, blocks and chunks, of which it has each with f32."""
@@ -101,7 +134,7 @@ def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> No
     have = set().union(*(options(*case) for case in fast))
     assert {missing[1] for missing in every - have} <= {"group_size", "block_size", "chunk"}
     assert not [missing for missing in every - have if missing[-1] is torch.float32]
-    assert {*test_codec_gpu.FEW} < {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 420
+    assert {*test_codec_gpu.FEW} < {*test_codec_gpu.PLAIN} <= {*test_codec_gpu.TYPICAL} and len(fast) < 430
 
 
 @pytest.mark.medium
@@ -110,20 +143,20 @@ def test_a_trainer_that_nccl_is_compared_by() -> None:
     assert first == second != trainers.numbers(trainers.model_on(torch.device("cpu")).parameters())
 
 
+FIRST = "test_probe or (test_nccl and not lean_on and not raw) or sums_of_codes or one_rank_alone or two_levels"
+REST = "trainers_have and not (raw or int8 or zip or sharded or horovod)"
+
+
 @pytest.mark.medium
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @exhaustive(guarded_by="tests/packaging/test_gpu_stages.py::test_a_trainer_that_nccl_is_compared_by")
-@pytest.mark.parametrize(
-    ("name", "words", "least"),
-    [("nccl", "not lean_on and not raw", len(trainers.TRAINERS)), ("bytes", "beyond or sums_of_codes", 16)],
-)
-def test_a_rehearsal_on_the_cpu(name: str, words: str, least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "words", "status"), [("first", FIRST, 0), ("second", REST, LACKS)])
+def test_a_rehearsal_on_the_cpu(name: str, words: str, status: int, tmp_path: Path) -> None:
     """All bodies of the tests over NCCL run over gloo, and kernels of the CPU are compared with themselves."""
-    arguments = [name, "--rehearse", "--out", str(tmp_path), *(["-k", words] if words else [])]
-    assert stages.main(arguments) == 0
+    assert stages.main([name, "--rehearse", "--out", str(tmp_path), "-k", words, "--seconds", "560"]) == status
     (result,) = tmp_path.glob(f"gpu-{name}_*.json")
     told = json.loads(result.read_text())
     assert "rehearsed on the CPU" in told["title"]
-    (row,) = told["rows"]
-    assert row["passed"] >= least and row["failed"] == 0
+    for row, run in zip(told["rows"], SELECTIONS[name].runs, strict=True):
+        assert row["status"] == ("passed" if run.has_rehearsal else "not run: it needs a device or its tools"), row
     assert os.environ.get("GPU_TESTS_ON") is None
