@@ -56,6 +56,7 @@ OTHERS = {
     "GLOO_SOCKET_IFNAME": "network interface of gloo, and of what fusionlayer opens itself",
     "NCCL_SOCKET_IFNAME": "network interface of NCCL",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's watchdog of NCCL; without it off in groups of fusionlayer",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "whether it aborts where a device has failed; off there too",
     "OMP_NUM_THREADS": "threads of torch on the CPU, and so of codecs; the setting `threads` wins",
     "CUDA_VISIBLE_DEVICES": "GPUs that a process sees",
 }

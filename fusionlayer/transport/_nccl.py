@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -19,9 +19,9 @@ from ._queueing_link import QueueingLink
 
 __all__ = ["NcclLink"]
 
-# torch's own watchdog would end the process. It is switched off. In case it runs nevertheless, its time-out is longer
-# than ours, so that ours comes first.
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# torch's own watchdog would end the process, and abort it where the device has failed. Both are switched off. In case it
+# runs nevertheless, its time-out is longer than ours, so that ours comes first.
+_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 _WATCHDOG_FACTOR = 4
 # Seconds that NCCL has, when the device has done its part, to send what is still in NCCL's buffers.
 _FLUSH = 5.0
@@ -50,7 +50,7 @@ class NcclLink(QueueingLink, RowLink):
         options._timeout = timedelta(seconds=_WATCHDOG_FACTOR * timeout)
         # Where both have work, messages go before the kernels of backward: other ranks wait for them.
         options.is_high_priority_stream = True
-        with _environment(_HANDLING, "0"):
+        with _environment(_WATCHDOG):
             # Any: torch's type stubs lack some of its methods.
             self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         # Here and not in the first call, in which a rank that has nothing to exchange would have no part.
@@ -113,13 +113,12 @@ def _word() -> Tensor:
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable while the body runs, unless the user has set it."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while the body runs, except those that the user has set."""
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(missing)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in missing:
+            del os.environ[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ class Group:
 
     def __init__(self, store: object, rank: int, size: int, options: object) -> None:
         self.calls: list[str] = []
+        self.environment = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL")}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*_: object) -> Any:
@@ -77,6 +79,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 @pytest.fixture
 def link(device: Device) -> NcclLink:
     return NcclLink(dist.HashStore(), 1, 2, 10.0, DEVICE)
+
+
+def test_torchs_watchdog_is_off_in_the_group_alone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process, or abort it where the device has failed: seen on an H200."""
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert NcclLink(dist.HashStore(), 1, 2, 10.0, DEVICE)._group.environment == dict.fromkeys(names, "0")
+    assert not set(names) & set(os.environ)
+    monkeypatch.setenv(names[0], "3")
+    assert NcclLink(dist.HashStore(), 1, 2, 10.0, DEVICE)._group.environment == {names[0]: "3", names[1]: "0"}
+    assert os.environ[names[0]] == "3" and names[1] not in os.environ
 
 
 def sum_once(link: NcclLink) -> None:
