@@ -26,14 +26,16 @@ struct DecoderTable {
     for (int i = 0; i < kEight; ++i) sum += frequency[i];
     uint32_t next = count_before(sum, lane, all);
     if (all != kRansTotal) return false;
-    // All warps write the same numbers, and each its symbols' slots.
+    // One warp writes the starts, and each the slots of its symbols.
+    if (warp == 0) {
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      start[lane * kEight + i] = next;
-      next += frequency[i];
+      for (int i = 0; i < kEight; ++i) {
+        start[lane * kEight + i] = next;
+        next += frequency[i];
+      }
+      if (lane == kLanes - 1) start[kRansSymbols] = next;
     }
-    if (lane == kLanes - 1) start[kRansSymbols] = next;
-    meet();
+    meet_all();
     for (int s = warp; s < kRansSymbols; s += kWarps) {
       const uint32_t first = start[s], f = start[s + 1] - first;
       for (uint32_t i = uint32_t(lane); i < f; i += kLanes) slot[first + i] = rans_slot(uint32_t(s), i, f);
