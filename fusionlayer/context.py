@@ -82,12 +82,14 @@ def init(
 
     Raises:
         ConfigError: environment or configuration is invalid.
+        FusionLayerError: the native library is absent.
         TransportError: the other processes did not come in time.
     """
     global _job
     with _lock:
         if _job is not None or local.current() is not None:
             return
+        libraries.check()  # one rank alone may need it only much later
         if _is_parents and dist.is_initialized():
             raise forks.refuse("torch.distributed and fusionlayer belong to its parent")
         if settings is not None:

@@ -31,6 +31,7 @@ __all__ = [
     "Peers",
     "Spec",
     "build_info",
+    "check",
     "cpu",
     "cuda",
     "declare",
@@ -161,7 +162,12 @@ def library_path(kind: str) -> Path:
     return own
 
 
-def _open(kind: str) -> ctypes.CDLL:
+def check(kind: str = "cpu") -> Path:
+    """Return where the library ``kind`` is, without loading it.
+
+    Raises:
+        FusionLayerError: it is absent; the message says what to do.
+    """
     path = library_path(kind)
     if not path.exists():
         remedy = {
@@ -169,6 +175,11 @@ def _open(kind: str) -> ctypes.CDLL:
             "cuda": "install the wheel fusionlayer-cuda or rebuild where nvcc is, with FUSIONLAYER_CUDA=1",
         }
         raise FusionLayerError(f"{path.name} is not installed; {remedy[kind]}")
+    return path
+
+
+def _open(kind: str) -> ctypes.CDLL:
+    path = check(kind)
     library = ctypes.CDLL(str(path))
     for name in ("fl_build_info", "fl_last_error"):
         getattr(library, name).argtypes = []

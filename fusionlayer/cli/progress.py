@@ -28,13 +28,14 @@ class Progress:
     """Tells how far some work is. Use it as a context.
 
     On a terminal one line changes while the work goes on, and vanishes at its end. Elsewhere, such as in the log of a
-    job, a line comes every ten seconds; shorter work says nothing.
+    job, a line comes every ten seconds, and at the start of each phase if ``phases``; shorter work says nothing.
 
     Args:
         what: name of the work, such as "bench".
         total: how much there is to do, in any unit.
         shown: false on all ranks but one.
         lines: lines that stay, on a terminal too, because the work prints lines of its own.
+        phases: the first word of what ``at`` is told names a phase.
         file: where to; None: standard error.
         clock: seconds, never going back.
     """
@@ -46,6 +47,7 @@ class Progress:
         *,
         shown: bool = True,
         lines: bool = False,
+        phases: bool = False,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,6 +60,8 @@ class Progress:
         self._started = clock()
         self._told = -math.inf if self._live else self._started
         self._drawn = False
+        self._has_phases = phases and not self._live
+        self._phase = ""
 
     def __enter__(self) -> Progress:
         return self
@@ -70,8 +74,11 @@ class Progress:
     def at(self, done: float, doing: str = "") -> None:
         """Note that so much of the total is done; ``doing`` is what comes now."""
         now = self._clock()
-        if not self._shown or now - self._told < (_REDRAWN if self._live else _REPEATED):
+        phase = doing.partition(" ")[0]
+        is_new = self._has_phases and phase != self._phase
+        if not self._shown or (not is_new and now - self._told < (_REDRAWN if self._live else _REPEATED)):
             return
+        self._phase = phase
         self._told = now
         share = min(1.0, done / self._total) if self._total else 1.0
         line = f"{self._what}: {share:.0%} done{self._left(share, now)}{doing and f'; {doing}'}"

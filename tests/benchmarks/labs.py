@@ -28,10 +28,13 @@ __all__ = [
     "wait_until",
 ]
 
-_SWITCH_CAN_BE = os.access("/dev/net/tun", os.R_OK | os.W_OK) and shutil.which("cc") is not None
+_TUN = os.access("/dev/net/tun", os.R_OK | os.W_OK)
+_CC = shutil.which("cc") is not None
 
 netns = [pytest.mark.medium, pytest.mark.netns, needs_namespaces]
-needs_switch = pytest.mark.skipif(not _SWITCH_CAN_BE, reason="needs a C compiler, and /dev/net/tun for this user")
+needs_switch = pytest.mark.skipif(
+    not (_TUN and _CC), reason="no C compiler: install gcc" if _TUN else "this user may not open /dev/net/tun"
+)
 needs_mpi = pytest.mark.skipif(why_no_mpi() is not None, reason=f"needs Open MPI: {why_no_mpi()}")
 
 

@@ -11,9 +11,8 @@ import pytest
 
 import fusionlayer as fl
 from benchmarks import ablation
-from benchmarks.lab import Network, why_not
 from fusionlayer.planning.profile import Profile
-from tests.examples.places import ROOT
+from tests.examples.places import ROOT, needs_namespaces
 from tests.planning.profiles import write_example
 from tests.tiers import exhaustive
 
@@ -52,7 +51,7 @@ def test_waiting_is_compared_round_by_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(why_not(Network(2)) is not None, reason="needs network namespaces")
+@needs_namespaces
 @exhaustive(guarded_by="tests/benchmarks/test_ablation.py::test_waiting_is_compared_round_by_round")
 def test_all_of_it_in_small(tmp_path: Path) -> None:
     small = ["--model", "gpt-small", "--rates", "1gbit", "--rounds", "1", "--repeats", "1", "--busy-ok"]

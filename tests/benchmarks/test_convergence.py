@@ -14,9 +14,9 @@ import fusionlayer as fl
 from benchmarks.convergence import BASELINE, Settings, methods, summarize
 from benchmarks.convergence import __main__ as command
 from benchmarks.convergence.running import train
-from benchmarks.lab import Network, why_not
 from benchmarks.report import Environment
 from benchmarks.variants import codec_presets
+from tests.examples.places import needs_namespaces
 from tests.tiers import exhaustive
 
 
@@ -182,7 +182,7 @@ class TestRuns:
             assert 0 < abs(losses[-1][1] - ddp[-1][1]) < 0.5, method
 
     @exhaustive(guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps")
-    @pytest.mark.skipif(why_not(Network(2)) is not None, reason="no network namespaces here")
+    @needs_namespaces
     @pytest.mark.timeout(180)  # two runs, of which each starts four processes
     def test_sgd_in_hosts_and_then_over_hosts_is_sgd(self) -> None:
         """Where hosts sync after each step, what DDP has averaged in each is averaged over them."""

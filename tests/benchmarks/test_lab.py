@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab import Flap, Network, launch, why_not
+from benchmarks.lab import Flap, Network, launch, namespaces, why_not
 from benchmarks.lab.__main__ import main
 from benchmarks.lab.check import measure
 
@@ -380,3 +380,60 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PATH", str(tmp_path))
     assert why_not(Network()) == "the program unshare is missing (install util-linux)"
     assert why_not(Network(1, isolated=False)) is None
+
+
+@pytest.mark.short
+def test_programs_are_found_in_folders_that_a_user_s_path_lacks() -> None:
+    """Debian has ``ip`` and ``tc`` in /usr/sbin, which is on root's PATH alone."""
+    program = "import benchmarks.lab, os; os.execvp('sh', ['sh', '-c', 'echo $PATH'])"
+    for path in ("/usr/bin:/bin", "/sbin:/usr/bin:/usr/sbin"):
+        variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
+        )
+        folders = done.stdout.strip().split(":")
+        assert folders[: path.count(":") + 1] == path.split(":")
+        assert sorted(folders) == sorted({*path.split(":"), "/usr/sbin", "/sbin"})
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("user", "zero", "told", "reason"),
+    [
+        (
+            1000,
+            "max_user_namespaces",
+            "unshare failed: No space left on device",
+            "the kernel's limit user.max_user_namespaces is 0: raise it (sysctl -w user.max_user_namespaces=10000)",
+        ),
+        (
+            1000,
+            "",
+            "unshare failed: No space left on device",
+            "the kernel's limit of namespaces is reached: raise the user.max_*_namespaces of sysctl",
+        ),
+        (
+            1000,
+            "",
+            "write failed /proc/self/uid_map: Operation not permitted",
+            "the system lets only root make namespaces: run as root, or allow unprivileged user namespaces",
+        ),
+        (
+            0,
+            "",
+            "unshare failed: Operation not permitted",
+            "root of this container may make no namespaces: start the container with --cap-add SYS_ADMIN",
+        ),
+        (0, "", "mount /proc failed: Operation not permitted", "unshare: mount /proc failed: Operation not permitted"),
+    ],
+)
+def test_refusals_of_the_kernel_have_a_plain_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user: int, zero: str, told: str, reason: str
+) -> None:
+    for name in ("unshare", "nsenter", "ip", "tc"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho 'unshare: {told}' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(namespaces, "_is_zero", lambda limit: limit == zero)
+    assert why_not(Network()) == reason

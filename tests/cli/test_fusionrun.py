@@ -179,6 +179,19 @@ def test_agents_of_torchrun(ssh: Path) -> None:
 
 
 @pytest.mark.short
+def test_python_is_that_of_the_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (agent,) = fusionrun.plan(fusionrun._parse(["-np", "2", "python", "train.py"]))
+    assert agent.environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path}"
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "executable", str(folder / "python3"))
+    assert fusionrun._missing(["python", "train.py"]) == (127, "python: not found; did you mean python3?")
+    (folder / "python").symlink_to("/bin/sh")
+    assert fusionrun._missing(["python", "-c", ""]) == (0, "")
+
+
+@pytest.mark.short
 def test_flags_are_variables_that_the_job_reads() -> None:
     flags = (
         "--fusion-threshold-mb 0.5 --cache-capacity 9 --autotune --autotune-log-file a.csv --timeline-filename t.json"
@@ -188,6 +201,7 @@ def test_flags_are_variables_that_the_job_reads() -> None:
     (agent,) = fusionrun.plan(fusionrun._parse(["-np", "2", *flags.split(), "--gloo", "true"]), {})
     told = agent.environment
     assert told == {
+        "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
         "HOROVOD_FUSION_THRESHOLD": "524288",
         "HOROVOD_CACHE_CAPACITY": "9",
         "HOROVOD_AUTOTUNE": "1",
@@ -247,6 +261,7 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
         fusionrun._parse(["-np", "2", "--no-autotune", "--stall-check", "--elastic-timeout", "9", "true"]), {}
     )
     assert agent.environment == {
+        "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
         "HOROVOD_AUTOTUNE": "0",
         "FUSIONLAYER_AUTOTUNE": "0",
         "HOROVOD_STALL_CHECK_DISABLE": "0",

@@ -40,6 +40,15 @@ def test_a_log_has_a_line_every_ten_seconds_with_what_is_left() -> None:
     assert work(io.StringIO(), 400.0, shown=False) == "", "one rank of a job is enough"
 
 
+def test_a_log_has_a_line_for_each_phase() -> None:
+    file, now = io.StringIO(), 0.0
+    with Progress("profile", 4, phases=True, file=file, clock=lambda: now) as told:
+        for done, doing in enumerate(("model", "codec raw", "codec int8", "link")):
+            told.at(done, doing)
+            now += 0.1
+    assert [line.split("; ")[1] for line in file.getvalue().splitlines()] == ["model", "codec raw", "link"]
+
+
 def test_items_are_followed_in_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(follow("bench", [1, 2, 3])) == [1, 2, 3] and capsys.readouterr().err == ""
     monkeypatch.setattr(progress, "_REPEATED", 0.0)

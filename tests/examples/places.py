@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from benchmarks.lab.namespaces import why_no_namespaces
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def _namespaces_work() -> bool:
-    if any(shutil.which(program) is None for program in ("unshare", "nsenter", "ip", "tc")):
-        return False
-    user = ["--user", "--map-root-user"] if os.geteuid() else []
-    return subprocess.run(["unshare", *user, "--net", "true"], capture_output=True).returncode == 0
+_WHY_NOT = why_no_namespaces()
+NAMESPACES_WORK = _WHY_NOT is None
 
-
-NAMESPACES_WORK = _namespaces_work()
-
-needs_namespaces = pytest.mark.skipif(not NAMESPACES_WORK, reason="needs iproute2, and root or user namespaces")
+needs_namespaces = pytest.mark.skipif(not NAMESPACES_WORK, reason=f"no network namespaces: {_WHY_NOT}")
 
 
 def marked(mark: str) -> list[int]:

@@ -20,8 +20,7 @@ from fusionlayer.cli.spawn import without_launcher
 from .places import ROOT, needs_namespaces
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "salloc", "sbatch", "scontrol", "sinfo", "srun")
-_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-MISSING = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
+MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 NODES = "node[01-03,07]"
 
 needs_slurm = [
@@ -65,7 +64,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = f"{Path(sys.executable).parent}:{_PATH}"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environ = without_launcher() | {
             "SLURM_CONF": f"{folder}/slurm.conf",
             "PATH": path,
