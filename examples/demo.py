@@ -116,7 +116,7 @@ def describe(console: Console, steps: int, link: Network, obstacle: str | None) 
     facts = Table.grid(padding=(0, 2))
     facts.add_row("machine", f"{escape(cpu_name())}, {cores} cores, {platform.system()} {platform.release()}")
     if load > cores / 2:
-        facts.add_row("", f"[yellow]busy with other work (load {load:.1f}), so steps take longer than they need[/]")
+        facts.add_row("", f"[yellow]load {load:.1f} in the last minute: other work makes steps longer[/]")
     facts.add_row("software", f"PyTorch {version('torch')}, fusionlayer {version('fusionlayer')}")
     facts.add_row("training", "GPT on the sources of Python's standard library")
     facts.add_row("loopback", "no network to save: shows what compression costs")
