@@ -1,4 +1,5 @@
-# `make install` makes .venv and the package in it; every other target but `gpu...` installs first what it needs.
+# .venv holds one of three sets of packages, each a superset of the one before: `demo`, `test`, `dev`. A target installs
+# the set that it needs, and keeps a larger one that is there.
 PYTHON ?= python3
 ARGS ?=
 EXTRAS ?= dev
@@ -8,43 +9,58 @@ VENV := .venv
 BIN := $(VENV)/bin
 # pytest-xdist 3.8 waits for ever when it has replaced a worker that died: without another, the run ends and names the test.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
-INSTALLED := $(VENV)/.installed
 # Tests start hundreds of Pythons, and each would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
-RUNNABLE := $(VENV)/.runnable
+# Compiled files of all clones, by content. `pip install .` reads and writes none.
+export FUSIONLAYER_OBJECTS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fusionlayer/objects
+DEMO := $(VENV)/.demo
+TEST := $(VENV)/.test
+DEV := $(VENV)/.dev
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
 GPU_STAGES := build bytes nccl trainers race kernels steps bytes-all
 GPU_SELECTIONS := first second
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
+.PHONY: help install install-test install-demo demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
 
-# Tests look into the CUDA library of all GPUs, and need none: it is built wherever nvcc is.
-install: export FUSIONLAYER_CUDA_ARCHS ?= all
-install: $(INSTALLED) ## .venv with torch, the tools and the package (editable); compiles what changed
-	@$(BIN)/python setup.py -q build_ext --inplace
+install: $(DEV) ## .venv with torch, all tools and the package (editable); compiles what changed
+	@$(BUILD)
 
-$(INSTALLED): setup.py pyproject.toml constraints.txt
+# Tests of the fast tier need no CUDA library, and compiling it takes minutes.
+install-test: export FUSIONLAYER_CUDA := 0
+install-test: $(if $(wildcard $(DEV)),$(DEV),$(TEST)) ## .venv with the packages of the extra `test` alone, for the fast tier
+	@$(BUILD)
+
+install-demo: $(or $(wildcard $(DEV)),$(wildcard $(TEST)),$(DEMO))
+	@$(BUILD)
+
+BUILD := $(BIN)/python setup.py -q build_ext --inplace
+# What torch and others are compiled to is left to the first import of each module: thousands are never imported.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile -c constraints.txt
+# The compiler runs while pip installs torch. The editable install waits for its end, and compiles nothing.
+define INSTALL
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) -q 'setuptools>=77'
+	$(BUILD) & $(PIP) torch && $(PIP) --no-build-isolation -e '.[$(1)]'; status=$$?; wait $$! && exit $$status
 	@touch $@
+endef
 
-# What the demo needs, in the same .venv, and no tools. Where `make install` has been, `demo` keeps to that.
-$(RUNNABLE): setup.py pyproject.toml constraints.txt $(NATIVE)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[demo]'
-	@touch $@
+$(DEMO) $(TEST) $(DEV): setup.py pyproject.toml constraints.txt
+$(DEMO):
+	$(call INSTALL,demo)
+$(TEST):
+	$(call INSTALL,test)
+$(DEV):
+	$(call INSTALL,$(EXTRAS))
 
-demo: $(if $(wildcard $(INSTALLED)),install,$(RUNNABLE)) ## fusionlayer beside plain PyTorch on this machine; ARGS="..." is passed on
+demo: install-demo ## trains with plain DDP and with fusionlayer on this machine; ARGS="..." is passed on
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: install ## the fast tier, under ten minutes: every property once; what to run before a push
+test: install-test ## the fast tier: every property once; what to run before a push
 	$(PYTEST) -n 3 -m "not gpu and not exhaustive" $(ARGS)
 
 test-exhaustive: install ## the cases that the fast tier leaves out
@@ -53,7 +69,7 @@ test-exhaustive: install ## the cases that the fast tier leaves out
 test-all: install ## every test that needs no GPU, of both tiers
 	$(PYTEST) -n 3 -m "not gpu" $(ARGS)
 
-test-short: install ## of the fast tier, the tests in one process
+test-short: install-test ## of the fast tier, the tests in one process
 	$(BIN)/python -m pytest -m "short and not exhaustive" $(ARGS)
 
 lint: install ## style, types, import layers; changes nothing

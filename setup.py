@@ -2,8 +2,8 @@
 
 The libraries have a C ABI and are opened by ctypes, so one build serves every Python and every torch. Needed are
 setuptools 77 and a C++17 compiler. The CUDA library is built for the GPUs of this machine, where nvcc is found.
-``docs/install.md`` tells what the environment can say: CXX, FUSIONLAYER_CUDA, FUSIONLAYER_CUDA_ARCHS, FUSIONLAYER_NVCC,
-FUSIONLAYER_WERROR.
+``docs/install.md`` lists the environment variables: CXX, FUSIONLAYER_CUDA, FUSIONLAYER_CUDA_ARCHS, FUSIONLAYER_NVCC,
+FUSIONLAYER_OBJECTS, FUSIONLAYER_WERROR.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -54,6 +54,8 @@ NVCC_FLAGS = (
     *INCLUDES,
 )
 CUDA_ARCHS = (80, 90, 100)
+KEPT_DAYS = 30
+"""Days that an unused file stays in the object cache."""
 HOW_TO_BUILD_CUDA = "FUSIONLAYER_CUDA=1 builds it all the same, for all GPUs, and needs nvcc"
 
 
@@ -67,19 +69,67 @@ class Step(NamedTuple):
 
     def run(self) -> None:
         """Make ``output``, or raise ``SetupError`` with what the compiler said."""
+        digest = self.digest()
+        if self.is_current(digest):
+            return
+        stamp = self.stamp()
+        stamp.unlink(missing_ok=True)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        if not fetch_object(digest, self.output):
+            began = time.monotonic()
+            warnings = execute(self.command)
+            tell(f"built {self.output.name} in {time.monotonic() - began:.0f} s")
+            sys.stderr.write(warnings)
+            store_object(digest, self.output)
+        stamp.write_text(digest)
+
+    def digest(self) -> str:
+        """Return the digest of the command, its tool and its inputs."""
         digest = hashlib.sha256(repr((self.command, self.tool)).encode())
         for path in self.inputs:
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-        stamp = self.output.with_name(f"{self.output.name}.stamp")
-        if self.output.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
-            return
-        stamp.unlink(missing_ok=True)
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
-        warnings = execute(self.command)
-        tell(f"built {self.output.name} in {time.monotonic() - began:.0f} s")
-        sys.stderr.write(warnings)
-        stamp.write_text(digest.hexdigest())
+        return digest.hexdigest()
+
+    def stamp(self) -> Path:
+        """Return the file with the digest of ``output``."""
+        return self.output.with_name(f"{self.output.name}.stamp")
+
+    def is_current(self, digest: str) -> bool:
+        """Tell whether ``output`` exists and has this digest."""
+        return self.output.exists() and self.stamp().exists() and self.stamp().read_text() == digest
+
+
+def object_cache() -> Path | None:
+    """Return the folder of the object cache; None without FUSIONLAYER_OBJECTS."""
+    given = os.environ.get("FUSIONLAYER_OBJECTS")
+    return Path(given).expanduser() if given else None
+
+
+def fetch_object(digest: str, output: Path) -> bool:
+    """Copy a compiled file from the object cache to ``output``; return whether the cache has it."""
+    if (cache := object_cache()) is None:
+        return False
+    try:
+        shutil.copyfile(cache / digest, output)
+        os.utime(cache / digest)
+    except OSError:
+        return False
+    return True
+
+
+def store_object(digest: str, output: Path) -> None:
+    """Copy ``output`` into the object cache and remove what nothing has used for ``KEPT_DAYS``; errors are ignored."""
+    if (cache := object_cache()) is None:
+        return
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        fresh = cache / f"{digest}.{os.getpid()}"
+        shutil.copyfile(output, fresh)
+        fresh.replace(cache / digest)
+        oldest = time.time() - KEPT_DAYS * 86400
+        for path in cache.iterdir():
+            if path.stat().st_mtime < oldest:
+                path.unlink(missing_ok=True)
 
 
 def tell(line: str) -> None:
@@ -125,8 +175,12 @@ def build_library(library: Path, compiles: Iterable[Step], link: Sequence[str], 
     """Run all ``compiles`` in parallel, link their outputs into ``library`` and return it."""
     steps = tuple(compiles)
     # What takes longest comes first, so that no core is left alone with it: the kernels of the CPU, and encoders.
+    stale = sum(not step.is_current(step.digest()) for step in steps)
+    workers = min(len(steps), os.cpu_count() or 1)
+    if stale:
+        tell(f"compiles {stale} files for {library.name}, {workers} at once")
     ordered = sorted(reversed(steps), key=lambda step: not re.search("kernels|encode", step.output.name))
-    with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         for done in [pool.submit(step.run) for step in ordered]:
             done.result()
     objects = tuple(step.output for step in steps)
@@ -312,7 +366,11 @@ def place(libraries: Sequence[Path], folder: Path) -> None:
 
 
 class NativeDistribution(Distribution):
-    """A distribution with compiled parts, though none is a Python extension module."""
+    """A distribution with compiled parts, none of them a Python extension module; -v lists copied files."""
+
+    def __init__(self, attrs: Mapping[str, Any] | None = None) -> None:
+        super().__init__(attrs)
+        self.verbose = False
 
     def has_ext_modules(self) -> bool:
         """Make setuptools run ``build_ext`` and call the wheel's content platform dependent."""

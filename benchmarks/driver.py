@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,7 +70,7 @@ def finish(
     more: Sequence[str] = (),
     pictures: Mapping[str, Callable[[], Figure]] | None = None,
 ) -> None:
-    """Print the table, and with ``--out`` write the result files.
+    """Print the table, and with ``--out`` write the result files; without matplotlib it leaves out the pictures.
 
     Args:
         options: as parsed.
@@ -89,6 +90,9 @@ def finish(
     if more:
         page = path.with_suffix(".md")
         page.write_text("\n".join([page.read_text(), *more]))
+    if pictures and find_spec("matplotlib") is None:
+        print('no pictures: matplotlib is not installed; pip install "fusionlayer[bench]"', file=sys.stderr)
+        pictures = None
     for name, draw in (pictures or {}).items():
         with drawing.style():
             save(draw(), path.parent / "plots" / name)

@@ -171,6 +171,7 @@ _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_CUDA": "when building: auto (default: for the GPUs that are here), 1 (fail without nvcc), 0",
     "FUSIONLAYER_NVCC": "when building: the nvcc to use",
     "FUSIONLAYER_CUDA_ARCHS": 'when building: GPUs to compile for, as "80 90", or all',
+    "FUSIONLAYER_OBJECTS": "when building: folder that keeps compiled files for builds in other folders",
     "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
 }
 _KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in fields(Config)}

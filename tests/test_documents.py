@@ -245,7 +245,7 @@ def test_the_commands_of_the_readme_run() -> None:
     out = subprocess.run(run, capture_output=True, text=True, timeout=55)
     assert out.returncode == 0 and "replicas          identical" in out.stdout, out
     targets = re.findall(r"^make (\S+)", README, re.MULTILINE)
-    assert targets == ["demo"]
+    assert targets == ["demo", "test"]
     for target in targets:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=20)
 
@@ -290,12 +290,12 @@ def test_the_commands_of_the_page_on_installing(
     for words in commands:
         # tests/packaging makes wheels, installs them and compiles in place of `pip install .`
         assert words[:2] == ["pip", "install"] or words[0] == "fusionlayer" and main(words[1:]) == 0
-    assert len(commands) == 6 and f"torch {torch.__version__}" in capsys.readouterr().out
+    assert len(commands) == 7 and f"torch {torch.__version__}" in capsys.readouterr().out
     for target in re.findall(r"`make ([a-z]+)`", text):
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=20)
     variables = (ROOT / "docs/variables.md").read_text()
     asked = {*re.findall(r'(?:environ.get|choice)\("(FUSIONLAYER_\w+)"', (ROOT / "setup.py").read_text())}
-    assert asked == {*re.findall(r"^\| `(FUSIONLAYER_\w+)`", text, re.MULTILINE)} and len(asked) == 4
+    assert asked == {*re.findall(r"^\| `(FUSIONLAYER_\w+)`", text, re.MULTILINE)} and len(asked) == 5
     assert all(name in variables for name in asked)
 
 
@@ -312,6 +312,7 @@ def test_what_is_to_be_installed_exists() -> None:
         "fusionlayer",
         "torch",
         "nvidia-cuda-nvcc",
+        "https://download.pytorch.org/whl/cpu",
         "ray",
         *(bare(line) for lines in extras.values() for line in lines),
     }

@@ -27,6 +27,9 @@ LONGEST = (
     "tests/examples/test_kubernetes.py",
 )
 
+DRAWS = find_spec("matplotlib") is not None
+"""Whether pictures can be drawn. The extra `test` has no matplotlib: there, tests of results skip their pictures."""
+
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Return a mark that skips tests where a package is not installed; it does not import them, which takes seconds."""

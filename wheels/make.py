@@ -10,6 +10,7 @@ they run with, and tags the wheels by it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CROSS = "aarch64-linux-gnu-g++"
+CUDA_ARCHS = (80, 90, 100)
+"""What a release has machine code for, by compute capability."""
 
 
 def main() -> int:
@@ -38,6 +41,8 @@ def main() -> int:
         print(f"no wheel for aarch64: there is no {CROSS}; apt install g++-aarch64-linux-gnu")
     if not options.without_cuda:
         wheel(ROOT / "wheels/cuda", into, {})
+        if absent := lacking(targets(ROOT / "build/native/libfusionlayer_cuda.so")):
+            sys.exit(f"wheels/make.py: the CUDA library has no code for {', '.join(absent)}")
     for path in sorted(into.glob("fusionlayer*")):
         print(f"{path.stat().st_size / 1e6:6.2f} MB  {path.name}")
     return 0
@@ -50,6 +55,22 @@ def wheel(project: Path, into: Path, variables: Mapping[str, str]) -> None:
         (made,) = Path(folder).glob("*.whl")
         # The instruction sets beyond the least common one are chosen when the library is opened.
         run(project, "-m", "auditwheel", "repair", "-z9", "--disable-isa-ext-check", "-w", into, made)
+
+
+def targets(library: Path) -> str:
+    """Return what a CUDA library was compiled for, as "sm_80 sm_90 compute_90"; neither GPU nor driver is needed."""
+    opened = ctypes.CDLL(str(library))
+    opened.fl_build_info.restype = ctypes.c_char_p
+    facts = dict(line.split("=", 1) for line in opened.fl_build_info().decode().splitlines())
+    return facts["archs"]
+
+
+def lacking(have: str) -> list[str]:
+    """Return the targets that are asked for, all by default, and not in ``have``."""
+    asked = os.environ.get("FUSIONLAYER_CUDA_ARCHS", "all").replace(",", " ").split()
+    archs = sorted(map(int, asked)) if asked != ["all"] else CUDA_ARCHS
+    wanted = [*(f"sm_{arch}" for arch in archs), f"compute_{archs[-1]}"]
+    return [target for target in wanted if target not in have.split()]
 
 
 def run(folder: Path, *arguments: object, **variables: str) -> None:

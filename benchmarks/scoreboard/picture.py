@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from typing import TYPE_CHECKING, Any
 
 from fusionlayer.cli import drawing
 
 from .links import Link
 from .summary import BASELINE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["picture", "shown"]
 
@@ -59,6 +59,8 @@ def picture(rows: Sequence[Row]) -> Figure:
 
     Methods that never get to that loss are not drawn. The dotted line is what computing alone takes.
     """
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
     timed = [row for row in rows if row["link"]]
     names = shown(timed)
     trips = list(dict.fromkeys(row["rtt"] for row in timed))

@@ -16,7 +16,7 @@ from benchmarks.collective.options import Link, parse
 from benchmarks.collective.picture import draw_shares
 from benchmarks.collective.summary import cpu_per_gigabyte, summarize, wire_share
 from tests.examples.places import needs_namespaces
-from tests.tiers import tiered
+from tests.tiers import needs, tiered
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -69,6 +69,7 @@ class TestArithmetic:
         assert int8["operation"] == "two_shot int8"
         assert yardstick["times as fast"] == half["times as fast"] == ""
 
+    @needs("matplotlib")
     def test_the_picture_has_a_bar_for_each_way_of_a_call(self) -> None:
         rows = [
             row("gloo all_reduce", [0.2]),

@@ -5,11 +5,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from benchmarks import driver, report
+from fusionlayer.cli import drawing
+from tests.tiers import DRAWS
 
 pytestmark = pytest.mark.short
+
+PICTURES = {"drawn": lambda: drawing.figure(1, 1)}
 
 
 def test_what_is_timed_waits_for_a_quiet_machine_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,11 +33,20 @@ def test_results_are_printed_and_kept_where_the_user_says(tmp_path: Path, capsys
     for words in ([], ["--out", str(tmp_path), "--hardware", "abacus"]):
         options = parser.parse_args(words)
         environment = driver.begin(options)
-        driver.finish(options, "theme", "Title", environment, rows, more=["more"], pictures={"drawn": Figure})
-        assert "## Title" in capsys.readouterr().out
+        driver.finish(
+            options,
+            "theme",
+            "Title",
+            environment,
+            rows,
+            more=["more"],
+            pictures=PICTURES,
+        )
+        told = capsys.readouterr()
+        assert "## Title" in told.out and ("no pictures: matplotlib" in told.err) == (bool(words) and not DRAWS)
     (page,), (data,) = tmp_path.glob("theme_abacus_*.md"), tmp_path.glob("*.json")
     assert page.read_text().endswith("more") and json.loads(data.read_text())["rows"] == rows
-    assert (tmp_path / "plots" / "drawn.svg").exists()
+    assert (tmp_path / "plots" / "drawn.svg").exists() == DRAWS
 
 
 def test_results_go_elsewhere_when_their_folder_cannot_be_written_any_more(
@@ -53,9 +65,9 @@ def test_results_go_elsewhere_when_their_folder_cannot_be_written_any_more(
     monkeypatch.setattr(report, "misplaced", kept := [])
     monkeypatch.setattr(driver, "misplaced", kept)
     rows = [{"a": 1}]
-    driver.finish(options, "theme", "Title", driver.begin(options), rows, pictures={"drawn": Figure})
+    driver.finish(options, "theme", "Title", driver.begin(options), rows, pictures=PICTURES)
     (data,) = tmp_path.glob("fusionlayer-results-*/theme_*.json")
-    assert json.loads(data.read_text())["rows"] == rows and (data.parent / "plots" / "drawn.svg").exists()
+    assert json.loads(data.read_text())["rows"] == rows and (data.parent / "plots" / "drawn.svg").exists() == DRAWS
     assert f"cannot be written: File exists; results are in {data}\n" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         driver.leave(lambda: 0)

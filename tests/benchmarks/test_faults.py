@@ -26,7 +26,7 @@ from benchmarks.faults.verdict import FAILURES, GOALS, Expected, blamed, judge
 from benchmarks.training.cell import Measured
 from benchmarks.training.cell import Round as Turn
 from benchmarks.variants import Variant
-from tests.tiers import exhaustive
+from tests.tiers import DRAWS, exhaustive
 
 RIGHT = ["same"] * 3
 FINISHED = Outcome("finished", 11.0, digest="same", status=0)
@@ -122,7 +122,7 @@ def test_all_points_of_all_fronts_are_attacked() -> None:
     assert (
         line["rounds"] == total["rounds"] == "1 / 1" and line["no name"] == "0 / 1" and line["wrong blame"] == "0 / 0"
     )
-    assert len(picture([row]).axes) == 2
+    assert not DRAWS or len(picture([row]).axes) == 2
 
 
 @pytest.mark.short

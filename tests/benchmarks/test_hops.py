@@ -8,6 +8,7 @@ import torch
 
 import fusionlayer as fl
 from benchmarks import hops
+from tests.tiers import DRAWS
 
 pytestmark = pytest.mark.short
 
@@ -43,4 +44,4 @@ def test_the_command_writes_rows_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     assert len(rows) == len(hops.DATA) * lines * 2
     assert all(0 < row["vNMSE"] < 0.6 for row in rows)
     assert all(name in printed for name in (*hops.METHODS, *hops.ALGORITHMS, *hops.DATA))
-    assert "</svg>" in (tmp_path / "plots" / "hops.svg").read_text()
+    assert not DRAWS or "</svg>" in (tmp_path / "plots" / "hops.svg").read_text()

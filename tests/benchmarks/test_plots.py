@@ -7,21 +7,22 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from matplotlib.container import BarContainer
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
 from benchmarks import plots
 from benchmarks.plots import Setting
 from benchmarks.training.methods import all_methods
 from fusionlayer.cli import drawing
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, needs
 
-pytestmark = pytest.mark.short
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+pytestmark = [pytest.mark.short, needs("matplotlib")]
 
 SETTING = Setting("gpt", 2, 1)
 TITLE = "Convergence: GPT of width 384, 6 layers and context 128; 2 workers with batches of 2; 100 steps of AdamW"
@@ -88,6 +89,8 @@ def test_speedup_has_every_method_with_its_interval() -> None:
     assert "alone (limit)" in names and "ddp" not in names
     assert [axes.get_title(loc="left") for axes in (slow, fast)] == ["100 Mbit/s", "1 Gbit/s"]
     assert_apart(figure, [*slow.get_yticklabels(), *slow.texts])
+    from matplotlib.container import BarContainer
+
     bars, *_ = (container for container in slow.containers if isinstance(container, BarContainer))
     medians = {row["method"]: row["speedup"]["median"] for row in ROWS}
     widths = [bar.get_width() for bar in bars]

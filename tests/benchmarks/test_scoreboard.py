@@ -102,6 +102,7 @@ class TestArithmetic:
         assert cell == {2.0: "9.5", 2.19: "~10", 2.21: "— (2.210)"}[final]
         assert row["above"] == pytest.approx(final / 2.1 - 1)
 
+    @needs("matplotlib")
     def test_minutes_of_fewer_seeds_say_so(self) -> None:
         row = scores(found(*DDP, losses("int4", 2, 5, 4, 3, 2.1, 1), steps("int4", FAST, 1.0)), SEEDS)[-1]
         assert row["above"] == pytest.approx(1 / 2.2 - 1), "beside f32 of the same seed, not the mean of all"
@@ -195,6 +196,7 @@ def test_local_steps_have_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.short
+@needs("matplotlib")
 class TestPicture:
     def test_shows_ddp_the_best_peer_and_the_best_of_ours(self) -> None:
         final = {"ddp-fp16": 2.1, "ddp-powersgd": 2.05, "int8": 2.1, "int4": 2.1, "topk": 2.6}

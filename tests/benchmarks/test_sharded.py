@@ -14,7 +14,7 @@ from benchmarks.sharded.__main__ import columns, picture, rows
 from benchmarks.sharded.variants import BASELINE, VARIANTS, Part, counted, parts_of
 from examples.gpt import GPT, Config
 from fusionlayer import codecs
-from tests.tiers import exhaustive
+from tests.tiers import DRAWS, exhaustive
 
 from .labs import ROOT, needs_namespaces
 
@@ -59,7 +59,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert torch_s["speedup"]["median"] == 1 and "counted" not in torch_s and columns(torch_s)["MB counted"] == ""
     assert flat["speedup"]["median"] == 2 and ours["speedup"]["median"] == 4 and ours["over_flat"]["median"] == 2
     assert columns(ours)["of the message, counted"] == "1.00" and columns(flat)["of the message, counted"] != "1.00"
-    assert len(picture([torch_s, flat, ours]).axes) == 2
+    assert not DRAWS or len(picture([torch_s, flat, ours]).axes) == 2
 
 
 @pytest.mark.medium

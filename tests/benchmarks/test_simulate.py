@@ -28,7 +28,7 @@ from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
 from tests.examples.places import needs_namespaces
 from tests.planning.profiles import write_example
-from tests.tiers import exhaustive
+from tests.tiers import DRAWS, exhaustive
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ class TestValidate:
         file = tmp_path / "r.json"
         file.write_text(json.dumps({"rows": [cell("int4", 1.0, **far)]}))
         assert run(monkeypatch, "validate", file, "--profile", path, "--out", tmp_path, "--theme", "simulate-far") == 0
-        assert (tmp_path / "plots" / "simulate-far.svg").exists()
+        assert (tmp_path / "plots" / "simulate-far.svg").exists() == DRAWS
         with pytest.raises(SystemExit, match="these steps are of long ways"):
             run(monkeypatch, "validate", file, "--profile", path, "--update")
 

@@ -14,7 +14,7 @@ import fusionlayer as fl
 from benchmarks.tensor_parallel.__main__ import columns, picture, rows
 from benchmarks.tensor_parallel.model import Shape, TensorParallelGPT
 from benchmarks.tensor_parallel.variants import BASELINE, Variant, parse, variants
-from tests.tiers import exhaustive
+from tests.tiers import DRAWS, exhaustive
 
 from .labs import ROOT, needs_namespaces
 
@@ -41,7 +41,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert gloo["speedup"]["median"] == 1 and whole["speedup"]["median"] == 2 and whole["over_bf16"]["median"] == 1
     assert pieces["speedup"]["median"] == 1 and pieces["over_whole"]["median"] == 0.5
     assert columns(pieces)["pieces of"] == "64 KiB" and columns(whole)["pieces of"] == "whole"
-    assert len(picture([gloo, whole, pieces]).axes) == 2
+    assert not DRAWS or len(picture([gloo, whole, pieces]).axes) == 2
 
 
 @pytest.mark.short

@@ -25,8 +25,9 @@ from benchmarks.training.workloads import make_workload
 from fusionlayer.codecs import Codec, TensorState
 from fusionlayer.codecs._base import registry
 from tests.examples.places import ROOT
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, needs
 
+DIGITS = needs("sklearn")
 CELL = Cell("gpt", 2, 1, "100mbit", ("alone", "ddp", "ddp-again", "int8"), 5)
 QUIET = {"before": {"load": 0.1}, "after": {"load": 2.0}}
 
@@ -201,12 +202,13 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.short
 class TestWorkloads:
     @pytest.mark.parametrize(
-        ("model", "parameters"), [("gpt", 10_893_312), ("gpt-small", 834_304), ("resnet", 1_226_442)]
+        ("model", "parameters"),
+        [("gpt", 10_893_312), ("gpt-small", 834_304), pytest.param("resnet", 1_226_442, marks=DIGITS)],
     )
     def test_sizes(self, model: str, parameters: int) -> None:
         assert sum(parameter.numel() for parameter in make_workload(model, 0, 0).model().parameters()) == parameters
 
-    @pytest.mark.parametrize("model", ["gpt-small", "resnet"])
+    @pytest.mark.parametrize("model", ["gpt-small", pytest.param("resnet", marks=DIGITS)])
     def test_weights_and_data_are_the_same_for_every_method(self, model: str) -> None:
         one, other, elsewhere = make_workload(model, 3, 0), make_workload(model, 3, 0), make_workload(model, 3, 1)
         weights = [
@@ -218,6 +220,7 @@ class TestWorkloads:
         assert not torch.equal(one.batch(5)[0], one.batch(6)[0])
         assert not torch.equal(one.batch(5)[0], elsewhere.batch(5)[0])
 
+    @DIGITS
     @pytest.mark.usefixtures("one_thread")
     def test_resnet_learns_digits(self) -> None:
         workload = make_workload("resnet", 0, 0)

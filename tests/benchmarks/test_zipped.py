@@ -11,7 +11,7 @@ import pytest
 from benchmarks.zipped import __main__ as command
 from benchmarks.zipped.worker import CALLS
 from tests.examples.places import needs_namespaces
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, needs
 
 MB = 1 << 20
 
@@ -43,6 +43,7 @@ def test_designs_are_compared_after_the_late_rank_has_come() -> None:
 
 
 @pytest.mark.short
+@needs("matplotlib")
 def test_pictures_have_a_panel_for_each_rate_and_split() -> None:
     rows = [row([1.0], [0.7], [0.7], rate=rate, call=call) for rate in ("100mbit", "1gbit") for call in CALLS]
     figure = command.ratios(rows)

@@ -11,6 +11,7 @@ from fusionlayer.cli import main
 from fusionlayer.planning.autotune.log import COLUMNS
 from tests.cli.test_simulate import table_rows
 from tests.packaging.project_tree import ROOT
+from tests.tiers import DRAWS
 
 pytestmark = pytest.mark.short
 
@@ -34,11 +35,12 @@ def log(tmp_path: Path) -> Path:
 def test_the_best_plan_is_told_first_and_then_what_was_tried(
     log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/planning.md").read_text()
     (command,) = (line for line in page.splitlines() if line.startswith("fusionlayer autotune "))
-    assert main(command.split()[1:]) == 0
+    words = command.split()[1:]
+    plot = words.index("--plot")
+    assert main(words if DRAWS else words[:plot] + words[plot + 2 :]) == 0
     output = capsys.readouterr().out
     assert output.startswith(
         "After 200 steps and 5 trials the best plan is 8 buckets, even, 41 ms a step instead of 50 ms; "
@@ -49,7 +51,7 @@ def test_the_best_plan_is_told_first_and_then_what_was_tried(
         ["4", "planned", "1", "50.0", "1.00"],
         ["16", "even", "1", "60.0", "1.20"],
     ]
-    assert "</svg>" in (tmp_path / "tried.svg").read_text()
+    assert not DRAWS or "</svg>" in (tmp_path / "tried.svg").read_text()
     assert main(["autotune", str(log), "--json"]) == 0
     assert [row["stage"] for row in json.loads(capsys.readouterr().out)] == [row.split(",")[1] for row in ROWS]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import instructions
 from fusionlayer import libraries
 from tests.cores import all_cores
 from tests.tiers import exhaustive
@@ -33,8 +34,10 @@ SANITIZE = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=
 def host_kernels() -> Callable[[str], ctypes.CDLL]:
     """Return a function that gives csrc/cuda as a library for this CPU: "plain" or "sanitized".
 
-    It is compiled when a source or a flag has changed, by the first worker that needs it: half a minute.
+    It is compiled when a source or a flag has changed, by the first worker that needs it: half a minute. The object
+    cache of setup.py keeps it for other clones.
     """
+    setup = instructions.build_script()
 
     @functools.cache
     def load(build: str) -> ctypes.CDLL:
@@ -46,10 +49,12 @@ def host_kernels() -> Callable[[str], ctypes.CDLL]:
             sanitize = SANITIZE if build == "sanitized" else ()
             wanted = digest_of_sources(sanitize)
             if not made_of.exists() or made_of.read_text() != wanted:
-                with all_cores():
-                    made_of.unlink(missing_ok=True)
-                    compile_kernels(folder, library, sanitize)
-                    made_of.write_text(wanted)
+                made_of.unlink(missing_ok=True)
+                if not setup.fetch_object(wanted, library):
+                    with all_cores():
+                        compile_kernels(folder, library, sanitize)
+                    setup.store_object(wanted, library)
+                made_of.write_text(wanted)
         loaded = ctypes.CDLL(str(library))
         libraries.declare(loaded)
         libraries.declare_cuda(loaded)
@@ -69,9 +74,10 @@ def kernels(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes
 def digest_of_sources(sanitize: tuple[str, ...]) -> str:
     """Return a digest of all that the library is made of: the compiler, its flags, sources and headers."""
     version = subprocess.run([find_compiler(), "--version"], capture_output=True, check=True).stdout
-    digest = hashlib.sha256(version + repr((COMPILE, sanitize)).encode())
+    flags = [flag.replace(str(ROOT), "") for flag in (*COMPILE, *sanitize)]
+    digest = hashlib.sha256(version + repr(flags).encode())
     for path in sorted(path for folder in (CSRC, HOST) for path in folder.rglob("*") if path.is_file()):
-        digest.update(f"{path} {path.stat().st_size}\n".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

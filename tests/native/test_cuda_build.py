@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,13 +17,11 @@ from setuptools.errors import SetupError
 
 from benchmarks import instructions
 from fusionlayer import libraries, native
-from tests.packaging.project_tree import copy_project
+from tests.native.cuda_build import ARCH, CSRC, Build, built
 from tests.tiers import exhaustive
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(900)]  # nvcc compiles for four targets, beside other tests
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(900)]  # nvcc takes minutes next to other tests
 
-ROOT = Path(__file__).parents[2]
-CSRC = ROOT / "fusionlayer/csrc"
 PTX, CUBIN = 1, 2  # kinds of entries of a fat binary
 
 
@@ -45,44 +40,14 @@ def nvcc(setup_script: ModuleType) -> str:
 
 
 @pytest.fixture(scope="module")
-def library(setup_script: ModuleType, nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the installed CUDA library; where the installation was made without it, one built now."""
-    installed = native.library_path("cuda")
-    if installed.exists():
-        return installed
-    folder, here = tmp_path_factory.mktemp("cuda_build"), Path.cwd()
-    shutil.copytree(CSRC, folder / "fusionlayer/csrc")
-    os.chdir(folder)
-    try:
-        return folder / Path(setup_script.build_cuda(werror=True))
-    finally:
-        os.chdir(here)
-
-
-class Build(NamedTuple):
-    """What setup.py has made in ``tree``: the PTX of every source file, and what ptxas says of every kernel."""
-
-    tree: Path
-    ptx: dict[str, str]
-    kernels: list[tuple[str, str, list[int], str]]  # source file, name, bytes of stack frame and spills, what is used
+def build(nvcc: str) -> Build:
+    """Return what setup.py makes for sm_90, and what nvcc makes on its way."""
+    return built(nvcc)
 
 
 @pytest.fixture(scope="module")
-def build(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Build the project for sm_90 and keep what nvcc makes on its way."""
-    tree, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("ptx")
-    copy_project(tree)
-    asked = {"FUSIONLAYER_CUDA": "1", "FUSIONLAYER_CUDA_ARCHS": "90", "FUSIONLAYER_NVCC": nvcc}
-    keep = {"NVCC_APPEND_FLAGS": f"-Xptxas -v --keep --keep-dir {folder}"}
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    done = subprocess.run(command, cwd=tree, env={**os.environ, **asked, **keep}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    found = re.findall(rf"properties for (\w+)\s+{sizes}\n.*(Used .*)", done.stderr)
-    of = re.compile(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_")  # nvcc calls a namespace without a name by its file
-    kernels = [(of.findall(name)[0], name, [*map(int, sizes)], used) for name, *sizes, used in found]
-    ptx = {source.stem: (folder / f"{source.stem}.ptx").read_text() for source in (CSRC / "cuda").glob("*.cu")}
-    return Build(tree, ptx, kernels)
+def library(build: Build) -> Path:
+    return build.tree / "fusionlayer/lib/libfusionlayer_cuda.so"
 
 
 def fat_binary_entries(data: bytes) -> Iterator[tuple[int, int]]:
@@ -99,13 +64,14 @@ def fat_binary_entries(data: bytes) -> Iterator[tuple[int, int]]:
         start = data.find(magic, end)
 
 
-def test_library_has_machine_code_and_ptx_for_its_architectures(library: Path, setup_script: ModuleType) -> None:
+@exhaustive(guarded_by="tests/packaging/test_build.py::test_gpus_to_compile_for")
+def test_library_has_machine_code_and_ptx_for_its_architectures(library: Path) -> None:
     entries = set(fat_binary_entries(library.read_bytes()))
-    cubins = {arch for kind, arch in entries if kind == CUBIN}
-    assert cubins >= set(setup_script.CUDA_ARCHS) == {80, 90, 100}
-    assert {arch for kind, arch in entries if kind == PTX} == {100}
+    assert {arch for kind, arch in entries if kind == CUBIN} >= {ARCH}
+    assert {arch for kind, arch in entries if kind == PTX} == {ARCH}
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
 def test_library_needs_no_cuda_library(library: Path) -> None:
     readelf = shutil.which("readelf")
     assert readelf, "readelf (binutils) is not on PATH"
@@ -115,6 +81,7 @@ def test_library_needs_no_cuda_library(library: Path) -> None:
     assert not [name for name in needed if "cuda" in name or "torch" in name or "python" in name]
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
 def test_library_opens_without_a_driver_and_says_what_it_is(library: Path) -> None:
     opened = ctypes.CDLL(str(library))
     opened.fl_build_info.restype = opened.fl_last_error.restype = ctypes.c_char_p
@@ -122,10 +89,11 @@ def test_library_opens_without_a_driver_and_says_what_it_is(library: Path) -> No
     assert facts["abi"] == str(libraries.ABI_VERSION)
     assert facts["kind"] == "cuda"
     assert facts["compiler"].startswith("nvcc ")
-    assert facts["archs"] == "sm_80 sm_90 sm_100 compute_100"
+    assert facts["archs"] == f"sm_{ARCH} compute_{ARCH}"
     assert opened.fl_last_error() == b""
 
 
+@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so the call would succeed")
 def test_without_a_device_a_call_fails_with_the_reason(library: Path) -> None:
     opened = ctypes.CDLL(str(library))
@@ -139,12 +107,10 @@ def test_without_a_device_a_call_fails_with_the_reason(library: Path) -> None:
     assert not any(memory)
 
 
-@exhaustive(guarded_by="tests/native/test_cuda_build.py::test_library_has_machine_code_and_ptx_for_its_architectures")
+@exhaustive(guarded_by="tests/packaging/test_build.py::test_gpus_to_compile_for")
 def test_setup_places_the_library_where_nvcc_is_found(build: Build) -> None:
-    built = {path.name: path for path in (build.tree / "fusionlayer/lib").iterdir()}
-    assert set(built) == {"libfusionlayer_cpu.so", "libfusionlayer_cuda.so"}
-    entries = set(fat_binary_entries(built["libfusionlayer_cuda.so"].read_bytes()))
-    assert entries >= {(CUBIN, 90), (PTX, 90)}
+    names = {path.name for path in (build.tree / "fusionlayer/lib").iterdir()}
+    assert names == {"libfusionlayer_cpu.so", "libfusionlayer_cuda.so"}
 
 
 @exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")

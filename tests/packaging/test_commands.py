@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,10 +55,8 @@ def test_make_target_runs(target: str, command: str) -> None:
     assert command in done.stdout
 
 
-def test_the_demo_installs_what_runs_and_tests_get_the_library_of_all_gpus(tmp_path: Path) -> None:
-    """Without .venv the demo makes one without the tools; with that of `make install` it takes it as it is."""
-    makefile = (ROOT / "Makefile").read_text()
-    (tmp_path / "Makefile").write_text(makefile)
+def test_each_target_installs_what_it_needs_and_keeps_a_larger_set(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
     for name in ("setup.py", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).touch()
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "FUSIONLAYER"))}
@@ -65,26 +66,64 @@ def test_the_demo_installs_what_runs_and_tests_get_the_library_of_all_gpus(tmp_p
             ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         ).stdout
 
-    fresh = make("-n", "demo")
-    assert "-e '.[demo]'" in fresh and "[dev]" not in fresh
+    def extras(target: str) -> list[str]:
+        return re.findall(r"-e '\.\[(.*)\]'", make("-n", target))
+
+    sets = {"demo": "demo", "test": "test", "test-short": "test", "test-all": "dev", "lint": "dev", "docs": "dev"}
+    assert {target: extras(target) for target in sets} == {target: [extra] for target, extra in sets.items()}
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "$* for ${FUSIONLAYER_CUDA_ARCHS-here}"\n')
+    python.write_text('#!/bin/sh\necho "$* CUDA=${FUSIONLAYER_CUDA-unset}"\n')
     python.chmod(0o755)
-    (tmp_path / ".venv/.installed").touch()
-    build, demo = make("demo").splitlines()[:2]
-    assert build == "setup.py -q build_ext --inplace for all"
-    assert "examples/demo.py" in demo and "pip" not in build + demo
+    (tmp_path / ".venv/.test").touch()
+    assert [extras("demo"), extras("test"), extras("lint")] == [[], [], ["dev"]]
+    (tmp_path / ".venv/.dev").touch()
+    assert [extras("demo"), extras("test"), extras("lint")] == [[], [], []]
+    assert make("demo").splitlines()[0] == "setup.py -q build_ext --inplace CUDA=unset"
+    assert make("test").splitlines()[0] == "setup.py -q build_ext --inplace CUDA=0", "tests need no CUDA library"
+
+
+def test_the_extra_for_tests_is_small() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def packages(extra: str) -> set[str]:
+        found = set()
+        for line in extras[extra]:
+            nested = re.fullmatch(r"fusionlayer\[(.*)\]", line)
+            found |= set().union(*map(packages, nested[1].split(","))) if nested else {re.split("[<>=]", line)[0]}
+        return found
+
+    assert len(packages("test")) <= 12 and packages("test") < packages("dev")
 
 
 @pytest.mark.parametrize("failing", ["", "test", "test-exhaustive"])
 def test_ci_runs_both_tiers_to_their_end_and_fails_with_either(failing: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    for name in ("make", "apt-get"):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho "$PWD $*" >> {log}.{name}\n[ "$1" != "{failing}" ] || exit 3\n')
+    """In a tree of its own: the script removes the reports of an earlier run, and CI may be running this test."""
+    tree, log = tmp_path / "tree", tmp_path / "log"
+    (tree / ".venv/bin").mkdir(parents=True)
+    (tree / ".venv/bin/python").symlink_to(sys.executable)
+    (tree / ".ci").mkdir()
+    for name in ("run", "tally.py"):
+        shutil.copy(ROOT / ".ci" / name, tree / ".ci")
+    entry = '{"$report_type": "TestReport", "nodeid": "%s", "start": 0, "stop": 1, "outcome": "%s"}'
+    end = '{"$report_type": "SessionFinish", "exitstatus": 0}'
+    make = f"""#!/bin/sh
+echo "$PWD $*" >> {log}.make
+report=${{2#*=--report-log=}}
+outcome=passed
+[ "$1" != "{failing}" ] || outcome=failed
+[ "$1" = install ] || printf '{entry}\\n{end}\\n' $1 $outcome > $report
+[ "$1" != "{failing}" ] || exit 3
+"""
+    for name, script in {"make": make, "apt-get": f'#!/bin/sh\necho "$*" >> {log}.apt-get\n'}.items():
+        (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "CI": "true", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([ROOT / ".ci/run"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, timeout=30)
-    assert done.returncode == (3 if failing else 0)
-    assert Path(f"{log}.make").read_text().splitlines() == [f"{ROOT} test", f"{ROOT} test-exhaustive"]
+    done = subprocess.run(
+        [tree / ".ci/run"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, timeout=60, capture_output=True
+    )
+    assert done.returncode == (1 if failing else 0), done
+    ran = [line.split(" ARGS=")[0] for line in Path(f"{log}.make").read_text().splitlines()]
+    assert ran == [f"{tree} install", f"{tree} test", f"{tree} test-exhaustive"]
     assert os.getuid() != 0 or "slurm-wlm" in Path(f"{log}.apt-get").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from setuptools.errors import SetupError
 
 import fusionlayer
 from fusionlayer import libraries
+from tests.native import cuda_build
 from tests.tiers import exhaustive, needs
 
 from .project_tree import CROSS, ROOT, cross_build
@@ -50,7 +53,13 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for compiled in ROOT.glob("build/native*"):
         shutil.copytree(compiled, tree / "build" / compiled.name)
     environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "FUSIONLAYER_CUDA")}
-    command = [sys.executable, "wheels/make.py", "--into", str(dist), *([] if can_build_cuda() else ["--without-cuda"])]
+    command = [sys.executable, "wheels/make.py", "--into", str(dist)]
+    if nvcc := find_nvcc():
+        objects = cuda_build.built(nvcc).tree / "build/native/cuda"
+        shutil.copytree(objects, tree / "build/native/cuda", dirs_exist_ok=True)
+        environment |= {"FUSIONLAYER_CUDA_ARCHS": str(cuda_build.ARCH), "FUSIONLAYER_NVCC": nvcc}
+    else:
+        command.append("--without-cuda")
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return dist
@@ -63,17 +72,32 @@ def tracked() -> list[str]:
     return done.stdout.splitlines()
 
 
-def can_build_cuda() -> bool:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("fusionlayer_setup", ROOT / "setup.py")
+def script(path: Path) -> ModuleType:
+    """Return a script as a module."""
+    spec = importlib.util.spec_from_file_location(f"fusionlayer_{path.stem}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def find_nvcc() -> str | None:
     try:
-        return bool(module.find_nvcc())
+        return str(script(ROOT / "setup.py").find_nvcc())
     except SetupError:
-        return False
+        return None
+
+
+@pytest.mark.short
+def test_a_release_has_code_for_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests compile for one; ``wheels/make.py`` refuses a library that lacks another."""
+    make, setup = script(ROOT / "wheels/make.py"), script(ROOT / "setup.py")
+    monkeypatch.delenv("FUSIONLAYER_CUDA_ARCHS", raising=False)
+    assert make.CUDA_ARCHS == setup.CUDA_ARCHS
+    assert make.lacking("sm_80 sm_90 sm_100 compute_100") == []
+    assert make.lacking("sm_90 compute_90") == ["sm_80", "sm_100", "compute_100"]
+    monkeypatch.setenv("FUSIONLAYER_CUDA_ARCHS", "90")
+    assert make.lacking("sm_90 compute_90") == []
 
 
 @pytest.mark.medium
@@ -92,7 +116,7 @@ def test_files_of_a_release(release: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             libraries = [name for name in archive.namelist() if name.endswith(".so")]
         assert libraries == ["fusionlayer/lib/libfusionlayer_cpu.so"]
-    if can_build_cuda():
+    if find_nvcc():
         (wheel,) = release.glob(f"fusionlayer_cuda-{version}-py3-none-manylinux*_x86_64.whl")
         with zipfile.ZipFile(wheel) as archive:
             assert "fusionlayer_cuda/libfusionlayer_cuda.so" in archive.namelist()
