@@ -1,19 +1,27 @@
+"""Every codec passes every check of ``conformance.py``.
+
+The default of each name passes each check in a test of its own, in f32; one codec of each kind does so in all types. A
+variant has one option changed. It passes all checks in one test, with types by turns, so that each pair of an option's
+value and a type, and of a check and a type, is tried. The exhaustive tier has the other types.
+"""
+
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 
 from fusionlayer.codecs import Codec, NativeCodec, TorchCodec
-from tests.tiers import tiered
+from tests.tiers import exhaustive
 
 from .conformance import CHECKS, DTYPES, Check
 from .variants import defaults, every, is_kind, is_variant_of_few_bits, repeats
 
 pytestmark = pytest.mark.short
 
-Types = tuple[torch.dtype, ...]
-
-# What does no harm is shown for every codec; all else for those whose bytes differ, in the fast tier.
+# What does no harm is shown for every codec; all else for those whose bytes differ.
 HARMLESS = (
     "damage_is_noticed",
     "garbage_does_no_harm",
@@ -23,43 +31,43 @@ HARMLESS = (
     "what_travels_is_enough",
     "wrong_arguments_are_refused",
 )
-
-
-def is_fast(check: Check, codec: Codec, dtypes: Types) -> bool:
-    if dtypes != DTYPES[:1]:
-        return is_kind(codec)
-    if is_variant_of_few_bits(codec):
-        return False
-    return codec not in repeats() or check.__name__ in HARMLESS
-
-
 DEFAULTS = defaults()
+VARIANTS = {codec: number for number, codec in enumerate(codec for codec in every() if codec not in DEFAULTS)}
 
 
-def types_of(codec: Codec, number: int) -> list[Types]:
-    """Return the types with which a codec is tried: every name with all, variants in turn with one of 16 bits."""
-    if codec in DEFAULTS or is_kind(codec):
-        return [DTYPES[:1], DTYPES[1:]]
-    # Codecs in torch, which are slow, leave types to their base class.
+def fast(codec: Codec) -> set[tuple[str, torch.dtype]]:
+    """Return the checks, by name, and types with which the fast tier tries a codec."""
+    if codec in DEFAULTS:
+        return set(product(CHECKS, DTYPES if is_kind(codec) else DTYPES[:1]))
+    chosen = HARMLESS if codec in repeats() or is_variant_of_few_bits(codec) else CHECKS
+    return {(name, DTYPES[(VARIANTS[codec] + n) % 3]) for n, name in enumerate(CHECKS) if name in chosen}
+
+
+def rest(codec: Codec) -> Iterator[tuple[str, torch.dtype]]:
+    """Return the others. Codecs in torch are slow, and their base class handles types."""
     slow = isinstance(codec, TorchCodec) and not isinstance(codec, NativeCodec)
-    return [DTYPES[:1]] if slow else [DTYPES[:1], (DTYPES[1 + number % 2],)]
+    every = product(CHECKS, DTYPES[:1] if slow and codec not in DEFAULTS else DTYPES)
+    return (pair for pair in every if pair not in fast(codec))
 
 
-CASES = [
-    (check, codec, dtypes)
-    for check in CHECKS.values()
-    for number, codec in enumerate(every())
-    for dtypes in types_of(codec, number)
-]
+@pytest.mark.parametrize("codec", DEFAULTS, ids=str)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_default(check: Check, codec: Codec, device: torch.device) -> None:
+    for name, dtype in sorted(fast(codec), key=str):
+        if name == check.__name__:
+            check(codec, dtype, device)
 
 
-def name_of(parameter: Check | Codec | Types) -> str:
-    if isinstance(parameter, tuple):
-        return "+".join(str(dtype).removeprefix("torch.") for dtype in parameter)
-    return getattr(parameter, "__name__", str(parameter))
+@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+def test_variant(codec: Codec, device: torch.device) -> None:
+    for name, dtype in sorted(fast(codec), key=str):
+        print(name, dtype)
+        CHECKS[name](codec, dtype, device)
 
 
-@pytest.mark.parametrize("check, codec, dtypes", tiered(CASES, is_fast), ids=name_of)
-def test_codec(check: Check, codec: Codec, dtypes: Types, device: torch.device) -> None:
-    for dtype in dtypes:
-        check(codec, dtype, device)
+@exhaustive(guarded_by="tests/codecs/test_conformance.py::test_default")
+@pytest.mark.parametrize("codec", [*DEFAULTS, *VARIANTS], ids=str)
+def test_in_other_types(codec: Codec, device: torch.device) -> None:
+    for name, dtype in rest(codec):
+        print(name, dtype)
+        CHECKS[name](codec, dtype, device)

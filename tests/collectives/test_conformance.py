@@ -17,7 +17,7 @@ from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, every, is_kind
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 from .conformance import DTYPES, FEW_LENGTHS, LENGTHS, WORLDS, conform, given, pairs, takes
 
@@ -31,43 +31,64 @@ Worlds = tuple[int, ...]
 Types = tuple[torch.dtype, ...]
 
 
-def worlds_of(codec: Codec) -> list[tuple[Worlds, Types]]:
-    """Return in which worlds a codec has which types: one of each kind has all. Worlds 6 and 7: test_multi_hop.py."""
+def fast(codec: Codec) -> list[tuple[Worlds, Types]]:
+    """Return in which worlds the fast tier tries which types. Worlds 6 and 7: test_multi_hop.py."""
+    return [((1, 2, 3, 8), DTYPES[:1]), ((1, 4), DTYPES[1:])] if is_kind(codec) else [((2, 3), DTYPES[:1])]
+
+
+def rest(codec: Codec) -> list[tuple[Worlds, Types]]:
+    """Return what the exhaustive tier adds."""
     if is_kind(codec):
-        return [((1, 2, 3, 8), DTYPES[:1]), ((1, 4), DTYPES[1:]), ((4, 5), DTYPES[:1]), ((2, 3, 5, 8), DTYPES[1:])]
-    return [((2, 3), DTYPES[:1]), ((4, 8), DTYPES[:1]), ((3,), DTYPES[1:])]
+        return [((4, 5), DTYPES[:1]), ((2, 3, 5, 8), DTYPES[1:])]
+    return [((4, 8), DTYPES[:1]), ((3,), DTYPES[1:])]
 
 
-CASES = [(name, codec, *each) for name, codec in pairs(DEFAULTS) for each in worlds_of(codec)]
+@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
+def test_every_collective_with_every_codec(name: str, codec: Codec, device: torch.device) -> None:
+    conforms(name, codec, fast(codec), device)
 
 
-def is_fast(name: str, codec: Codec, worlds: Worlds, dtypes: Types) -> bool:
-    return (worlds, dtypes) in worlds_of(codec)[: 1 + is_kind(codec)]
+@exhaustive(guarded_by="tests/collectives/test_conformance.py::test_every_collective_with_every_codec")
+@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
+def test_in_other_worlds_and_types(name: str, codec: Codec, device: torch.device) -> None:
+    conforms(name, codec, rest(codec), device)
 
 
-def name_of(parameter: object) -> str:
-    if isinstance(parameter, tuple):
-        return "+".join(str(each).removeprefix("torch.") for each in parameter)
-    return str(parameter)
-
-
-@pytest.mark.parametrize("name, codec, worlds, dtypes", tiered(CASES, is_fast), ids=name_of)
-def test_every_collective_with_every_codec(
-    name: str, codec: Codec, worlds: Worlds, dtypes: Types, device: torch.device
-) -> None:
-    for world in worlds:
+def conforms(name: str, codec: Codec, cases: list[tuple[Worlds, Types]], device: torch.device) -> None:
+    for world, dtypes in ((world, dtypes) for worlds, dtypes in cases for world in worlds):
+        print(f"{world} ranks, {dtypes}")
         # Where collectives cut tensors depends on the codec by its block alone: one of each kind has all lengths.
         lengths = LENGTHS if is_kind(codec) else FEW_LENGTHS if world == 3 else FEW_LENGTHS[2:]
         over_threads(world, partial(conform, name=name, codec=codec, device=device, lengths=lengths, dtypes=dtypes))
 
 
-@pytest.mark.parametrize(
-    "name, codec",
-    # What an option changes is in the codec's own tests; one collective shows that it is carried.
-    tiered(pairs(codec for codec in every() if codec not in DEFAULTS), lambda name, codec: name == "two_shot"),
-    ids=str,
-)
-def test_every_collective_with_every_option(name: str, codec: Codec, device: torch.device) -> None:
+def variants_by_name() -> dict[str, list[Codec]]:
+    """Return the variants that change an option, by the name of their codec."""
+    found: dict[str, list[Codec]] = {}
+    for codec in every():
+        if codec not in DEFAULTS:
+            found.setdefault(codec.name, []).append(codec)
+    return found
+
+
+@pytest.mark.parametrize("variants", variants_by_name())
+def test_options_are_carried(variants: str, device: torch.device) -> None:
+    """What an option changes is in the codec's own tests; each variant takes another collective."""
+    for number, variant in enumerate(variants_by_name()[variants]):
+        choices = pairs([variant])
+        name, codec = choices[number % len(choices)]
+        conforms_once(name, codec, device)
+
+
+@exhaustive(guarded_by="tests/collectives/test_conformance.py::test_options_are_carried")
+@pytest.mark.parametrize("variants", variants_by_name())
+def test_options_are_carried_by_every_collective(variants: str, device: torch.device) -> None:
+    for name, codec in pairs(variants_by_name()[variants]):
+        conforms_once(name, codec, device)
+
+
+def conforms_once(name: str, codec: Codec, device: torch.device) -> None:
+    print(name, codec)
     lengths = (codec.block, 3 * codec.block + 5)
     over_threads(3, lambda transport: conform(transport, name, codec, device, lengths, [torch.float32]))
 
@@ -85,20 +106,20 @@ def test_many_ranks(name: str, codec: Codec, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name, _ in pairs([codecs.get("raw")]) if name not in MULTI_HOP])
-def test_without_loss_the_sum_is_the_one_in_rank_order(name: str, dtype: torch.dtype) -> None:
+def test_without_loss_the_sum_is_the_one_in_rank_order(dtype: torch.dtype) -> None:
     inputs = [given(rank, 0, 1000, dtype) for rank in range(5)]
     total = torch.zeros(1000)
     for x in inputs:
         total += x
 
-    def body(transport: Transport) -> Tensor:
-        x = inputs[transport.rank].clone()
-        collectives.get(name)(x, codecs.get("raw").bare, transport)
-        return x
+    def body(transport: Transport) -> None:
+        for name, codec in pairs([codecs.get("raw")]):
+            if name not in MULTI_HOP:
+                x = inputs[transport.rank].clone()
+                collectives.get(name)(x, codec, transport)
+                assert torch.equal(x, total.to(dtype)), name
 
-    for result in over_threads(5, body):
-        assert torch.equal(result, total.to(dtype))
+    over_threads(5, body)
 
 
 @pytest.mark.parametrize("world", (1, 2, 3, 4))
@@ -190,23 +211,33 @@ def test_unknown_names_are_refused() -> None:
         collectives.get("two_shoot")
 
 
-NOISY = [
-    (name, codec)
-    for name, codec in pairs(every())
-    if codec.unbiased and not codec.lossless
+def is_noisy(name: str, codec: Codec) -> bool:
     # Where ranks round by each other's numbers, partial sums and what rounds them are not independent: test_dynamiq.py.
-    if not (name in MULTI_HOP and codec.options.get("correlated"))
-]
+    return codec.unbiased and not codec.lossless and not (name in MULTI_HOP and codec.options.get("correlated"))
 
 
+NOISY = [pair for pair in pairs(DEFAULTS) if is_noisy(*pair)]
+
+
+# Each collective draws from seeds of its own: one codec of each kind shows it. With two_shot all codecs do.
 @pytest.mark.parametrize(
-    # Who draws from which seed is the collective's: one codec of each kind shows it; two_shot has all options.
-    "name, codec",
-    tiered(NOISY, lambda name, codec: is_kind(codec) or name == "two_shot"),
-    ids=str,
+    "name, codec", tiered(NOISY, lambda name, codec: is_kind(codec) or name == "two_shot"), ids=str
 )
 def test_unbiased_codecs_stay_unbiased(name: str, codec: Codec) -> None:
     """The mean over seeds comes closer to the sum as it must if no seed is used twice."""
+    stays_unbiased(name, codec)
+
+
+@exhaustive(guarded_by="tests/collectives/test_conformance.py::test_unbiased_codecs_stay_unbiased")
+@pytest.mark.parametrize("variants", variants_by_name())
+def test_unbiased_variants_stay_unbiased(variants: str) -> None:
+    for name, codec in pairs(variants_by_name()[variants]):
+        if is_noisy(name, codec) and name in ("one_shot", "two_shot"):
+            print(name, codec)
+            stays_unbiased(name, codec)
+
+
+def stays_unbiased(name: str, codec: Codec) -> None:
     draws, n = 100, 4096
 
     def body(transport: Transport) -> tuple[float, float]:
@@ -223,18 +254,20 @@ def test_unbiased_codecs_stay_unbiased(name: str, codec: Codec) -> None:
         assert mean < 1.3 * single / draws
 
 
-@pytest.mark.parametrize("codec", [codec for name, codec in NOISY if name == "one_shot"], ids=str)
-def test_ranks_draw_noise_of_their_own(codec: Codec) -> None:
+def test_ranks_draw_noise_of_their_own() -> None:
     """Equal gradients on eight ranks: independent errors add up to eight times the square of one, equal ones to 64."""
     x = gradient(1 << 14, 70)
-    single = float((codec.decompress(codec.compress(x), x.shape) - x).square().sum())
 
-    def body(transport: Transport) -> float:
+    def error(codec: Codec, transport: Transport) -> float:
         out = x.clone()
         collectives.get("one_shot")(out, codec, transport, seed=1)
         return float((out - 8 * x).square().sum())
 
-    assert all(6 * single < error < 10 * single for error in over_threads(8, body))
+    for name, codec in pairs(every()):
+        if name == "one_shot" and is_noisy(name, codec):
+            single = float((codec.decompress(codec.compress(x), x.shape) - x).square().sum())
+            errors = over_threads(8, partial(error, codec))
+            assert all(6 * single < error < 10 * single for error in errors), (codec, single, errors)
 
 
 @pytest.mark.parametrize("world", WORLDS)
