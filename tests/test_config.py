@@ -10,6 +10,7 @@ from fusionlayer import codecs, config, context
 from fusionlayer.config import Config, load
 from fusionlayer.errors import ConfigError
 from fusionlayer.scheduler import planners
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -133,7 +134,7 @@ def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) ->
     assert {f"FUSIONLAYER_{field.name.upper()}" for field in fields(Config)} < set(config.VARIABLES)
 
 
-@pytest.mark.parametrize(
+@looped(
     "variable, text, expected",
     [
         ("LANES", "two", "FUSIONLAYER_LANES='two'; expected a whole number"),

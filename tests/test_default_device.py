@@ -25,6 +25,7 @@ from tests.gpu import trainers
 from tests.gpu.trainers import TRAINERS
 from tests.harness import run_ranks
 from tests.integrations.training import make_model, train, weights
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
@@ -179,7 +180,7 @@ def test_transports_conform() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", CHECKS)
+@looped("name", CHECKS)
 def test_horovods_behaviours(name: str) -> None:
     with default_device():
         local.run(on_this_rank([name]), 2, timeout=30)

@@ -28,6 +28,7 @@ from tests.codecs.conformance import CHECKS
 from tests.codecs.variants import variants
 from tests.examples.places import needs_namespaces
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,7 @@ def test_every_promise_names_tests_that_exist() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("world", [2, 3])
+@looped("world", [2, 3])
 def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> None:
     """Without a seed, too: ranks begin with rank 0's parameters."""
     (diff,) = blocks(README, "diff")
@@ -333,7 +334,7 @@ def test_what_is_to_be_installed_exists() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("page", PAGES)
+@looped("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)#?([^):\s]*)\)", text):
@@ -343,7 +344,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("page", PAGES)
+@looped("page", PAGES)
 def test_no_cell_of_a_table_reads_as_a_list_or_a_heading(page: str) -> None:
     lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
     cells = [cell.strip() for line in lines for cell in re.split(r"(?<!\\)\|", line)]

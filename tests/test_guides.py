@@ -24,6 +24,7 @@ from fusionlayer.plan import TensorInfo
 from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._base import registry
+from tests.loops import looped
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -95,7 +96,7 @@ LINE = re.compile(r"`(fl\.(?:Distributed|Sharded)Optimizer\([^`]*\))`")
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("line", LINE.findall((DOCS / "choosing.md").read_text()))
+@looped("line", LINE.findall((DOCS / "choosing.md").read_text()))
 def test_every_line_to_choose_from_trains(line: str) -> None:
     def train(rank: int) -> list[float]:
         torch.manual_seed(0)
@@ -186,7 +187,7 @@ def test_the_drawings_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@looped("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere_and_commands_are_understood(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -12,6 +12,7 @@ from fusionlayer import codecs
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import Bucket, FusionPlan, Slot, TensorInfo
 from tests.codecs.variants import every
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -58,7 +59,7 @@ def test_bytes_of_a_tensor() -> None:
     assert TensorInfo("t", 10, "bfloat16", 2).nbytes == 20
 
 
-@pytest.mark.parametrize("names", [{"a"}, {"b"}, {"c"}, {"a", "c"}, set(), {"a", "b", "c"}])
+@looped("names", [{"a"}, {"b"}, {"c"}, {"a", "c"}, set(), {"a", "b", "c"}])
 def test_a_plan_without_tensors_is_the_one_that_is_built_without_them(names: set[str]) -> None:
     runs = [[tensor for tensor in run if tensor.name not in names] for run in (MODEL[:2], MODEL[2:])]
     assert PLAN.without(names) == plan_of([run for run in runs if run])
@@ -67,7 +68,7 @@ def test_a_plan_without_tensors_is_the_one_that_is_built_without_them(names: set
 # ---- checking -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "plan, message",
     [
         (replace(PLAN, world_size=8), "plan is for 8 ranks, this job has 4"),
@@ -242,7 +243,7 @@ def test_fragments_leave_one_after_the_other_evenly_spread_over_a_period(
     assert local.staggered(1) == plan
 
 
-@pytest.mark.parametrize("every, fragments", [(0, 1), (True, 1), (2.0, 1), (4, 0)])
+@looped("every, fragments", [(0, 1), (True, 1), (2.0, 1), (4, 0)])
 def test_periods_and_fragments_are_whole_numbers(every: int, fragments: int) -> None:
     with pytest.raises(ConfigError, match=r"(every|fragments)=.*; expected a whole number, at least 1"):
         PLAN.staggered(every, fragments)

@@ -16,6 +16,7 @@ import pytest
 
 from docs.site.pages import PAGES
 from fusionlayer import errors
+from tests.loops import looped
 from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ VARIABLE = re.compile(
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("page", PAGES)
+@looped("page", PAGES)
 def test_pages_made_from_code_are_current(page: str) -> None:
     assert (ROOT / page).read_text() == PAGES[page](), "write it anew with 'make docs'"
 

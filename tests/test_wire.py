@@ -14,6 +14,7 @@ from fusionlayer.codecs import Codec
 from fusionlayer.errors import WireError
 from fusionlayer.wire import ALIGN, WIRE_VERSION, Header, Plane, aligned, digest, lay_out
 from tests.codecs.variants import every
+from tests.loops import looped
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -126,7 +127,7 @@ def test_garbage_is_no_header(data: bytes) -> None:
         Header.unpack((b"FLW1" + data).ljust(ALIGN, b"\0"))
 
 
-@pytest.mark.parametrize(
+@looped(
     "position, value, message",
     [
         (4, WIRE_VERSION + 1, f"wire version {WIRE_VERSION + 1}, this is"),

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusionlayer.backend import OPS, CallPolicy, CallRule
 from fusionlayer.backend.choices import CallChoices
 from fusionlayer.errors import ConfigError
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -80,7 +81,7 @@ def test_what_is_never_touched() -> None:
     assert chosen(of({"codec": "int8"}, min_bytes=4 * 4097), "all_reduce", BIG[:4096]) == "passes"
 
 
-@pytest.mark.parametrize(
+@looped(
     "source, told",
     [
         ({"rule": []}, r"policy: unknown key 'rule'; did you mean 'rules'\? known: rules, min_bytes"),

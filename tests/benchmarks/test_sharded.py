@@ -14,6 +14,7 @@ from benchmarks.sharded.__main__ import columns, picture, rows
 from benchmarks.sharded.variants import BASELINE, VARIANTS, Part, counted, parts_of
 from examples.gpt import GPT, Config
 from fusionlayer import codecs
+from tests.loops import looped
 from tests.tiers import DRAWS, exhaustive
 
 from .labs import ROOT, needs_namespaces
@@ -32,7 +33,7 @@ def test_parts_are_those_that_fsdp_makes() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 4)])
+@looped("nodes, per_node", [(2, 2), (3, 4)])
 def test_two_levels_send_a_node_s_message_once(nodes: int, per_node: int) -> None:
     """Between two nodes of two ranks: once the model's message, flat twice; gathered twice, half of it more."""
     size, parts = nodes * per_node, [Part(1 << 20, 2), Part(1 << 18, 2)]

@@ -25,6 +25,7 @@ from benchmarks.training.workloads import make_workload
 from fusionlayer.codecs import Codec, TensorState
 from fusionlayer.codecs._base import registry
 from tests.examples.places import ROOT
+from tests.loops import looped
 from tests.tiers import exhaustive, needs
 
 DIGITS = needs("sklearn")
@@ -167,7 +168,7 @@ class TestMethods:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", ["raw", "int8", "int4", "dgc"])
+@looped("name", ["raw", "int8", "int4", "dgc"])
 def test_timed_codec_makes_the_same_bytes_and_counts(name: str) -> None:
     clock = Clock()
     plain: Codec = fl.codecs.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.watching.rounds import _culprits, _row, play
+from tests.loops import looped
 
 CASES = {
     "rank 1 is late: it is at program.py:3; ranks 0, 2 wait for it 5 s in call 9": (1,),
@@ -19,7 +20,7 @@ CASES = {
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("line", CASES)
+@looped("line", CASES)
 def test_who_is_blamed_is_read_from_the_line(line: str) -> None:
     assert _culprits(line) == CASES[line]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusionlayer import codecs
+from tests.loops import looped
 from tests.synthetic import gradient
 
 from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
@@ -41,7 +42,7 @@ def test_numbers_belong_to_elements() -> None:
     assert abs(float(noise.mean()) - 0.5) < 0.005 and abs(float(noise.var()) - 1 / 12) < 0.002
 
 
-@pytest.mark.parametrize("block", [2, 32, 1024])
+@looped("block", [2, 32, 1024])
 def test_the_transform_is_its_own_inverse(block: int) -> None:
     x = torch.arange(3 * block).remainder(17).float() - 8
     assert torch.equal(hadamard(hadamard(x, block), block), x * block)
@@ -56,7 +57,7 @@ def test_the_transform_is_that_of_the_handbook() -> None:
     assert float(out.square().sum()) == pytest.approx(11.171875, rel=1e-6)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8, 12, 16])
+@looped("bits", [1, 2, 3, 4, 6, 8, 12, 16])
 def test_codes_come_back(bits: int) -> None:
     codes = (gradient(320, bits).view(torch.int32) & (1 << bits) - 1).to(torch.int32)
     data = pack_runs(codes, bits)

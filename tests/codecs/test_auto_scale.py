@@ -13,6 +13,7 @@ from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
 from fusionlayer.collectives.halves import reduce_scatter
 from fusionlayer.transport import Transport
 from tests.collectives.conformance import conform, same_everywhere
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -37,15 +38,15 @@ def vnmse(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact).square().sum() / exact.square().sum())
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@looped("codec", CODECS, ids=str)
 def test_by_itself_it_is_the_codec_with_bf16_scales(codec: Codec) -> None:
     plain = codecs.get(codec.name, **{**codec.options, "scale": "bf16"}).bare
     x = gradient(1000, 1)
     assert torch.equal(fresh(codec).compress(x), plain.compress(x))
 
 
-@pytest.mark.parametrize("world", [1, 2, 5])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@looped("world", [1, 2, 5])
+@looped("codec", CODECS, ids=str)
 def test_scales_are_the_largest_of_all_ranks_times_their_number(codec: Codec, world: int) -> None:
     n = 1000
 
@@ -65,7 +66,7 @@ def test_scales_are_the_largest_of_all_ranks_times_their_number(codec: Codec, wo
     assert (scales.float() >= exact).all() and (scales.float() <= exact * (1 + 2**-6)).all()
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@looped("codec", CODECS, ids=str)
 def test_messages_have_the_scales_that_were_agreed_on(codec: Codec) -> None:
     """Codes are what rounding x / scale gives, saturating; the message decodes without the agreement."""
     n = 32 * 9
@@ -88,8 +89,8 @@ def test_messages_have_the_scales_that_were_agreed_on(codec: Codec) -> None:
     over_threads(1, body)
 
 
-@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@looped("name", ["one_shot", "two_shot"])
+@looped("codec", CODECS, ids=str)
 def test_collectives_conform_with_it(name: str, codec: Codec) -> None:
     def body(transport: Transport) -> None:
         conform(transport, name, fresh(codec), torch.device("cpu"), (0, 1, 33, 1000), [torch.float32, torch.bfloat16])
@@ -172,7 +173,7 @@ def test_less_headroom_is_better_where_summands_cancel() -> None:
     assert narrow < 0.8 * wide
 
 
-@pytest.mark.parametrize("numel", [96, 100])
+@looped("numel", [96, 100])
 def test_reduce_scatter_finds_the_scales_of_its_rows(numel: int) -> None:
     """Rows of very different size: each is scaled by its own blocks, aligned or not."""
 

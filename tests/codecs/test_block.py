@@ -17,6 +17,7 @@ from fusionlayer.codecs.fp8 import FP8, FP8Block
 from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
 from fusionlayer.codecs.taco import Taco
 from fusionlayer.errors import ConfigError
+from tests.loops import looped
 from tests.synthetic import awkward, bit_patterns, gradient, noise
 
 from . import block_reference as reference
@@ -57,8 +58,8 @@ def message(codec: Codec, scales: np.ndarray, codes: np.ndarray, numel: int) -> 
     return payload
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codec", EVERY, ids=str)
+@looped("dtype", DTYPES)
+@looped("codec", EVERY, ids=str)
 def test_bytes_are_those_of_the_reference(codec: Codec, dtype: torch.dtype) -> None:
     for n in (1, 31, codec.block + 7, 8 * codec.block + 33):
         x = awkward(n, codec.block, dtype)
@@ -72,7 +73,7 @@ def test_bytes_are_those_of_the_reference(codec: Codec, dtype: torch.dtype) -> N
         assert same_bits(out.nan_to_num(1.0), expected.nan_to_num(1.0))
 
 
-@pytest.mark.parametrize("codec", [*TACO[:4], *FP8S, *TENSOR, *MX], ids=str)
+@looped("codec", [*TACO[:4], *FP8S, *TENSOR, *MX], ids=str)
 def test_any_message_is_decoded_as_by_the_reference(codec: Codec) -> None:
     n = 40 * codec.block
     for stream in range(4):
@@ -86,9 +87,9 @@ def test_any_message_is_decoded_as_by_the_reference(codec: Codec) -> None:
 OWN_NANS = [codec for codec in (*TACO[:10], *FP8S, *TENSOR, *MX) if codec.options.get("format") == "e4m3"]
 
 
-@pytest.mark.parametrize("codec", OWN_NANS, ids=str)
-@pytest.mark.parametrize("place", [0, 1029, 3007])
-@pytest.mark.parametrize("which", [0, 9])
+@looped("codec", OWN_NANS, ids=str)
+@looped("place", [0, 1029, 3007])
+@looped("which", [0, 9])
 def test_a_nan_among_codes_reaches_the_sum(codec: Codec, place: int, which: int) -> None:
     """No encoder writes one, and sums look for it beforehand. They read eight messages side by side."""
     n = 3008
@@ -108,7 +109,7 @@ def test_a_nan_among_codes_reaches_the_sum(codec: Codec, place: int, which: int)
         native.select_isa("auto")
 
 
-@pytest.mark.parametrize("codec", STANDARD, ids=str)
+@looped("codec", STANDARD, ids=str)
 def test_every_code_under_every_scale_has_its_exact_value(codec: Codec) -> None:
     """A scale under which the largest code is infinite is no encoder's: NaN."""
     name = reference.layout(codec).format
@@ -124,7 +125,7 @@ def test_every_code_under_every_scale_has_its_exact_value(codec: Codec) -> None:
     assert torch.equal(out[:255].nan_to_num(7.0, 8.0, 9.0), exact[:255].float().nan_to_num(7.0, 8.0, 9.0))
 
 
-@pytest.mark.parametrize("codec", MX, ids=str)
+@looped("codec", MX, ids=str)
 def test_every_code_encodes_to_itself(codec: Codec) -> None:
     """In blocks that have the largest value too, so that the scale is the same again."""
     name = reference.layout(codec).format
@@ -141,9 +142,7 @@ def test_every_code_encodes_to_itself(codec: Codec) -> None:
     assert torch.equal(codec.compress(values), payload)
 
 
-@pytest.mark.parametrize(
-    "name, dtype, top", [("e4m3", torch.float8_e4m3fn, 448.0), ("e5m2", torch.float8_e5m2, 57344.0)]
-)
+@looped("name, dtype, top", [("e4m3", torch.float8_e4m3fn, 448.0), ("e5m2", torch.float8_e5m2, 57344.0)])
 def test_codes_are_those_of_torchs_cast(name: str, dtype: torch.dtype, top: float) -> None:
     """Of every bf16 in range, of the points halfway between two values, and of f32 next to those."""
     codec = codecs.get("mxfp8", format=name, header=False)
@@ -181,8 +180,8 @@ def test_known_answers() -> None:
     assert (out - want).abs().max() < 6e-9
 
 
-@pytest.mark.parametrize("number", ["e4m3", "e5m2", "int8"])
-@pytest.mark.parametrize("block", [32, 64, 128, 256, 512])
+@looped("number", ["e4m3", "e5m2", "int8"])
+@looped("block", [32, 64, 128, 256, 512])
 def test_two_scales_lose_what_one_does(number: str, block: int) -> None:
     """The paper's alpha cancels but for the rounding of scales to 16 bits, which moves few codes, by one."""
     folded, dual = (
@@ -227,7 +226,7 @@ def test_rotation_and_one_scale_are_equivariant() -> None:
             assert torch.equal(codec.decompress(codec.compress(x * 2.0**power), 4096), once * 2.0**power)
 
 
-@pytest.mark.parametrize("codec", [*STANDARD, *FP8S, *TENSOR], ids=str)
+@looped("codec", [*STANDARD, *FP8S, *TENSOR], ids=str)
 def test_encoding_what_was_decoded_changes_nothing(codec: Codec) -> None:
     x = awkward(16 * codec.block, codec.block)
     x = x[x.isfinite()] if isinstance(codec, FP8) else x
@@ -241,7 +240,7 @@ def test_encoding_what_was_decoded_changes_nothing(codec: Codec) -> None:
         assert torch.equal(once.nan_to_num(), twice.nan_to_num())
 
 
-@pytest.mark.parametrize("codec", MX, ids=str)
+@looped("codec", MX, ids=str)
 def test_only_scales_that_are_powers_of_two_saturate(codec: Codec) -> None:
     top = float(reference.largest(reference.layout(codec).format))
     x = torch.full((32,), 2.0 ** np.ceil(np.log2(top)) * (1 - 2.0**-20))
@@ -288,7 +287,7 @@ def test_one_scale_for_a_message() -> None:
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "codec, expected",
     [
         (Taco(), 6.8e-4),
@@ -346,7 +345,7 @@ def test_bits_per_element_are_as_documented() -> None:
         assert used * 8 == n * expected
 
 
-@pytest.mark.parametrize(
+@looped(
     "name, option, value",
     [
         ("taco", "format", "e3m4"),

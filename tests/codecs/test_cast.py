@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusionlayer import codecs
+from tests.loops import looped
 from tests.synthetic import bit_patterns
 
 from .conformance import DTYPES, as_bits, decoded, encoded, planes, same_bits
@@ -13,8 +14,8 @@ pytestmark = pytest.mark.short
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NARROW)
+@looped("dtype", DTYPES)
+@looped("name", NARROW)
 def test_values_are_those_of_torchs_cast(name: str, dtype: torch.dtype) -> None:
     codec = codecs.get(name).bare
     x = bit_patterns(dtype)

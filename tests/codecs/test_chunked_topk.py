@@ -13,6 +13,7 @@ from fusionlayer import codecs
 from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.chunked_topk import ChunkedTopK
 from fusionlayer.errors import ConfigError, WireError
+from tests.loops import looped
 from tests.synthetic import awkward, gradient
 from tests.tiers import tiered
 
@@ -150,7 +151,7 @@ def test_the_size_is_known_before_the_data_is() -> None:
             assert codec.compress(x).numel() == codec.used_bytes(codec.compress(x), n) == codec.wire(n).capacity
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
+@looped("bits", [2, 3, 4, 8, 32])
 def test_feedback_loses_nothing(bits: int) -> None:
     """What was sent plus what stays is what was given; each value that goes is off by what its levels allow."""
     n, codec = 10_000, make(0.05, bits)
@@ -220,7 +221,7 @@ def test_a_chunk_that_is_not_finite_is_heard_and_forgotten() -> None:
         assert torch.equal(residual[chunk], before[chunk])
 
 
-@pytest.mark.parametrize(
+@looped(
     "option, value",
     [
         *(("density", value) for value in (0, -0.1, 1.5, "all", math.nan, True)),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fusionlayer.codecs import Codec, NativeCodec, TorchCodec
+from tests.loops import looped
 from tests.tiers import exhaustive
 
 from .conformance import CHECKS, DTYPES, Check
@@ -50,15 +51,15 @@ def rest(codec: Codec) -> Iterator[tuple[str, torch.dtype]]:
     return (pair for pair in every if pair not in fast(codec))
 
 
-@pytest.mark.parametrize("codec", DEFAULTS, ids=str)
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@looped("codec", DEFAULTS, ids=str)
+@looped("check", CHECKS.values(), ids=CHECKS)
 def test_default(check: Check, codec: Codec, device: torch.device) -> None:
     for name, dtype in sorted(fast(codec), key=str):
         if name == check.__name__:
             check(codec, dtype, device)
 
 
-@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+@looped("codec", VARIANTS, ids=str)
 def test_variant(codec: Codec, device: torch.device) -> None:
     for name, dtype in sorted(fast(codec), key=str):
         print(name, dtype)
@@ -66,7 +67,7 @@ def test_variant(codec: Codec, device: torch.device) -> None:
 
 
 @exhaustive(guarded_by="tests/codecs/test_conformance.py::test_default")
-@pytest.mark.parametrize("codec", [*DEFAULTS, *VARIANTS], ids=str)
+@looped("codec", [*DEFAULTS, *VARIANTS], ids=str)
 def test_in_other_types(codec: Codec, device: torch.device) -> None:
     for name, dtype in rest(codec):
         print(name, dtype)

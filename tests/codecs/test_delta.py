@@ -13,6 +13,7 @@ from fusionlayer import codecs, native
 from fusionlayer.codecs.delta import Delta
 from fusionlayer.errors import ConfigError, FusionLayerError, WireError
 from tests.codecs.conformance import as_bits, same_bits
+from tests.loops import looped
 from tests.synthetic import bit_patterns, gradient, mixed
 from tests.tiers import tiered
 
@@ -136,7 +137,7 @@ def by_the_book(payload: Tensor, base: Tensor) -> Tensor:
     return torch.from_numpy(out).view(base.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_messages_are_those_of_the_book(dtype: torch.dtype) -> None:
     base = gradient(BLOCK + 700, 3, dtype)
     for share, reach in ((0, 1), (0.003, 1), (0.03, 1), (0.15, 1.3), (0.6, 3), (1, 40), (1, 5000), (0.01, 9000)):
@@ -150,7 +151,7 @@ def test_messages_are_those_of_the_book(dtype: torch.dtype) -> None:
 # ---- exact ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_blocks_all_of_whose_elements_reach_the_same_layers(dtype: torch.dtype) -> None:
     base = gradient(BLOCK + 33, 9, dtype)
     for steps in range(1, 20):
@@ -161,7 +162,7 @@ def test_blocks_all_of_whose_elements_reach_the_same_layers(dtype: torch.dtype) 
             assert same_bits(by_the_book(payload, base), x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_every_bit_is_kept(dtype: torch.dtype) -> None:
     """NaNs with their payloads, infinities, signed zeros: from each pattern to others near and far, and back."""
     base = bit_patterns(dtype)

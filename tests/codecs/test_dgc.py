@@ -10,6 +10,7 @@ from fusionlayer import codecs
 from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.dgc import DGC, clipping, warm_up_density
 from fusionlayer.errors import ConfigError
+from tests.loops import looped
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -24,8 +25,8 @@ def send(codec: DGC, x: Tensor, state: TensorState, **options: float) -> Tensor:
     return codec.bare.decompress(payload, x.numel())
 
 
-@pytest.mark.parametrize("reuse", [1, 4])
-@pytest.mark.parametrize("nesterov", [False, True])
+@looped("reuse", [1, 4])
+@looped("nesterov", [False, True])
 def test_momentum_is_accumulated_and_masked_where_it_was_sent(nesterov: bool, reuse: int) -> None:
     codec = DGC(0.02, slack=1.5, reuse=reuse, momentum=0.9, nesterov=nesterov)
     state = TensorState(torch.zeros(N))

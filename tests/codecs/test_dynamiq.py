@@ -17,6 +17,7 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.native import dynamiq_stats, dynamiq_widths
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -32,7 +33,7 @@ def counts(bits: Tensor) -> tuple[int, int, int]:
 # ---- bits by energy -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mean, known", [(2.5, (1, 5, 26)), (3, (4, 4, 24)), (4, (9, 5, 18)), (5, (14, 5, 13))])
+@looped("mean, known", [(2.5, (1, 5, 26)), (3, (4, 4, 24)), (4, (9, 5, 18)), (5, (14, 5, 13))])
 def test_energies_of_32_octaves_get_the_known_bits(mean: float, known: tuple[int, int, int]) -> None:
     """Derived from T(2, 4) = 17 / 512 T(4, 8) and the budget alone; the band of 4 bits spans 4.91 octaves."""
     bits = allocate(OCTAVES, [32], [int(32 * mean / 2)])
@@ -42,8 +43,8 @@ def test_energies_of_32_octaves_get_the_known_bits(mean: float, known: tuple[int
     assert torch.equal(allocate(OCTAVES[order], [32], [int(32 * mean / 2)]), bits[order])
 
 
-@pytest.mark.parametrize("chunks", [[100], [25] * 4, [13] * 7 + [9], [34, 33, 33, 0], [60, 20, 20]])
-@pytest.mark.parametrize("kind", ["spread", "equal", "few"])
+@looped("chunks", [[100], [25] * 4, [13] * 7 + [9], [34, 33, 33, 0], [60, 20, 20]])
+@looped("kind", ["spread", "equal", "few"])
 def test_every_message_has_room_and_little_is_left(kind: str, chunks: Sequence[int]) -> None:
     energy = (gradient(100, 1).abs() * 40).exp()
     energy = {"spread": energy, "equal": torch.ones(100), "few": torch.where(energy > 10, energy, 1.0)}[kind]
@@ -83,7 +84,7 @@ def test_widths_are_packed_alike_on_every_device() -> None:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", range(3, 9))
+@looped("bits", range(3, 9))
 def test_messages_take_their_budget_whatever_is_in_them(bits: int) -> None:
     codec = DynamiQ(bits, header=False)
     for groups in (1, 2, 17, 64, 1000):
@@ -104,7 +105,7 @@ def test_the_energetic_part_of_a_message_is_the_exact_one() -> None:
     assert relative[:16].max() < 0.02 < 0.05 < relative[16:].min()
 
 
-@pytest.mark.parametrize("option", ["nonuniform", "hierarchical", "variable"])
+@looped("option", ["nonuniform", "hierarchical", "variable"])
 def test_each_ingredient_pays_at_four_bits(option: str) -> None:
     (x,) = hops.skewed(1, 1 << 16)
 
@@ -189,7 +190,7 @@ def test_arrangements_come_back() -> None:
         assert torch.equal(out, x)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@looped("ranks", [2, 4, 8])
 def test_the_variance_of_a_sum_of_equal_values_falls_with_the_number_of_ranks(ranks: int) -> None:
     """One rank in each of as many intervals: 1 / ranks of what independent rounding has (section 3.3)."""
     x = gradient(64 * 256, 9)

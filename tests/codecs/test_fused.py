@@ -13,6 +13,7 @@ from fusionlayer import codecs, native
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.integer import Int
 from fusionlayer.errors import ConfigError, WireError
+from tests.loops import looped
 from tests.synthetic import awkward, gradient
 from tests.tiers import tiered
 
@@ -87,8 +88,8 @@ def test_more_messages_than_are_read_side_by_side_and_what_is_not_finite(restore
         assert torch.equal(got, in_two_steps(source, target, messages, n, None))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codec", [*TARGETS, codecs.get("taco").bare], ids=str)
+@looped("dtype", DTYPES)
+@looped("codec", [*TARGETS, codecs.get("taco").bare], ids=str)
 def test_a_difference_is_encoded_as_if_it_was_taken_before(codec: Codec, dtype: torch.dtype, restored: None) -> None:
     for n in (0, 1, 129, 5_000):
         x, base = awkward(n, codec.block, torch.float32), gradient(n, 2, dtype)
@@ -126,8 +127,8 @@ def test_a_difference_of_other_tensors_is_refused() -> None:
         codec.encode_difference(torch.zeros(8), torch.zeros(8, dtype=torch.float64), payload)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-@pytest.mark.parametrize("group", [32, 64, 128, 4096])
+@looped("bits", [8, 4, 3, 2])
+@looped("group", [32, 64, 128, 4096])
 def test_rotated_messages_of_any_bytes_decode_to_what_integers_say(bits: int, group: int, restored: None) -> None:
     """Also codes and scales that no encoder writes: -128, a negative scale, one whose products are subnormal, Inf."""
     n, count = 3 * 4096, 3

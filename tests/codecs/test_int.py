@@ -10,6 +10,7 @@ from fusionlayer import codecs
 from fusionlayer.codecs.integer import FullRangeInt, Int
 from fusionlayer.errors import ConfigError
 from fusionlayer.seeds import derive_seed
+from tests.loops import looped
 from tests.synthetic import awkward, gradient
 from tests.tiers import tiered
 
@@ -47,7 +48,7 @@ def test_bytes_are_those_of_the_reference(codec: Int, dtype: torch.dtype) -> Non
         assert same_bits(out.nan_to_num(1.0), expected.nan_to_num(1.0))
 
 
-@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+@looped("codec", VARIANTS, ids=str)
 def test_error_is_half_a_step_or_below_a_step(codec: Int) -> None:
     n = 4 * codec.group_size
     x = gradient(n, 61)
@@ -98,8 +99,8 @@ def test_known_answers_of_levels_beside_zero() -> None:
         assert decoded(Int(bits, 32), encoded(Int(bits, 32), x), len(x), torch.float32).tolist() == [*answers.values()]
 
 
-@pytest.mark.parametrize("bits, bound", [(2, 0.125), (3, 0.04)])
-@pytest.mark.parametrize("group", [32, 128, 512, 4096])
+@looped("bits, bound", [(2, 0.125), (3, 0.04)])
+@looped("group", [32, 128, 512, 4096])
 def test_few_bits_lose_no_more_than_the_best_even_levels(bits: int, bound: float, group: int) -> None:
     """Of normal values, whatever the group: the best levels at even distances lose 0.119 and 0.037 of the energy."""
     x = torch.randn(1 << 17, generator=torch.Generator().manual_seed(bits))
@@ -144,7 +145,7 @@ def test_bits_per_element_are_as_documented() -> None:
         assert used * 8 == n * codec.bits + 32 * n // codec.group_size
 
 
-@pytest.mark.parametrize(
+@looped(
     "options",
     [
         {"bits": 5},

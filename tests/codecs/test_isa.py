@@ -18,7 +18,7 @@ from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from tests.cores import all_cores
 from tests.synthetic import awkward
-from tests.tiers import tiered
+from tests.tiers import exhaustive
 
 from .conformance import DTYPES, as_bits, blank, encoded, rows
 from .test_delta import applied, change, moved
@@ -58,35 +58,51 @@ def everything(codec: Codec, n: int, dtype: torch.dtype) -> list[Tensor]:
     return [payload, recoded, *map(as_bits, (residual, lost, decoded, total))]
 
 
-def is_fast(codec: Codec) -> bool:
-    return codec not in repeats() and not is_variant_of_few_bits(codec)
+def by_name(fast: bool) -> dict[str, list[Codec]]:
+    """Return the variants of each codec whose bytes differ; or those that repeat others, and those of few bits."""
+    found: dict[str, list[Codec]] = {}
+    for codec in every():
+        if fast != (codec in repeats() or is_variant_of_few_bits(codec)):
+            found.setdefault(codec.name, []).append(codec)
+    return found
+
+
+GROUPS = [(name, True) for name in by_name(True)] + [
+    pytest.param(name, False, marks=exhaustive) for name in by_name(False)
+]
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("codec", tiered(every(), is_fast), ids=str)
-def test_every_instruction_set_makes_the_same_bytes(codec: Codec, restored: None) -> None:
+@pytest.mark.parametrize("name, fast", GROUPS)
+def test_every_instruction_set_makes_the_same_bytes(name: str, fast: bool, restored: None) -> None:
+    for codec in by_name(fast)[name]:
+        for dtype in DTYPES:
+            every_instruction_set_makes_the_same_bytes(codec, dtype)
+
+
+def every_instruction_set_makes_the_same_bytes(codec: Codec, dtype: torch.dtype) -> None:
     names = available()
     assert "baseline" in names and native.isa() in names
-    for dtype in DTYPES:
-        for n in (1, 31, 129, 7 * codec.block + 33):
-            made = []
-            for name in names:
-                native.select_isa(name)
-                assert native.isa() == name
-                made.append(everything(codec.bare, n, dtype))
-            for name, other in zip(names, made, strict=True):
-                assert all(map(torch.equal, other, made[0])), f"{name} differs from {names[0]} at {n} x {dtype}"
+    for n in (1, 31, 129, 7 * codec.block + 33):
+        made = []
+        for name in names:
+            native.select_isa(name)
+            assert native.isa() == name
+            made.append(everything(codec.bare, n, dtype))
+        for name, other in zip(names, made, strict=True):
+            assert all(map(torch.equal, other, made[0])), f"{codec}: {name} differs from {names[0]} at {n} x {dtype}"
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("codec", tiered(every(), is_fast), ids=str)
-def test_every_number_of_threads_makes_the_same_bytes(codec: Codec, restored: None) -> None:
-    made = []
-    with all_cores():  # threads that never run at once would show no race
-        for threads in (1, 3):
-            native.set_threads(threads)
-            made.append(everything(codec.bare, 100_001, torch.float32))
-    assert all(map(torch.equal, *made))
+@pytest.mark.parametrize("name, fast", GROUPS)
+def test_every_number_of_threads_makes_the_same_bytes(name: str, fast: bool, restored: None) -> None:
+    for codec in by_name(fast)[name]:
+        made = []
+        with all_cores():  # threads that never run at once would show no race
+            for threads in (1, 3):
+                native.set_threads(threads)
+                made.append(everything(codec.bare, 100_001, torch.float32))
+        assert all(map(torch.equal, *made)), codec
 
 
 @pytest.mark.short

@@ -11,12 +11,13 @@ import torch
 from fusionlayer import codecs
 from fusionlayer.codecs._low_rank import _gram, orthonormal, product, random_factor, square_shape
 from fusionlayer.errors import ConfigError
+from tests.loops import looped
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
 
 
-@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4])
+@looped("condition", [1.0, 1e2, 1e4])
 def test_rows_become_orthonormal_and_span_the_same(condition: float) -> None:
     common = gradient(300, 1)
     factors = torch.stack([common + gradient(300, i + 2) / condition for i in range(4)])
@@ -48,7 +49,7 @@ def test_sums_of_products_are_exact() -> None:
         assert abs(Fraction(found[i][j]) - exact) <= abs(exact) * Fraction(1, 1 << 42)
 
 
-@pytest.mark.parametrize("length", [1000, 1024, 1025, 65_536])
+@looped("length", [1000, 1024, 1025, 65_536])
 def test_sums_of_the_largest_products_need_no_more_bits_than_there_are(length: int) -> None:
     """All near 1 and of one sign: with a bit more in each integer the sums would depend on their order."""
     rows = (1.0 - gradient(2 * length, 7).double().abs() / 64).view(1, 2, length)
@@ -73,7 +74,7 @@ def test_a_factor_has_the_same_bits_alone_among_others_and_with_more_threads() -
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 13), (3, 70000), (70000, 3)])
+@looped("shape", [(1, 1), (7, 13), (3, 70000), (70000, 3)])
 def test_products_add_their_terms_in_order(shape: tuple[int, int]) -> None:
     left, right = gradient(3 * shape[0], 5).view(3, -1), gradient(3 * shape[1], 6).view(3, -1)
     out = torch.empty(shape)
@@ -102,7 +103,7 @@ def test_a_message_alone_has_all_of_a_tensor_of_that_rank() -> None:
     assert codec.bare.wire(1600).capacity == 2 * 384, "two factors of 80 f32 each"
 
 
-@pytest.mark.parametrize(
+@looped(
     "options, message",
     [
         ({"rank": 0}, "rank=0; expected at least 1"),

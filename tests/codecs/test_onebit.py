@@ -11,6 +11,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import make_model, train, weights
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -39,7 +40,7 @@ def test_bits_for_each_element() -> None:
     assert sum(section.plane.nbytes for section in form.sections) * 8 / n == 1 + 32 / 1024
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@looped("world", [2, 4])
 def test_feedback_is_of_workers_and_of_the_owner_of_the_sum(world: int) -> None:
     """1-bit Adam's two errors: after steps of one gradient the mean result is that gradient's sum."""
     n, steps, codec = 2000, 60, codecs.get("onebit", group_size=256).bare
@@ -88,7 +89,7 @@ def test_training_after_a_warm_up_of_values_as_they_are() -> None:
     local.run(rank_main, 3)
 
 
-@pytest.mark.parametrize("options", [{"group_size": 100}, {"group_size": 8192}, {"warmup_steps": -1}])
+@looped("options", [{"group_size": 100}, {"group_size": 8192}, {"warmup_steps": -1}])
 def test_wrong_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="onebit codec: .*expected"):
         codecs.get("onebit", **options)

@@ -10,12 +10,13 @@ from fusionlayer import codecs
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.weights import both_ways
 from fusionlayer.seeds import derive_seed
+from tests.loops import looped
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@looped("bits", [4, 8])
 def test_no_value_is_off_by_more_than_half_a_step(bits: int) -> None:
     codec, x = codecs.get("qsdp", bits=bits).bare, gradient(5000, 1)
     for seed in range(50):
@@ -40,7 +41,7 @@ def test_every_place_between_two_points_of_the_grid_is_hit_in_proportion() -> No
     assert (mean - x).abs().max() < 5 * step / (12 * draws) ** 0.5
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@looped("bits", [4, 8])
 def test_gradients_go_up_or_down_at_random(bits: int) -> None:
     """From minimum to maximum, whose codes are the outermost; the mean is the value, each of its own draw."""
     codec = codecs.get("qsdp_gradients", bits=bits, group_size=32).bare
@@ -101,7 +102,7 @@ def test_bits_for_each_element() -> None:
         assert sum(section.plane.nbytes for section in form.sections) * 8 / n == bits + 64 / 1024
 
 
-@pytest.mark.parametrize("options", [{"bits": 5}, {"group_size": 1000}, {"rounding": "nearest"}])
+@looped("options", [{"bits": 5}, {"group_size": 1000}, {"rounding": "nearest"}])
 def test_wrong_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="qsdp codec: .*expected"):
         codecs.get("qsdp", **options)

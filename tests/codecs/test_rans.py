@@ -16,6 +16,7 @@ from fusionlayer.codecs.zip import Zip
 from fusionlayer.errors import WireError
 from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
 from tests.codecs.test_zip import NAMED, exponents, gaussian
+from tests.loops import looped
 from tests.synthetic import bit_patterns
 
 pytestmark = pytest.mark.short
@@ -96,7 +97,7 @@ def entropy(symbols: np.ndarray) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("dtype", DTYPES, ids=str)
 def test_bytes_are_those_of_the_description(dtype: torch.dtype) -> None:
     for n in (1, 1000, 5000, 40_001):
         x = torch.cat([gaussian(n, dtype, 0.02)[: n - n // 50], bit_patterns(dtype)[: n // 50 * 3 : 3]])
@@ -105,7 +106,7 @@ def test_bytes_are_those_of_the_description(dtype: torch.dtype) -> None:
         assert n < 5000 or int(payload[0]) == 1, "a Gaussian of this length gets shorter"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("dtype", DTYPES, ids=str)
 def test_messages_are_as_short_as_entropy_allows(dtype: torch.dtype) -> None:
     for sigma in (1.0, 0.02, 0.7):
         x = gaussian(1 << 20, dtype, sigma)
@@ -125,8 +126,8 @@ def test_exponents_of_a_gaussian_have_two_and_a_half_bits() -> None:
     assert bits_each(torch.zeros(1 << 20, dtype=BF16)) < 8.1, "one symbol takes no bits"
 
 
-@pytest.mark.parametrize("kind", NAMED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("kind", NAMED)
+@looped("dtype", DTYPES, ids=str)
 def test_no_data_loses_a_bit_or_gets_longer(kind: str, dtype: torch.dtype) -> None:
     for n in (513, 1024, 70_001):
         x = NAMED[kind](n).to(dtype)
@@ -135,8 +136,8 @@ def test_no_data_loses_a_bit_or_gets_longer(kind: str, dtype: torch.dtype) -> No
         assert CODEC.used_bytes(payload, n, dtype) <= n * dtype.itemsize + 16
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("threads", [1, 3])
+@looped("dtype", DTYPES, ids=str)
 def test_every_bit_pattern_among_others(dtype: torch.dtype, threads: int) -> None:
     x = torch.cat([gaussian(400_000, dtype), bit_patterns(dtype), gaussian(400_000, dtype)])
     native.set_threads(threads)

@@ -16,6 +16,7 @@ from fusionlayer import codecs, native
 from fusionlayer.codecs import Sparsifier, TensorState
 from fusionlayer.codecs._sparse import Choice, ThresholdSparsifier, _layout
 from fusionlayer.errors import ConfigError, WireError
+from tests.loops import looped
 from tests.synthetic import gradient
 from tests.tiers import tiered
 
@@ -133,7 +134,7 @@ def test_a_payload_of_another_size_is_refused() -> None:
         make("topk").encode_tensor(torch.zeros(10), torch.zeros(16, dtype=torch.uint8), fresh(10))
 
 
-@pytest.mark.parametrize("codec", [c for c in every() if isinstance(c, Sparsifier) and c.density == 1], ids=str)
+@looped("codec", [c for c in every() if isinstance(c, Sparsifier) and c.density == 1], ids=str)
 def test_density_one_sends_everything(codec: Sparsifier) -> None:
     for dtype in DTYPES:
         for n in (1, 300, 70_000):
@@ -169,7 +170,7 @@ def test_sent_plus_residual_is_what_was_given(
         assert 1 <= codec.pairs(payload, n) <= codec.capacity(n)
 
 
-@pytest.mark.parametrize("codec", SPARSIFIERS, ids=str)
+@looped("codec", SPARSIFIERS, ids=str)
 def test_everything_is_sent_in_the_end(codec: Sparsifier) -> None:
     """A rare small coordinate waits, but not for ever."""
     n = 1000
@@ -180,7 +181,7 @@ def test_everything_is_sent_in_the_end(codec: Sparsifier) -> None:
     assert total.count_nonzero() == n
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_without_a_residual_nothing_is_kept(name: str) -> None:
     x, state = gradient(5000, 5), TensorState()
     codec = make(name)
@@ -191,7 +192,7 @@ def test_without_a_residual_nothing_is_kept(name: str) -> None:
     assert torch.equal(payload, codec.compress(x))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_a_zero_gradient_sends_something_harmless(name: str) -> None:
     codec, state = make(name), fresh(4000)
     payload = send(codec, torch.zeros(4000), state)
@@ -203,7 +204,7 @@ GUARDED = {name: {"guarded": True} for name in ("gaussiank", "redsync")}
 """Their published rules send whatever a threshold lets through: see ``test_thresholds.py``."""
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "randomk"])
+@looped("name", [name for name in NAMES if name != "randomk"])
 def test_zeros_do_not_displace_anything(name: str) -> None:
     """Where fewer than k elements are not 0 exactly those are sent, and zeros never."""
     codec, n = make(name, **GUARDED.get(name, {})), 100_000
@@ -231,9 +232,9 @@ def _exponential(n: int, seed: int) -> Tensor:
     return -torch.rand(n, generator=torch.Generator().manual_seed(seed)).clamp_min(1e-12).log()
 
 
-@pytest.mark.parametrize("shape", [torch.randn, laplace, student, lambda n: torch.randn(n).round(), torch.ones])
-@pytest.mark.parametrize("density", [0.5, 0.01, 0.0005])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "randomk"])
+@looped("shape", [torch.randn, laplace, student, lambda n: torch.randn(n).round(), torch.ones])
+@looped("density", [0.5, 0.01, 0.0005])
+@looped("name", [name for name in NAMES if name != "randomk"])
 def test_the_message_is_nearly_full_and_nothing_is_cut_off(name: str, density: float, shape: Any) -> None:
     torch.manual_seed(9)
     n = 1 << 17
@@ -286,7 +287,7 @@ def test_randomk_sends_exactly_k_and_each_element_as_often() -> None:
 # ---- what is not finite ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_only_what_is_not_finite_goes_and_the_rest_is_kept(name: str) -> None:
     n = 70_000
     codec, state = make(name), TensorState(gradient(n, 30) * 0.1)
@@ -301,8 +302,8 @@ def test_only_what_is_not_finite_goes_and_the_rest_is_kept(name: str) -> None:
     assert after.isfinite().all() and state.residual.isfinite().all()
 
 
-@pytest.mark.parametrize("value", NOT_FINITE)
-@pytest.mark.parametrize("factor", [1.0, 1e3])
+@looped("value", NOT_FINITE)
+@looped("factor", [1.0, 1e3])
 def test_it_is_seen_although_a_stale_threshold_fills_the_message(value: float, factor: float) -> None:
     n = 20_000
     codec, state = make("topk", slack=1.5, reuse=10), fresh(n)
@@ -372,7 +373,7 @@ def test_a_state_goes_on_where_it_was_saved() -> None:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "name, option, value",
     [
         *(("topk", "density", value) for value in (0, -0.1, 1.5, "all", float("nan"), True)),

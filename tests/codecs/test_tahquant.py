@@ -12,6 +12,7 @@ from torch import Tensor
 from fusionlayer import codecs
 from fusionlayer.codecs.tahquant import TAHQuant
 from fusionlayer.errors import ConfigError
+from tests.loops import looped
 from tests.synthetic import gradient
 
 from .conformance import vnmse
@@ -110,9 +111,9 @@ def test_a_fifth_of_the_tokens_is_coarse() -> None:
     assert TAHQuant(coarse=1 / 3)._tokens(1024 * 3) == (3, 1) and TAHQuant(coarse=1 - 1e-12)._tokens(1024) == (1, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tile", [32, 64, 128])
-@pytest.mark.parametrize("bits", [4, 6])
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@looped("tile", [32, 64, 128])
+@looped("bits", [4, 6])
 def test_the_core_makes_the_bytes_of_the_oracle(bits: int, tile: int, dtype: torch.dtype) -> None:
     for channels, coarse in ((128, 0.2), (1024, 0.5), (384, 0.0)):
         codec = TAHQuant(bits, tile, channels, coarse if bits == 4 else 0.0, header=False)
@@ -136,7 +137,7 @@ def test_the_core_makes_the_bytes_of_the_oracle(bits: int, tile: int, dtype: tor
             assert torch.equal(codec.decompress(payload, numel), oracle.decompress(want, numel))
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 5, 10, 100])
+@looped("tokens", [1, 4, 5, 10, 100])
 def test_bits_of_an_element(tokens: int) -> None:
     codec, numel = TAHQuant(), tokens * 1024
     sections = codec.bare.wire(numel).sections
@@ -149,7 +150,7 @@ def test_bits_of_an_element(tokens: int) -> None:
     assert six[0].plane.nbytes == 0 and six[4].plane.nbytes == tokens * 768
 
 
-@pytest.mark.parametrize("bits", [4, 6])
+@looped("bits", [4, 6])
 def test_no_value_goes_further_astray_than_half_a_step(bits: int) -> None:
     codec = TAHQuant(bits=bits, channels=256, coarse=0.0)
     x = spread(20) + 3.0
@@ -224,7 +225,7 @@ def test_garbage_marks_choose_as_many_tokens() -> None:
     assert torch.equal(codes[37:64], codes[63:64].expand(27, -1))  # those of the last place, where 26 are fine
 
 
-@pytest.mark.parametrize(
+@looped(
     "options",
     [{"bits": 5}, {"tile": 16}, {"channels": 96}, {"channels": 0}, {"coarse": 1.0}, {"coarse": 0.1, "bits": 6}],
 )

@@ -14,6 +14,7 @@ from fusionlayer import codecs, native
 from fusionlayer.codecs.thc import THC
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -46,7 +47,7 @@ def test_levels_are_the_published_ones() -> None:
     assert torch.equal(levels, -levels.flip(0))
 
 
-@pytest.mark.parametrize("levels", ["normal", "uniform"])
+@looped("levels", ["normal", "uniform"])
 def test_values_become_neighbouring_levels_without_bias(levels: str) -> None:
     codec = TorchTHC(codec=THC(levels=levels))
     grid = codec.grid(HOST).double() * (65536 / 6 if levels == "normal" else 65536 / 2)
@@ -61,7 +62,7 @@ def test_values_become_neighbouring_levels_without_bias(levels: str) -> None:
     assert ((nearest - value).abs() - (grid[:, None] - value).abs().amin(0)).max() < 0.4  # of a unit
 
 
-@pytest.mark.parametrize("levels", ["normal", "uniform"])
+@looped("levels", ["normal", "uniform"])
 def test_of_all_random_bits_rounding_has_no_bias(levels: str) -> None:
     """The mean over the 65,536 numbers that an element may draw is the value, to a third of a unit."""
     codec = TorchTHC(codec=THC(levels=levels))
@@ -99,8 +100,8 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@looped("options", OPTIONS, ids=str)
 def test_the_core_makes_the_bytes_of_the_oracle(options: dict[str, Any], dtype: torch.dtype) -> None:
     codec = THC(**options).bare
     assert isinstance(codec, THC)
@@ -115,8 +116,8 @@ def test_the_core_makes_the_bytes_of_the_oracle(options: dict[str, Any], dtype: 
             assert torch.equal(each.decompress(payload, numel), oracle.decompress(want, numel))
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-@pytest.mark.parametrize("levels", ["normal", "uniform"])
+@looped("rounding", ["stochastic", "nearest"])
+@looped("levels", ["normal", "uniform"])
 def test_values_beside_the_place_where_they_are_rounded(levels: str, rounding: str) -> None:
     # A block with one value: its rotated values are equal, and within three bits of where one of them is rounded up.
     blocks, seed = 7 * 32 * 64, 5
@@ -138,8 +139,8 @@ def test_values_beside_the_place_where_they_are_rounded(levels: str, rounding: s
     assert torch.equal(payload, want)
 
 
-@pytest.mark.parametrize("levels", ["normal", "uniform"])
-@pytest.mark.parametrize("numel", [1, 33, 1000, 1025, 5000])
+@looped("levels", ["normal", "uniform"])
+@looped("numel", [1, 33, 1000, 1025, 5000])
 def test_the_sum_of_codes_is_the_code_of_the_sum(levels: str, numel: int) -> None:
     tensors = [gradient(numel, rank) for rank in range(8)]
     codec = agreed(max(tensors, key=lambda x: float(x.square().sum())), levels=levels)
@@ -182,7 +183,7 @@ def test_the_largest_sum_comes_back() -> None:
         assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_root_mean_squares_are_those_of_the_oracle(dtype: torch.dtype) -> None:
     """Of sections, the last one short: of usual values, of all scales, of nothing, and with what is not finite."""
     x, residual = gradient(14 * 1024 + 333, 5, dtype), gradient(14 * 1024 + 333, 6)
@@ -249,7 +250,7 @@ def test_normal_levels_lose_less_than_uniform_ones() -> None:
     assert normal < uniform
 
 
-@pytest.mark.parametrize(
+@looped(
     "options",
     [{"levels": "log"}, {"rounding": "up"}, {"block_size": 48}, {"block_size": 8192}, {"clip": 1.0}, {"clip": "2"}],
 )

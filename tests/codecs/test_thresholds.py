@@ -16,6 +16,7 @@ from fusionlayer.codecs import TensorState
 from fusionlayer.codecs._sparse import ThresholdSparsifier
 from fusionlayer.codecs._sparse import bits_of as bits_in_the_package
 from fusionlayer.codecs.sidco import gamma_tail
+from tests.loops import looped
 from tests.synthetic import awkward
 
 from . import sparse_oracle, threshold_oracle
@@ -63,10 +64,8 @@ def sent(name: str, shape: str, seed: int = 0, **options: object) -> tuple[float
 NAMES = ["topk", "dgc", "gaussiank", "redsync", "redsync_trim", "sidco"]
 
 
-@pytest.mark.parametrize("reuse", [1, 3])
-@pytest.mark.parametrize(
-    "name", [*NAMES, "gaussiank guarded", "redsync guarded", "sidco generalized_pareto", "sidco gamma"]
-)
+@looped("reuse", [1, 3])
+@looped("name", [*NAMES, "gaussiank guarded", "redsync guarded", "sidco generalized_pareto", "sidco gamma"])
 def test_the_core_chooses_what_the_formulas_say(name: str, reuse: int) -> None:
     """Step after step, of values of all kinds: thresholds, ties, ages and stages."""
     name, _, option = name.partition(" ")
@@ -142,8 +141,8 @@ def test_redsync_estimates() -> None:
     assert all(sent("redsync_trim", shape)[1] >= 1 for shape in ("normal", "laplace", "student"))
 
 
-@pytest.mark.parametrize("shape", ["normal", "laplace", "student"])
-@pytest.mark.parametrize("name", ["gaussiank", "redsync", "redsync_trim"])
+@looped("shape", ["normal", "laplace", "student"])
+@looped("name", ["gaussiank", "redsync", "redsync_trim"])
 def test_messages_hold_what_the_published_rule_gives(name: str, shape: str) -> None:
     """The rails that replace it by nearly the k largest are an option. Trimming ends with the k largest itself."""
     x = values(shape)
@@ -160,7 +159,7 @@ def test_messages_hold_what_the_published_rule_gives(name: str, shape: str) -> N
 # ---- dgc ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["normal", "laplace", "student"])
+@looped("shape", ["normal", "laplace", "student"])
 def test_dgc_comes_close_whatever_the_distribution(shape: str) -> None:
     draws = [sent("dgc", shape, seed=seed) for seed in range(20)]
     assert all(0.75 <= refined <= 1.25 for _, refined in draws[:1])
@@ -183,7 +182,7 @@ def test_tails() -> None:
     assert gamma_tail(1.0, 0.0, 0.01) == pytest.approx(1.0, rel=0.01), "all values are the same"
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+@looped("stages", [1, 2, 3, 7])
 def test_stages_multiply_to_the_ratio(stages: int) -> None:
     ratios = stage_ratios(0.01, stages)
     assert math.prod(ratios) == pytest.approx(0.01) and len(ratios) == stages
@@ -191,7 +190,7 @@ def test_stages_multiply_to_the_ratio(stages: int) -> None:
     assert stage_ratios(0.3, stages) == [0.3]
 
 
-@pytest.mark.parametrize(
+@looped(
     "shape, distribution, expected",
     [
         ("laplace", "exponential", (1.0, 1.0, 1.0)),

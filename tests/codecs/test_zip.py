@@ -15,6 +15,7 @@ from fusionlayer.codecs.zip import Zip, window_base
 from fusionlayer.errors import ConfigError, WireError
 from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
 from tests.codecs.test_isa import available
+from tests.loops import looped
 from tests.synthetic import bit_patterns, noise
 
 pytestmark = pytest.mark.short
@@ -89,8 +90,8 @@ def by_the_book(payload: Tensor, n: int, dtype: torch.dtype) -> np.ndarray:
     return np.concatenate(words)
 
 
-@pytest.mark.parametrize("exponent_choice", ["auto", "window", "table"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("exponent_choice", ["auto", "window", "table"])
+@looped("dtype", DTYPES, ids=str)
 def test_bytes_are_those_of_the_description(dtype: torch.dtype, exponent_choice: str) -> None:
     codec = Zip(exponents=exponent_choice, header=False)  # type: ignore[arg-type]
     for n in (1, 65, 1000, 1024, 5000, 65536, 70_001, 140_000):
@@ -130,7 +131,7 @@ def test_coverage_of_a_gaussian() -> None:
     assert np.abs(shares - [29.9, 57.2, 75.7, 85.5, 90.4, 95.0, 97.5]).max() < 0.15
 
 
-@pytest.mark.parametrize("exponent_choice", ["auto", "window", "table"])
+@looped("exponent_choice", ["auto", "window", "table"])
 def test_bits_of_a_gaussian_are_those_of_theory(exponent_choice: str) -> None:
     codec = Zip(exponents=exponent_choice)  # type: ignore[arg-type]
     for sigma in (*SIGMAS, 0.1, 40.0):
@@ -176,8 +177,8 @@ NAMED: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", NAMED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("kind", NAMED)
+@looped("dtype", DTYPES, ids=str)
 def test_no_data_loses_a_bit_or_gets_longer(kind: str, dtype: torch.dtype) -> None:
     for n in (513, 1024, 70_001, 200_000):
         x = NAMED[kind](n).to(dtype)
@@ -187,8 +188,8 @@ def test_no_data_loses_a_bit_or_gets_longer(kind: str, dtype: torch.dtype) -> No
             assert codec.bare.used_bytes(payload, n, dtype) <= n * dtype.itemsize + 16
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("threads", [1, 3])
+@looped("dtype", DTYPES, ids=str)
 def test_every_bit_pattern_among_others(dtype: torch.dtype, threads: int) -> None:
     """Patterns that are escapes for the most part, in a message that is coded because of the rest."""
     x = torch.cat([gaussian(400_000, dtype), bit_patterns(dtype), gaussian(400_000, dtype)])
@@ -201,7 +202,7 @@ def test_every_bit_pattern_among_others(dtype: torch.dtype, threads: int) -> Non
         native.set_threads(max(1, min(torch.get_num_threads(), 8)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("dtype", DTYPES, ids=str)
 def test_bytes_depend_neither_on_instruction_set_nor_on_threads(dtype: torch.dtype) -> None:
     x = torch.cat([gaussian(100_000, dtype), bit_patterns(dtype)[:999], gaussian(200_000, dtype, 1e-3).relu()])
     made: list[Tensor] = []

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks import hops
 from fusionlayer import codecs, collectives
@@ -15,6 +14,7 @@ from fusionlayer.collectives import MessageSpan
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, every, is_kind
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 from tests.tiers import exhaustive, tiered
@@ -43,13 +43,13 @@ def rest(codec: Codec) -> list[tuple[Worlds, Types]]:
     return [((4, 8), DTYPES[:1]), ((3,), DTYPES[1:])]
 
 
-@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
+@looped("name, codec", pairs(DEFAULTS), ids=str)
 def test_every_collective_with_every_codec(name: str, codec: Codec, device: torch.device) -> None:
     conforms(name, codec, fast(codec), device)
 
 
 @exhaustive(guarded_by="tests/collectives/test_conformance.py::test_every_collective_with_every_codec")
-@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
+@looped("name, codec", pairs(DEFAULTS), ids=str)
 def test_in_other_worlds_and_types(name: str, codec: Codec, device: torch.device) -> None:
     conforms(name, codec, rest(codec), device)
 
@@ -71,7 +71,7 @@ def variants_by_name() -> dict[str, list[Codec]]:
     return found
 
 
-@pytest.mark.parametrize("variants", variants_by_name())
+@looped("variants", variants_by_name())
 def test_options_are_carried(variants: str, device: torch.device) -> None:
     """What an option changes is in the codec's own tests; each variant takes another collective."""
     for number, variant in enumerate(variants_by_name()[variants]):
@@ -81,7 +81,7 @@ def test_options_are_carried(variants: str, device: torch.device) -> None:
 
 
 @exhaustive(guarded_by="tests/collectives/test_conformance.py::test_options_are_carried")
-@pytest.mark.parametrize("variants", variants_by_name())
+@looped("variants", variants_by_name())
 def test_options_are_carried_by_every_collective(variants: str, device: torch.device) -> None:
     for name, codec in pairs(variants_by_name()[variants]):
         conforms_once(name, codec, device)
@@ -105,7 +105,7 @@ def test_many_ranks(name: str, codec: Codec, device: torch.device) -> None:
     over_threads(64, lambda transport: conform(transport, name, codec, device, [1000], [torch.float32]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_without_loss_the_sum_is_the_one_in_rank_order(dtype: torch.dtype) -> None:
     inputs = [given(rank, 0, 1000, dtype) for rank in range(5)]
     total = torch.zeros(1000)
@@ -122,7 +122,7 @@ def test_without_loss_the_sum_is_the_one_in_rank_order(dtype: torch.dtype) -> No
     over_threads(5, body)
 
 
-@pytest.mark.parametrize("world", (1, 2, 3, 4))
+@looped("world", (1, 2, 3, 4))
 def test_a_pair_is_refused_before_training_if_and_only_if_its_first_sum_would_fail(world: int) -> None:
     def fails(name: str, codec: Codec, transport: Transport) -> bool:
         x = torch.ones(300)
@@ -154,7 +154,7 @@ def test_a_pair_is_refused_before_training_if_and_only_if_its_first_sum_would_fa
     assert any(early) and not all(early)
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@looped("size", WORLDS)
 def test_refused_pairs_are_never_chosen(size: int) -> None:
     for codec in defaults():
         assert takes(collectives.choose(codec, size), codec)
@@ -229,7 +229,7 @@ def test_unbiased_codecs_stay_unbiased(name: str, codec: Codec) -> None:
 
 
 @exhaustive(guarded_by="tests/collectives/test_conformance.py::test_unbiased_codecs_stay_unbiased")
-@pytest.mark.parametrize("variants", variants_by_name())
+@looped("variants", variants_by_name())
 def test_unbiased_variants_stay_unbiased(variants: str) -> None:
     for name, codec in pairs(variants_by_name()[variants]):
         if is_noisy(name, codec) and name in ("one_shot", "two_shot"):
@@ -270,7 +270,7 @@ def test_ranks_draw_noise_of_their_own() -> None:
             assert all(6 * single < error < 10 * single for error in errors), (codec, single, errors)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@looped("world", WORLDS)
 def test_bytes_sent_are_as_documented(world: int) -> None:
     codec, n = codecs.get("int4").bare, 5000
     chunk = -(-n // (world * codec.block)) * codec.block

@@ -20,6 +20,7 @@ from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
 from tests.integrations.training import make_model, reference, train, weights
+from tests.loops import looped
 from tests.ranks import over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks
@@ -30,8 +31,8 @@ WAYS = {"ring": ring.schedule, "butterfly": butterfly.schedule}
 WORLDS = range(1, 10)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", WAYS)
+@looped("world", WORLDS)
+@looped("name", WAYS)
 def test_every_partial_sum_is_encoded_once_in_the_order_that_was_agreed_on(name: str, world: int) -> None:
     """Made again message by message, with each rank's codec and the plain verbs."""
     numel = 30 * 256 + 77
@@ -76,8 +77,8 @@ def test_every_partial_sum_is_encoded_once_in_the_order_that_was_agreed_on(name:
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("name", WAYS)
+@looped("world", [1, 2, 3, 5, 8])
+@looped("name", WAYS)
 def test_bytes_sent_follow_from_the_number_of_elements(name: str, world: int) -> None:
     numel = 50 * 256
     way = WAYS[name](0, world)
@@ -100,8 +101,8 @@ def test_bytes_sent_follow_from_the_number_of_elements(name: str, world: int) ->
         assert all(abs(a - b) <= 64 for a, b in zip(sent, expected, strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("name", WAYS)
+@looped("world", [1, 3, 4])
+@looped("name", WAYS)
 def test_pieces_and_feedback_lose_nothing(name: str, world: int) -> None:
     numel = 10_000
     reduce = {"ring": ring.ring, "butterfly": butterfly.butterfly}[name]
@@ -150,7 +151,7 @@ def test_it_is_worse_than_mx_where_energy_is_even() -> None:
     assert hops.error("ring", codecs.get("dynamiq"), even) > 3 * hops.error("ring", codecs.get("mxfp8"), even)
 
 
-@pytest.mark.parametrize("algorithm", WAYS)
+@looped("algorithm", WAYS)
 def test_the_mean_of_many_sums_is_the_sum(algorithm: str) -> None:
     """Exactly so where ranks round independently.
 
@@ -183,8 +184,8 @@ def mean_error(algorithm: str, *, correlated: bool, world: int = 4, draws: int =
 # ---- its first phase alone ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("codec", ["dynamiq", "int8", "mxfp8", "raw"])
+@looped("world", [1, 2, 3, 5])
+@looped("codec", ["dynamiq", "int8", "mxfp8", "raw"])
 def test_the_first_phase_leaves_each_rank_its_row(codec: str, world: int) -> None:
     numel = 1000
     rows = [given(rank, 5, world * numel, torch.float32).view(world, numel) + 0.25 for rank in range(world)]
@@ -222,7 +223,7 @@ def test_reduce_scatter_takes_the_ring() -> None:
 # ---- in training ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", WAYS)
+@looped("algorithm", WAYS)
 def test_an_optimizer_takes_it_by_name(algorithm: str) -> None:
     def body(transport: Transport) -> Tensor:
         model = make_model()
@@ -255,8 +256,8 @@ def test_a_tensor_takes_it_by_name() -> None:
 # ---- who is lost ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exchange", [0, 2])
-@pytest.mark.parametrize("name", WAYS)
+@looped("exchange", [0, 2])
+@looped("name", WAYS)
 def test_a_rank_that_is_lost_on_the_way_is_named_on_all_others(name: str, exchange: int) -> None:
     def body(transport: Transport) -> None:
         calls, real = [0], transport.exchange

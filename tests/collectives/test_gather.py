@@ -10,12 +10,13 @@ from fusionlayer.collectives._base import MessageSpan
 from fusionlayer.collectives.gather import gather_v
 from fusionlayer.errors import WireError
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
 
 
-@pytest.mark.parametrize("announced", [-1, 101, 1 << 62])
+@looped("announced", [-1, 101, 1 << 62])
 def test_a_size_that_no_message_has_is_refused_by_name(announced: int) -> None:
     def body(transport: Transport) -> None:
         all_gather = transport.all_gather

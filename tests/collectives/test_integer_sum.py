@@ -10,6 +10,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.codecs.thc import THC
 from fusionlayer.errors import ConfigError, WireError
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.short
 integer_sum = collectives.get("integer_sum")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8, 9, 20])
+@looped("world", [1, 2, 3, 8, 9, 20])
 def test_it_conforms_at_every_width(world: int) -> None:
     lengths = (0, 1, 1000, 2049) if world < 9 else (1000,)
     over_threads(world, lambda transport: conform(transport, "integer_sum", THC().bare, torch.device("cpu"), lengths))
 
 
-@pytest.mark.parametrize("world", [2, 4, 9])
+@looped("world", [2, 4, 9])
 def test_it_is_the_sum_of_what_ranks_sent(world: int) -> None:
     """A residual is what its rank's own message lost, and the results are the sum of the rest: no second rounding."""
     numel = 5000
@@ -58,7 +59,7 @@ def test_ranks_round_with_numbers_of_their_own() -> None:
         assert 6 * single < error < 10 * single
 
 
-@pytest.mark.parametrize("world, bits", [(2, 8), (8, 8), (9, 12)])
+@looped("world, bits", [(2, 8), (8, 8), (9, 12)])
 def test_bytes_sent(world: int, bits: int) -> None:
     codec, n = THC().bare, 1 << 16
     chunk = -(-n // (world * 1024)) * 1024

@@ -17,6 +17,7 @@ from fusionlayer.codecs.powersgd import PowerSGD
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.collectives.conformance import same_everywhere
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -81,8 +82,8 @@ def in_the_papers_words(world: int, steps: int, rank: int, rate: float = 2.0) ->
     return results
 
 
-@pytest.mark.parametrize("factors", ["f32", "bf16"])
-@pytest.mark.parametrize("world, rank", [(1, 1), (2, 2), (3, 3), (4, 4), (3, 8)])
+@looped("factors", ["f32", "bf16"])
+@looped("world, rank", [(1, 1), (2, 2), (3, 3), (4, 4), (3, 8)])
 def test_it_is_the_papers_algorithm(world: int, rank: int, factors: str) -> None:
     steps = 4
     expected = in_the_papers_words(world, steps, rank)
@@ -156,7 +157,7 @@ def test_directions_that_were_not_there_are_found_when_they_come() -> None:
     over_threads(2, body)
 
 
-@pytest.mark.parametrize("name", ["matrix", "vector"])
+@looped("name", ["matrix", "vector"])
 def test_an_overflow_is_seen_once_and_spoils_nothing(name: str) -> None:
     def body(transport: Transport) -> None:
         parts = parts_of()
@@ -237,7 +238,7 @@ def test_parts_are_no_options() -> None:
     assert "parts" not in with_parts.options
 
 
-@pytest.mark.parametrize("options", [{"codec": "int8"}, {"codec": "topk"}], ids=str)
+@looped("options", [{"codec": "int8"}, {"codec": "topk"}], ids=str)
 def test_other_codecs_are_refused(options: dict[str, Any]) -> None:
     def body(transport: Transport) -> None:
         with pytest.raises(ConfigError, match="sums the factors of matrices and cannot use"):

@@ -18,6 +18,7 @@ from fusionlayer.errors import TransportError, WireError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.tiers import tiered
 
@@ -38,7 +39,7 @@ STOCHASTIC = codecs.get("int", bits=4, rounding="stochastic").bare
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_schedules_sum_every_chunk_of_every_rank_once(name: str) -> None:
     for size in (*range(1, 18), 31, 64):
         sums_every_chunk_of_every_rank_once(name, size)
@@ -72,9 +73,9 @@ def sums_every_chunk_of_every_rank_once(name: str, size: int) -> None:
     assert all(chunks_here == set(range(chunks)) for chunks_here in known)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_no_rank_encodes_a_chunk_twice_or_adds_to_what_it_has_sent(name: str) -> None:
-    for size, rank in ((size, rank) for size in (*range(1, 18), 64) for rank in range(size)):
+    for size, rank in [(n, rank) for n in (*range(1, 18), 64) for rank in range(n)]:
         gone: set[int] = set()
         for hop in SCHEDULES[name](rank, size).reduce:
             assert not gone & set(hop.sends)
@@ -137,7 +138,7 @@ def test_more_worlds(name: str, codec: Codec, worlds: Worlds) -> None:
         over_threads(world, lambda transport: conform(transport, name, codec, torch.device("cpu"), lengths, DTYPES[:2]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_where_the_order_does_not_matter_a_lossless_sum_is_the_dense_one(name: str) -> None:
     def body(transport: Transport) -> None:
         for dtype in DTYPES:
@@ -182,7 +183,7 @@ def expected_sum(way: Callable[[int, int], HopSchedule], codec: Codec, inputs: l
     return out
 
 
-@pytest.mark.parametrize(
+@looped(
     "name, codec, worlds",
     cases([*IN_PLACE, STOCHASTIC], [WORLDS], [(2, 3, 9)], lambda codec: is_kind(codec) or codec == STOCHASTIC),
     ids=str,
@@ -207,7 +208,7 @@ def encodes_every_partial_sum_once(name: str, codec: Codec, world: int) -> None:
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_bytes_sent_are_as_documented(name: str) -> None:
     for world in WORLDS:
         sends_bytes_as_documented(name, world)
@@ -249,8 +250,8 @@ def in_pieces(transport: Transport, name: str, codec: Codec, numel: int, piece: 
     assert codec.lossless or residual.count_nonzero() > numel // 4
 
 
-@pytest.mark.parametrize("codec", [codecs.get(name).bare for name in ("raw", "int8", "int4", "fp8")], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@looped("codec", [codecs.get(name).bare for name in ("raw", "int8", "int4", "fp8")], ids=str)
+@looped("name", NAMES)
 def test_pieces_lose_nothing(name: str, codec: Codec) -> None:
     def body(transport: Transport) -> None:
         for piece in (700, 3000, 8000):
@@ -280,8 +281,8 @@ _real_cut = _hops.cut
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 5])
-@pytest.mark.parametrize("name", NAMES)
+@looped("world", [2, 5])
+@looped("name", NAMES)
 def test_messages_with_headers_carry_the_same(name: str, world: int) -> None:
     def body(transport: Transport) -> None:
         results = []
@@ -294,8 +295,8 @@ def test_messages_with_headers_carry_the_same(name: str, world: int) -> None:
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("hop", [0, 2])
-@pytest.mark.parametrize("name", NAMES)
+@looped("hop", [0, 2])
+@looped("name", NAMES)
 def test_a_damaged_message_is_noticed(name: str, hop: int) -> None:
     def body(transport: Transport) -> None:
         exchange, calls = transport.exchange, [0]
@@ -316,7 +317,7 @@ def test_a_damaged_message_is_noticed(name: str, hop: int) -> None:
     over_threads(4, body)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_ranks_that_differ_are_named(name: str) -> None:
     def body(transport: Transport) -> None:
         with pytest.raises(TransportError) as raised:

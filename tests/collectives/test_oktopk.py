@@ -17,6 +17,7 @@ from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
 from tests.codecs.toy_sparse import toy_sparse
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
@@ -82,8 +83,8 @@ def check(transport: Transport, numel: int, dtype: torch.dtype, feedback: bool) 
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("feedback", [False, True])
+@looped("dtype", DTYPES)
 @pytest.mark.parametrize("world", tiered([1, 2, 3, 4, 8], lambda world: world in (2, 3)))
 def test_sums_and_residuals_are_exact(world: int, dtype: torch.dtype, feedback: bool) -> None:
     def body(transport: Transport) -> None:
@@ -94,14 +95,14 @@ def test_sums_and_residuals_are_exact(world: int, dtype: torch.dtype, feedback: 
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("world", WORLDS)
+@looped("world", WORLDS)
 def test_it_conforms(world: int) -> None:
     codec = codecs.get("toysparse").bare
     over_threads(world, lambda t: conform(t, "oktopk", codec, torch.device("cpu"), LENGTHS))
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("world", [2, 5])
+@looped("world", [2, 5])
 def test_values_that_are_not_finite_reach_all_and_are_not_kept(world: int) -> None:
     def body(transport: Transport) -> None:
         x = given(transport.rank, 0, 500)
@@ -132,7 +133,7 @@ def test_no_value_that_is_not_finite_is_crowded_out_by_others() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@looped("world", [1, 2, 3, 8])
 def test_regions_are_a_partition_and_follow_the_selections(world: int) -> None:
     def body(transport: Transport) -> None:
         numel = 10_000
@@ -153,7 +154,7 @@ def test_regions_are_a_partition_and_follow_the_selections(world: int) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("world", [1, 3])
+@looped("world", [1, 3])
 def test_the_threshold_is_exact(world: int) -> None:
     def body(transport: Transport) -> None:
         every = [gradient(300 * rank, rank).view(torch.int32) & 0x7FFFFFFF for rank in range(world)]
@@ -167,7 +168,7 @@ def test_the_threshold_is_exact(world: int) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("world", [2, 4, 8])
+@looped("world", [2, 4, 8])
 def test_volume_does_not_grow_with_the_ranks(world: int) -> None:
     """2 (size - 1) / size * 8k bytes of pairs, and what is needed to agree."""
     numel, k = 1 << 17, 1 << 13

@@ -9,6 +9,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.codecs.omnireduce import OmniReduce, Share
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -23,7 +24,7 @@ def test_the_share_follows_the_union_with_momentum() -> None:
     assert share.select(1, 4) == 1
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@looped("world", [1, 2, 3, 5])
 def test_blocks_that_any_rank_selects_are_summed(world: int) -> None:
     numel = 20 * 32 + 7
 

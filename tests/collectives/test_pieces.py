@@ -19,6 +19,7 @@ from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.errors import TransportError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -40,8 +41,8 @@ def test_pieces_cover_everything_once() -> None:
     assert cut(0, 5, 4) == cut(0, None, 4) == [slice(0, 0)]
 
 
-@pytest.mark.parametrize("reduce", [one_shot, two_shot])
-@pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
+@looped("reduce", [one_shot, two_shot])
+@looped("codec", BLOCKWISE, ids=str)
 def test_pieces_do_not_change_a_sum(codec: Codec, reduce: Callable[..., None]) -> None:
     def body(transport: Transport) -> None:
         for numel in LENGTHS:
@@ -60,7 +61,7 @@ def test_pieces_do_not_change_a_sum(codec: Codec, reduce: Callable[..., None]) -
         over_threads(world, body)
 
 
-@pytest.mark.parametrize("reduce", [one_shot, two_shot])
+@looped("reduce", [one_shot, two_shot])
 def test_nothing_is_lost_between_pieces(reduce: Callable[..., None]) -> None:
     codec, numel = codecs.get("int4").bare, 3000
 
@@ -75,7 +76,7 @@ def test_nothing_is_lost_between_pieces(reduce: Callable[..., None]) -> None:
     over_threads(3, body)
 
 
-@pytest.mark.parametrize("codec", [codec.bare for codec in defaults()], ids=str)
+@looped("codec", [codec.bare for codec in defaults()], ids=str)
 def test_the_halves(codec: Codec) -> None:
     for world, piece in product(WORLDS, (None, 300)):
         the_halves_are_close(world, codec, piece)
@@ -112,7 +113,7 @@ def the_halves_are_close(world: int, codec: Codec, piece: int | None) -> None:
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("codec", BLOCKWISE, ids=str)
+@looped("codec", BLOCKWISE, ids=str)
 def test_the_halves_make_a_sum(codec: Codec) -> None:
     """A reduce-scatter and an all-gather are the all-reduce, if pieces are whole blocks.
 
@@ -131,7 +132,7 @@ def test_the_halves_make_a_sum(codec: Codec) -> None:
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("codec", [codecs.get("int8").bare, codecs.get("bf16").bare], ids=str)
+@looped("codec", [codecs.get("int8").bare, codecs.get("bf16").bare], ids=str)
 def test_what_is_not_finite_reaches_all(codec: Codec) -> None:
     def body(transport: Transport) -> None:
         x = gradient(2000, transport.rank)
@@ -196,8 +197,8 @@ def test_a_piece_that_fails_releases_the_other_ranks() -> None:
     over_threads(2, body, timeout=20)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("reduce", [one_shot, two_shot])
+@looped("world", [1, 2])
+@looped("reduce", [one_shot, two_shot])
 def test_pieces_draw_noise_of_their_own(reduce: Callable[..., None], world: int) -> None:
     """Equal halves, each a piece, are rounded differently: numbers of a seed are counted through all pieces.
 

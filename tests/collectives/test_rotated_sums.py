@@ -10,6 +10,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec, TransformCodec
 from fusionlayer.collectives._base import split_evenly
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -43,7 +44,7 @@ def by_hand(codec: Codec, sums: Codec, run: int) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("codec", ROTATED, ids=str)
+@looped("codec", ROTATED, ids=str)
 def test_two_shot_sums_rotated_values(codec: Codec) -> None:
     assert isinstance(codec, TransformCodec)
     rotated, back = by_hand(codec, codec.untransformed, codec.transform_run), by_hand(codec, codec, 1)

@@ -26,6 +26,7 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport, local
 from tests.codecs.conformance import same_bits
 from tests.fake_device import FakeDevice
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -52,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+@looped("late", [False, True], ids=["in time", "late"])
 def test_on_a_device_the_host_reads_what_the_device_has_done_before(late: bool) -> None:
     """In the next call of this size; only where the device lags further behind the host waits for it."""
 
@@ -297,7 +298,7 @@ def everything(switcher: Switcher, transport: Transport) -> None:
     assert float((x - exact).abs().max()) < 1e-5 and same_everywhere(transport, x)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@looped("world", [1, 2, 3, 8])
 def test_bits_do_not_depend_on_the_choice(world: int) -> None:
     def body(transport: Transport) -> str:
         switcher = Switcher(transport)

@@ -17,6 +17,7 @@ from fusionlayer.errors import ConfigError, WireError
 from fusionlayer.transport import Transport, local
 from fusionlayer.transport._sum import sum_in_rank_order
 from tests.codecs.conformance import as_bits, same_bits
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import bit_patterns, gradient
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.short
 
 RAW, ZIP = codecs.get("raw").bare, codecs.get("zip")
 ZIPPED = [codec for name in codecs.names() if (codec := codecs.get(name)).zips]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_codec_and_world = pytest.mark.parametrize(
+each_dtype = looped("dtype", DTYPES)
+each_codec_and_world = looped(
     "codec, world",
     [*((ZIP.bare, world) for world in WORLDS), *((codec, 3) for codec in (*ZIPPED, codecs.get("rans").bare))],
     ids=str,
@@ -141,7 +142,7 @@ def test_a_nan_reaches_all_as_the_canonical_one() -> None:
     over_threads(3, body)
 
 
-@pytest.mark.parametrize("codec", ZIPPED, ids=str)
+@looped("codec", ZIPPED, ids=str)
 def test_halves_and_functions_give_the_bits_of_raw(codec: Codec) -> None:
     world = 3
 
@@ -237,7 +238,7 @@ def test_the_static_part_does_not_wait_for_a_late_rank() -> None:
     assert all(static < n < static + 400 for n in order[1][1][1:])
 
 
-@pytest.mark.parametrize("design", [1, 2])
+@looped("design", [1, 2])
 def test_damage_is_noticed(design: int) -> None:
     def body(transport: Transport) -> None:
         exchange = transport.exchange

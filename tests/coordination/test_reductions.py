@@ -9,6 +9,7 @@ from torch import Tensor
 from fusionlayer.collectives import Scaling
 from fusionlayer.coordination.reductions import combine, neutral, reduce_as
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -31,8 +32,8 @@ def oracle(op: str, parts: list[Tensor]) -> Tensor:
     return OPS[op](torch.stack(parts).to(torch.float64)).to(parts[0].dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@looped("dtype", DTYPES, ids=str)
+@looped("op", OPS)
 def test_who_adds_nothing_changes_nothing(op: str, dtype: torch.dtype) -> None:
     parts = [values(rank, dtype) for rank in range(3)]
     total = combine(parts, op)
@@ -41,7 +42,7 @@ def test_who_adds_nothing_changes_nothing(op: str, dtype: torch.dtype) -> None:
     assert torch.equal(combine([nothing, *parts, nothing], op), total)
 
 
-@pytest.mark.parametrize("op", OPS)
+@looped("op", OPS)
 def test_scales_before_and_after(op: str) -> None:
     before, after = 0.5, 8.0
 

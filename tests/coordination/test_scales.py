@@ -15,6 +15,7 @@ from fusionlayer.coordination.matching import Matcher
 from fusionlayer.coordination.operation import Operation
 from fusionlayer.coordination.requests import Request, Response, Signature
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -68,7 +69,7 @@ def scales_of(operation: Operation) -> tuple[object, ...]:
     return operation.signature.op, operation.signature.prescale, operation.signature.postscale
 
 
-@pytest.mark.parametrize("travels", [False, True], ids=["messages", "with the requests"])
+@looped("travels", [False, True], ids=["messages", "with the requests"])
 def test_operations_of_several_scales_are_pending_at_once(travels: bool) -> None:
     every = [operations(rank) for rank in range(WORLD)]
     assert all(fits(o.signature, o.tensors, WORLD) for o in every[0])
@@ -96,7 +97,7 @@ def test_operations_of_several_scales_are_pending_at_once(travels: bool) -> None
     assert len(told) == kinds, "operations of equal scales were not fused"
 
 
-@pytest.mark.parametrize("field, value", [("prescale", 0.25), ("postscale", 0.25), ("op", "Min")])
+@looped("field, value", [("prescale", 0.25), ("postscale", 0.25), ("op", "Min")])
 def test_ranks_that_scale_otherwise_are_told_so(field: str, value: object) -> None:
     """Of the operations that are pending only the one that differs fails."""
     every = [operations(rank) for rank in range(WORLD)]

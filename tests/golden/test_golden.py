@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.loops import looped
+
 from .regenerate import FILES, FOLDER, text
 
 pytestmark = pytest.mark.short
 
 
-@pytest.mark.parametrize("name", FILES)
+@looped("name", FILES)
 def test_bytes_are_what_they_were(name: str) -> None:
     stored, made = ((FOLDER / name).read_text().splitlines(), text(name).splitlines())
     changed = sorted(set(stored) ^ set(made))

@@ -16,6 +16,7 @@ from fusionlayer import codecs, context
 from fusionlayer.transport import local
 from tests.codecs.toy_sparse import toy_sparse
 from tests.integrations.training import fill, loss_of, make_model, reference, train, weights
+from tests.loops import looped
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -45,8 +46,8 @@ def equal_everywhere(x: Tensor) -> bool:
     return torch.equal(first, x)
 
 
-@pytest.mark.parametrize("algorithm", [None, "gather_v"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@looped("algorithm", [None, "gather_v"])
+@looped("world", [2, 3, 4])
 def test_at_density_one_training_is_that_of_one_process(world: int, algorithm: str | None) -> None:
     expected = reference(world, 3, lambda parameters: Adam(parameters, lr=0.01))
 
@@ -69,7 +70,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@looped("way", WAYS, ids=str)
 def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str, Any]) -> None:
     """At every step, in the warm-up of the codec and after it."""
     steps = 5
@@ -100,8 +101,8 @@ def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str
 SPARSIFIERS = [name for name in codecs.names() if codecs.get(name).ahead]
 
 
-@pytest.mark.parametrize("name", SPARSIFIERS)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@looped("name", SPARSIFIERS)
+@looped("way", WAYS, ids=str)
 def test_every_sparsifier_resumes_bit_by_bit(name: str, way: dict[str, Any]) -> None:
     def rank_main(rank: int) -> None:
         model, optimizer = make_pair(codec=name, density=0.1, **way)

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.integrations.training import CLASSES, fill, loss_of, make_model, train, weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -102,7 +103,7 @@ def test_training_is_that_of_one_process_whatever_is_frozen_unfrozen_and_added()
         assert torch.equal(result, alone(3))
 
 
-@pytest.mark.parametrize(
+@looped(
     "options",
     [
         {"codec": "int8", "planner": "wfbp"},
@@ -119,7 +120,7 @@ def test_bits_are_those_of_an_optimizer_that_is_wrapped_anew(options: dict[str, 
         assert torch.equal(result, expected[0])
 
 
-@pytest.mark.parametrize("options", [{"codec": "auto"}, {"autotune": True, "codec": "int8"}, {"groups": 2}], ids=str)
+@looped("options", [{"codec": "auto"}, {"autotune": True, "codec": "int8"}, {"groups": 2}], ids=str)
 def test_plan_controllers_and_groups_begin_anew(options: dict[str, Any]) -> None:
     results = local.run(lambda rank: grown(rank, **options), 2)
     assert torch.equal(*results)
@@ -355,7 +356,7 @@ def test_added_parameters_begin_with_rank_0s_values_and_ranks_add_the_same() -> 
     local.run(rank_main, 2)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@looped("world", [1, 2])
 def test_groups_that_cannot_be_added_leave_the_optimizer_as_it_was(world: int) -> None:
     def rank_main(rank: int) -> None:
         model, other = make_model(), make_model()

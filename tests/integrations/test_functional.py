@@ -13,6 +13,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.synthetic import gradient
 
 # Codec, options, and a bound of the relative error of two encodings one after the other.
@@ -197,8 +198,8 @@ CHECKS = [
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("world", [2, 3])
+@looped("check", CHECKS)
+@looped("world", [2, 3])
 def test_over_threads(check: Callable[[int, int], None], world: int) -> None:
     local.run(lambda rank: check(rank, world), world)
 

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, reference, weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -37,7 +38,7 @@ def scaled_training(rank: int, steps: int, *, clip: bool = False, inf_at: int | 
     return weights(model), scaler.get_scale(), residuals
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@looped("world", [2, 4])
 def test_step_alone(world: int) -> None:
     for result, scale, _ in local.run(lambda rank: scaled_training(rank, 3), world):
         torch.testing.assert_close(result, reference(world, 3, lambda p: SGD(p, lr=0.1)), rtol=1e-5, atol=1e-7)
@@ -62,8 +63,8 @@ def test_clipping_after_unscale() -> None:
         torch.testing.assert_close(result, average_clipped(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize(
+@looped("clip", [False, True])
+@looped(
     "options",
     [{"codec": "raw"}, {"codec": "fp16"}, {"codec": "int8", "error_feedback": True}],
     ids=lambda o: o["codec"],

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusionlayer.errors import WireError
 from fusionlayer.integrations import handover
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -74,7 +75,7 @@ def handed_over(
     return got, sent
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@looped("ranks_per_node", [2, 1])
 def test_a_state_arrives_with_all_its_bits(ranks_per_node: int) -> None:
     got, _ = handed_over(state_of(), {}, ranks_per_node)
     assert bits(got) == bits(state_of())
@@ -111,7 +112,7 @@ def test_another_tensor_with_the_same_checksum_is_sent() -> None:
     assert bits(over_threads(2, body)[1]) == bits(members)
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@looped("ranks_per_node", [2, 1])
 def test_what_was_damaged_on_its_way_is_refused(ranks_per_node: int) -> None:
     """A bit of any message, large or small, flips."""
     refused = 0

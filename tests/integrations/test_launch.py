@@ -28,6 +28,7 @@ from fusionlayer.launch import Place, find_place, make_store
 from fusionlayer.slurm import meeting_point
 from fusionlayer.transport import local
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.mpi import mpirun, needs_mpirun
 from tests.tiers import tiered
 from tests.transport.test_connecting import free_port
@@ -57,7 +58,7 @@ def environment(launcher: str, *values: object) -> dict[str, str]:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@looped("launcher", LAUNCHERS)
 def test_each_launcher_is_understood(launcher: str) -> None:
     assert find_place(environment(launcher, 5, 8, 1, 4)) == Place(5, 8, 1, 4, launcher)
     assert find_place(environment(launcher, 1, 4)) == Place(1, 4, 1, 4, launcher)

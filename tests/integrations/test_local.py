@@ -19,6 +19,7 @@ import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.codecs import variants
 from tests.integrations.training import CLASSES, FEATURES, fill, loss_of, make_model, train, weights
+from tests.loops import looped
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
@@ -125,10 +126,10 @@ PRESETS = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     "make, preset", [(sgd, "averaging"), (adamw, "averaging"), (sgd, "diloco"), (adamw, "diloco"), (adamw, "desloc")]
 )
-@pytest.mark.parametrize("world", [2, 3, 4])
+@looped("world", [2, 3, 4])
 def test_training_is_that_of_a_plain_loop(world: int, make: Any, preset: str) -> None:
     """Also between two syncs: gradients stay the rank's own."""
     sync = PRESETS[preset]
@@ -160,7 +161,7 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@looped("stream", STREAMS)
 def test_fragments_arrive_while_ranks_train_on(stream: str) -> None:
     """After every step as a plain loop says; after ``synchronize()`` equal on all ranks. A state resumes everywhere."""
     sync = STREAMS[stream]
@@ -236,7 +237,7 @@ def load(data: bytes, model: nn.Module, optimizer: Any) -> None:
     model.load_state_dict(checkpoint["model"])
 
 
-@pytest.mark.parametrize("codec", ["int4", "topk"])
+@looped("codec", ["int4", "topk"])
 def test_resumed_training_equals_uninterrupted_training_bit_by_bit(codec: str) -> None:
     """From within a round: anchors, outer momentum, error feedback and the count of steps are saved."""
 
@@ -271,7 +272,7 @@ TRAINED: dict[str, tuple[fl.Local, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("preset", TRAINED)
+@looped("preset", TRAINED)
 def test_presets_learn_and_go_on_from_the_middle_of_a_round(preset: str) -> None:
     """Loss falls; replicas are equal after each sync; error feedback is kept and resumed; a NaN of one reaches all."""
     sync, make, options = TRAINED[preset]

@@ -18,6 +18,7 @@ import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.integrations.test_local import Oracle, adamw, load, make_pair, same, saved, sgd
 from tests.integrations.training import loss_of, make_model, reference, train, weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -33,11 +34,9 @@ def coarse(parameters: Iterable[Any]) -> Optimizer:
     return fl.OneBitAdam(parameters, **ADAM, freeze_step=FREEZE, warmup_codec="int8")
 
 
-@pytest.mark.parametrize(
-    "sync", [fl.Local(every=2, after=3), fl.Local.overlapped(every=2, after=3)], ids=["", "carried"]
-)
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("world", [2, 3])
+@looped("sync", [fl.Local(every=2, after=3), fl.Local.overlapped(every=2, after=3)], ids=["", "carried"])
+@looped("make", [sgd, adamw])
+@looped("world", [2, 3])
 def test_gradients_are_averaged_first(world: int, make: Any, sync: fl.Local) -> None:
     """The bits of a loop that averages gradients, and from there on of one with local steps and the same states."""
 
@@ -206,8 +205,8 @@ def test_onebit_adam_takes_local_steps_when_its_variance_is_frozen(sync: fl.Loca
         assert apart == (step >= FREEZE and (bool(sync.delay) or (step + 1 - FREEZE) % sync.every != 0))
 
 
-@pytest.mark.parametrize("saved_after", [2, 3, 6], ids=["before", "at the change", "with a fragment under way"])
-@pytest.mark.parametrize("loads_into", ["a new one", "one that is ahead"])
+@looped("saved_after", [2, 3, 6], ids=["before", "at the change", "with a fragment under way"])
+@looped("loads_into", ["a new one", "one that is ahead"])
 def test_a_state_goes_on_from_either_side_of_the_change(saved_after: int, loads_into: str) -> None:
     """To the bits of training without a break, also back from local steps to averaged gradients."""
 

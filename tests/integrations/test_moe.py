@@ -13,6 +13,7 @@ import fusionlayer as fl
 from fusionlayer.errors import ConfigError, PlanMismatch
 from fusionlayer.integrations.moe import Dispatcher, Experts
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -62,8 +63,8 @@ def dense(experts: list[nn.Module], x: Tensor, weights: Tensor, indices: Tensor)
     return total
 
 
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("world", WORLDS)
+@looped("average", [True, False])
+@looped("world", WORLDS)
 def test_without_loss_values_and_gradients_are_those_of_one_process(world: int, average: bool) -> None:
     dtype, count = torch.float64, world * PER_RANK
     whole = [make_expert(number, dtype) for number in range(count)]
@@ -94,9 +95,9 @@ def test_without_loss_values_and_gradients_are_those_of_one_process(world: int, 
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("codec", ["zip", "auto"])
-@pytest.mark.parametrize("world", WORLDS)
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@looped("codec", ["zip", "auto"])
+@looped("world", WORLDS)
 def test_zipped_has_the_bits_of_raw(codec: str, world: int, dtype: torch.dtype) -> None:
     count = world * PER_RANK
 
@@ -220,7 +221,7 @@ class TestDispatcher:
 
         over_threads(2, body)
 
-    @pytest.mark.parametrize("what", ["codec", "width", "type"])
+    @looped("what", ["codec", "width", "type"])
     def test_ranks_that_differ_are_named(self, what: str) -> None:
         def body(transport: Transport) -> None:
             odd = transport.rank == 1

@@ -14,6 +14,7 @@ import fusionlayer as fl
 from fusionlayer.errors import ConfigError
 from fusionlayer.integrations.moe import Dispatcher
 from fusionlayer.integrations.tensor_parallel.channel import Channel
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -82,7 +83,7 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("front, options, told", CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+@looped("front, options, told", CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_one_rank_refuses_what_two_would(front: Callable[..., Any], options: dict[str, Any], told: str) -> None:
     def body(_: object) -> None:
         with pytest.raises(ConfigError, match=told):
@@ -92,7 +93,7 @@ def test_one_rank_refuses_what_two_would(front: Callable[..., Any], options: dic
         over_threads(world, body)
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "int4"}, {"codec": "auto"}, {"autotune": True}], ids=str)
+@looped("options", [{}, {"codec": "int4"}, {"codec": "auto"}, {"autotune": True}], ids=str)
 def test_what_was_made_to_check_options_leaves_no_thread(options: dict[str, Any]) -> None:
     def body(_: object) -> None:
         before = set(threading.enumerate())

@@ -15,6 +15,7 @@ import fusionlayer as fl
 from fusionlayer import codecs
 from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -82,7 +83,7 @@ class Oracle:
         p.sub_(rate / (1 - beta1 ** (step + 1)) * torch.where(variance == 0, 0, momentum / width))
 
 
-@pytest.mark.parametrize("codec, group", [("raw", None), ("onebit", 32)])
+@looped("codec, group", [("raw", None), ("onebit", 32)])
 def test_it_takes_the_steps_of_the_paper(codec: str, group: int | None) -> None:
     """Gradients and AdamW at first; then momenta, and what a codec loses is sent later. Replicas are equal."""
     oracle = Oracle(group)
@@ -126,8 +127,8 @@ def test_alone_it_is_its_own_oracle_and_an_element_without_variance_rests() -> N
     assert still[0] < 1 and still[1] == 1
 
 
-@pytest.mark.parametrize("codec, warmup_codec", [("onebit", "raw"), ("topk", "int4")])
-@pytest.mark.parametrize("saved_after", [FREEZE - 1, FREEZE, FREEZE + 2])
+@looped("codec, warmup_codec", [("onebit", "raw"), ("topk", "int4")])
+@looped("saved_after", [FREEZE - 1, FREEZE, FREEZE + 2])
 def test_resumed_training_has_the_same_bits(codec: str, warmup_codec: str, saved_after: int) -> None:
     """Saved before the variance is frozen, just then, and later."""
 

@@ -27,6 +27,7 @@ from tests.harness import run_ranks
 from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
 from tests.integrations.test_optimizer_results import assert_same_bits, sgd, trained
 from tests.integrations.training import make_model, reference, train, weights
+from tests.loops import looped
 from tests.planning.measured import costs_measured
 from tests.scheduler.engines import MODEL
 from tests.tiers import tiered
@@ -50,7 +51,7 @@ def deep(rank: int, steps: int = STEPS, **options: Any) -> tuple[torch.Tensor, A
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("planner", BY_COSTS)
+@looped("planner", BY_COSTS)
 def test_results_are_those_of_one_process(planner: str) -> None:
     with costs_measured(latency=0.0, per_byte=1e-6) as network:
         assert torch.equal(assert_same_bits(trained(3, STEPS, planner=planner)), reference(3, STEPS, sgd))
@@ -58,7 +59,7 @@ def test_results_are_those_of_one_process(planner: str) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("overlap", [False, True])
+@looped("overlap", [False, True])
 def test_the_switch_changes_no_bit_of_sparse_training(overlap: bool) -> None:
     """Ahead of fusion each tensor is selected by itself, so whatever it travels with the sums are the same."""
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, reference, train, weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -152,7 +153,7 @@ def test_more_backward_passes_than_declared() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@looped("set_to_none", [True, False])
 def test_zero_grad_between_backward_and_step(set_to_none: bool) -> None:
     @on_ranks()
     def rank_main(rank: int) -> None:
@@ -272,7 +273,7 @@ def test_step_hooks_run_once_also_after_loading_state() -> None:
         assert torch.equal(seen[1], model[0].weight.grad), "a pre-hook sees the reduced gradient"
 
 
-@pytest.mark.parametrize("before", [True, False])
+@looped("before", [True, False])
 def test_learning_rate_scheduler_made_before_or_after(before: bool) -> None:
     def contributors(step: int) -> tuple[int, ...]:
         return (0,) if step == 2 else (0, 1)

@@ -25,6 +25,7 @@ from tests.integrations.training import (
     train,
     weights,
 )
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -59,9 +60,9 @@ def assert_same_bits(results: list[Tensor]) -> Tensor:
     return results[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make_optimizer", [sgd, adam])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@looped("dtype", [torch.float32, torch.bfloat16], ids=str)
+@looped("make_optimizer", [sgd, adam])
+@looped("world", [2, 3, 4])
 def test_raw_training_equals_one_process_with_the_union_of_batches(
     world: int, make_optimizer: MakeOptimizer, dtype: torch.dtype
 ) -> None:
@@ -91,22 +92,22 @@ CODECS = [
 ]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: "-".join(map(str, codec.values())))
-@pytest.mark.parametrize("world", [2, 3, 8])
+@looped("codec", CODECS, ids=lambda codec: "-".join(map(str, codec.values())))
+@looped("world", [2, 3, 8])
 def test_every_rank_ends_with_the_same_bits_near_uncompressed_training(world: int, codec: dict[str, Any]) -> None:
     result = assert_same_bits(trained(world, 4, **codec))
     start, exact = weights(make_model()), reference(world, 4, sgd)
     assert (result - exact).norm() < 0.25 * (exact - start).norm()
 
 
-@pytest.mark.parametrize("codec", ["raw", "int4"])
+@looped("codec", ["raw", "int4"])
 def test_sixty_four_ranks_end_with_the_same_bits(codec: str) -> None:
     result = assert_same_bits(trained(64, 2, codec=codec))
     start, exact = weights(make_model()), reference(64, 2, sgd)
     assert (result - exact).norm() < 0.25 * (exact - start).norm()
 
 
-@pytest.mark.parametrize("planner", ["wfbp", "horovod", fl.planners.get("horovod", threshold=600)])
+@looped("planner", ["wfbp", "horovod", fl.planners.get("horovod", threshold=600)])
 def test_planner_does_not_change_the_numbers(planner: Any) -> None:
     assert torch.equal(assert_same_bits(trained(3, 3, planner=planner)), reference(3, 3, sgd))
 
@@ -186,8 +187,8 @@ def test_num_groups_is_deprecated_and_still_means_groups() -> None:
         assert local.run(rank_main, 2) == [2, 2]
 
 
-@pytest.mark.parametrize("groups", [None, 2])
-@pytest.mark.parametrize("factor", [0.25, 3.0, 8.0])
+@looped("groups", [None, 2])
+@looped("factor", [0.25, 3.0, 8.0])
 def test_predivide_factor_leaves_an_average_with_and_without_groups(factor: float, groups: int | None) -> None:
     result = assert_same_bits(trained(3, 3, gradient_predivide_factor=factor, groups=groups))
     torch.testing.assert_close(result, reference(3, 3, sgd), rtol=1e-5, atol=1e-6)

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -37,8 +38,8 @@ def load(data: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("options", CODECS, ids=lambda o: "-".join(map(str, o.values())))
+@looped("world", [2, 3])
+@looped("options", CODECS, ids=lambda o: "-".join(map(str, o.values())))
 def test_resumed_training_equals_uninterrupted_training_bit_by_bit(options: dict[str, Any], world: int) -> None:
     def rank_main(rank: int) -> None:
         model, optimizer = make_pair(**options)
@@ -144,7 +145,7 @@ def test_broadcast_parameters_gives_the_roots_values_in_place() -> None:
     local.run(rank_main, 3)
 
 
-@pytest.mark.parametrize("other", ["name", "shape", "type", "root", "missing"])
+@looped("other", ["name", "shape", "type", "root", "missing"])
 def test_broadcast_of_different_things_is_a_mismatch_on_every_rank(other: str) -> None:
     def rank_main(rank: int) -> tuple[int, ...]:
         odd = rank == 1
@@ -188,7 +189,7 @@ def test_broadcast_object() -> None:
     local.run(rank_main, 3)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@looped("wrapped", [False, True])
 def test_broadcast_optimizer_state(wrapped: bool) -> None:
     def rank_main(rank: int) -> None:
         model = make_model()

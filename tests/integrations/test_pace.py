@@ -14,6 +14,7 @@ from fusionlayer.integrations.pace import Pace
 from fusionlayer.planning.local_steps import EveryRules
 from fusionlayer.transport import local
 from tests.integrations.training import train, weights
+from tests.loops import looped
 
 from .test_local import make_pair, same
 
@@ -114,7 +115,7 @@ def test_frozen_parameters_rest_and_a_sync_of_nothing_is_possible() -> None:
     same(local.run(body, 2))
 
 
-@pytest.mark.parametrize("option", [{"fragments": 2}, {"delay": 1}])
+@looped("option", [{"fragments": 2}, {"delay": 1}])
 def test_fragments_and_delays_have_a_number_of_steps(option: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="every='auto' with fragments or a delay; give a number of steps, such as e"):
         fl.Local("auto", **option)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
 from tests.integrations.training import fill, loss_of, make_model, train, weights
+from tests.loops import looped
 
 POWERSGD: dict[str, Any] = {"codec": "powersgd", "rank": 2}
 WAYS: list[dict[str, Any]] = [
@@ -36,7 +37,7 @@ def make_pair(overlap: bool = False, **options: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@looped("way", WAYS, ids=str)
 def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str, Any]) -> None:
     steps = 5
 

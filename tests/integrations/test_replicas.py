@@ -19,6 +19,7 @@ from fusionlayer.integrations import replicas
 from fusionlayer.integrations.replicas import Replicas, broadcast_from_0, sum_of_bits
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -231,7 +232,7 @@ def test_ranks_that_have_joined_are_not_compared() -> None:
     local.run(rank_main, 3)
 
 
-@pytest.mark.parametrize("weights_by", ["raw", "qwd"])
+@looped("weights_by", ["raw", "qwd"])
 def test_copies_of_a_sharded_optimizer_are_compared(weights_by: str) -> None:
     def body(rank: int) -> None:
         model = make_model()

@@ -13,6 +13,7 @@ from fusionlayer.integrations.tensor_parallel import Channel
 from fusionlayer.transport import Transport, local
 from tests.codecs.variants import defaults
 from tests.collectives.conformance import same_everywhere
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -50,7 +51,7 @@ def differentiated(f: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@looped("world", WORLDS)
 def test_without_loss_values_and_gradients_are_those_of_one_process(world: int) -> None:
     x, (up, down) = values(0, BATCH, TOKENS, WIDTH, dtype=torch.float64), weights(torch.float64)
     given = [t.clone().requires_grad_() for t in (x, up, down)]
@@ -70,7 +71,7 @@ def test_without_loss_values_and_gradients_are_those_of_one_process(world: int) 
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@looped("world", WORLDS)
 def test_without_loss_sequence_parallelism_is_the_same(world: int) -> None:
     x, (up, down) = values(0, BATCH, TOKENS, WIDTH, dtype=torch.float64), weights(torch.float64)
     given = x.clone().requires_grad_()
@@ -100,7 +101,7 @@ def test_without_loss_sequence_parallelism_is_the_same(world: int) -> None:
     over_threads(world, body)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@looped("sequence", [False, True])
 def test_gradcheck(sequence: bool) -> None:
     """Numerical derivatives of the uncompressed layer: all ranks move their equal inputs alike."""
     world = 2
@@ -120,8 +121,8 @@ def test_gradcheck(sequence: bool) -> None:
     assert over_threads(world, body) == [True] * world
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(
+@looped("sequence", [False, True])
+@looped(
     # onebit's sums are close after many steps, by error feedback, which activations have not.
     "codec",
     [codec for codec in defaults() if not codec.ahead and codec.name != "onebit"],
@@ -150,7 +151,7 @@ def test_every_codec_comes_close(codec: codecs.Codec, sequence: bool) -> None:
     over_threads(4, body)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@looped("algorithm", ["one_shot", "two_shot"])
 def test_the_same_bits_everywhere_in_pieces_too(algorithm: str) -> None:
     def body(transport: Transport) -> None:
         results = []
@@ -166,8 +167,8 @@ def test_the_same_bits_everywhere_in_pieces_too(algorithm: str) -> None:
     over_threads(3, body)
 
 
-@pytest.mark.parametrize("codec", [codec for codec in defaults() if not codec.ahead], ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@looped("codec", [codec for codec in defaults() if not codec.ahead], ids=str)
+@looped("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_reaches_every_rank(codec: codecs.Codec, value: float) -> None:
     def body(transport: Transport) -> None:
         channel = Channel(transport, codec)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fusionlayer as fl
 from fusionlayer.transport import local
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -40,7 +41,7 @@ def trained(codec: str, algorithm: str | None = None, dtype: torch.dtype = torch
     return local.run(train, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@looped("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_is_that_of_raw(dtype: torch.dtype) -> None:
     expected = trained("raw", dtype=dtype)
     for codec, algorithm in (("zip", None), ("rans", None), ("zip", "switched"), ("zip", "dense")):

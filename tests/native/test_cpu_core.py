@@ -22,6 +22,7 @@ import torch
 
 from fusionlayer import libraries, native
 from fusionlayer.errors import ConfigError, FusionLayerError, WireError
+from tests.loops import looped
 from tests.native.abi import (
     BAD_ARGUMENT,
     BF16,
@@ -157,14 +158,14 @@ def test_int_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, bits: int
             check(cpu, reference, replace(case, misaligned=i % 2 == 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("wire", DTYPES.values(), ids=DTYPES)
+@looped("dtype", DTYPES.values(), ids=DTYPES)
+@looped("wire", DTYPES.values(), ids=DTYPES)
 def test_cast_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, wire: int, dtype: int) -> None:
     for i, numel in enumerate((*LENGTHS, 511, 512, 513, 5000)):
         check(cpu, reference, replace(cast_case(wire, dtype, numel, count=i % 4), misaligned=i % 2 == 1))
 
 
-@pytest.mark.parametrize("number", native.FORMATS)
+@looped("number", native.FORMATS)
 def test_block_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, number: str) -> None:
     lengths, dtypes = itertools.cycle(LENGTHS), itertools.cycle(DTYPES.values())
     counts = itertools.cycle((1, 2, 0, 3, 5))
@@ -174,7 +175,7 @@ def test_block_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, number:
             check(cpu, reference, replace(varied, misaligned=i % 2 == 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@looped("dtype", DTYPES.values(), ids=DTYPES)
 def test_onebit_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int) -> None:
     lengths, counts = itertools.cycle(LENGTHS), itertools.cycle((1, 2, 0, 3, 5))
     for i, group in enumerate(GROUPS):
@@ -184,7 +185,7 @@ def test_onebit_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype:
     check(cpu, reference, onebit_case(32, dtype, 999, count=2), garbage=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@looped("dtype", DTYPES.values(), ids=DTYPES)
 def test_qsdp_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int) -> None:
     lengths, counts = itertools.cycle(LENGTHS), itertools.cycle((1, 2, 0, 3, 5))
     for i, (group, bits, flags) in enumerate(itertools.product((32, 64, 128, 256, 512, 1024), (4, 8), (0, 1))):
@@ -198,8 +199,8 @@ def test_qsdp_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: i
 DYNAMIQ_LENGTHS = (*LENGTHS, 511, 512, 2000, 64 * 256, 64 * 256 + 1, 70 * 256 + 77)
 
 
-@pytest.mark.parametrize("flags", [0, native.DYNAMIQ_FLAT])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@looped("flags", [0, native.DYNAMIQ_FLAT])
+@looped("dtype", DTYPES.values(), ids=DTYPES)
 def test_dynamiq_is_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int, flags: int) -> None:
     places = itertools.cycle([(0, 1), (1, 2), (2, 3), (0, 7), (16383, 16384)])
     epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 700), (500, 200)])
@@ -250,7 +251,7 @@ def test_levels_of_dynamiq_are_the_known_ones(reference: ctypes.CDLL) -> None:
     assert levels(reference, 2, (2700, 610)).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("epsilons", [(2700, 610), (0, 0), (3300, 700), (500, 200)])
+@looped("epsilons", [(2700, 610), (0, 0), (3300, 700), (500, 200)])
 def test_dynamiq_rounds_to_the_neighbours_without_bias(reference: ctypes.CDLL, epsilons: tuple[int, int]) -> None:
     reference.reference_bias.argtypes = (ctypes.c_int, ctypes.c_uint32, ctypes.c_float, ctypes.c_int)
     reference.reference_bias.restype = ctypes.c_double
@@ -264,7 +265,7 @@ def test_dynamiq_rounds_to_the_neighbours_without_bias(reference: ctypes.CDLL, e
         assert max(map(abs, biases)) < most
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@looped("ranks", [1, 2, 3, 4, 6, 8])
 def test_each_rank_rounds_anywhere_and_one_in_each_cell(reference: ctypes.CDLL, ranks: int) -> None:
     """Places are uniform for every rank, no two ranks share a cell, and where in it they lie is not common."""
     reference.reference_places.argtypes = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p)
@@ -302,12 +303,12 @@ def test_widths_that_contradict_themselves_are_refused(cpu: ctypes.CDLL) -> None
         native.dynamiq_widths(full + 1, body[:24])
 
 
-@pytest.mark.parametrize("offset", [2**32 - 256, 2**40 + 128, 2**62])
+@looped("offset", [2**32 - 256, 2**40 + 128, 2**62])
 def test_element_numbers_have_64_bits(cpu: ctypes.CDLL, reference: ctypes.CDLL, offset: int) -> None:
     check(cpu, reference, int_case(8, 128, STOCHASTIC, F32, 700, count=2, offset=offset))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@looped("dtype", DTYPES.values(), ids=DTYPES)
 def test_any_message_is_decoded_as_specified(cpu: ctypes.CDLL, reference: ctypes.CDLL, dtype: int) -> None:
     for group, flags, bits in itertools.product((32, 128, 2048), (0, HADAMARD), (2, 3, 4, 8)):
         check(cpu, reference, int_case(bits, group, flags, dtype, 4999, count=2), garbage=True)
@@ -333,7 +334,7 @@ def test_products_of_codes_and_scales_are_exact(reference: ctypes.CDLL) -> None:
         assert reference.reference_inexact_codes(*case.param) == 0, case
 
 
-@pytest.mark.parametrize("name", ["bf16", "f16"])
+@looped("name", ["bf16", "f16"])
 def test_every_16_bit_pattern(isa: ctypes.CDLL, reference: ctypes.CDLL, name: str) -> None:
     dtype = DTYPES[name]
     patterns = Area(np.arange(2**16, dtype=np.uint16).view(np.uint8))
@@ -349,7 +350,7 @@ def test_every_16_bit_pattern(isa: ctypes.CDLL, reference: ctypes.CDLL, name: st
         assert np.array_equal(*encoded), case
 
 
-@pytest.mark.parametrize("wire, torch_dtype", [(BF16, torch.bfloat16), (F16, torch.float16)], ids=["bf16", "f16"])
+@looped("wire, torch_dtype", [(BF16, torch.bfloat16), (F16, torch.float16)], ids=["bf16", "f16"])
 def test_casts_round_as_torch_does(isa: ctypes.CDLL, wire: int, torch_dtype: torch.dtype) -> None:
     rng = np.random.default_rng(3)
     bits = rng.integers(0, 2**32, 300_000, np.uint32)
@@ -375,8 +376,8 @@ def decode_into(library: ctypes.CDLL, case: Case, planes: Planes, first: int, ou
     assert library.fl_decode(ctypes.byref(spec), ctypes.byref(messages), out, None) == OK
 
 
-@pytest.mark.parametrize("numel", [1 << 20, (1 << 20) + 1])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@looped("numel", [1 << 20, (1 << 20) + 1])
+@looped("dtype", DTYPES.values(), ids=DTYPES)
 def test_large_results_are_like_small_ones(isa: ctypes.CDLL, dtype: int, numel: int) -> None:
     """From 32 MiB on results go past the caches: those of one call with many messages and of many calls are equal."""
     count = (33 << 20) // (numel * itemsize(dtype)) + 1
@@ -395,7 +396,7 @@ def test_large_results_are_like_small_ones(isa: ctypes.CDLL, dtype: int, numel: 
     assert whole.guards_hold()
 
 
-@pytest.mark.parametrize("wire", DTYPES.values(), ids=DTYPES)
+@looped("wire", DTYPES.values(), ids=DTYPES)
 def test_large_casts_are_like_small_ones(isa: ctypes.CDLL, wire: int) -> None:
     numel = (1 << 20) + 3
     count = (33 << 20) // (numel * itemsize(wire)) + 1
@@ -429,7 +430,7 @@ def wanted(reference: ctypes.CDLL) -> Wanted:
     return {case: list(results(reference, case, reference)) for case in MIXED}
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@looped("threads", [1, 2, 3])
 def test_the_number_of_threads(cpu: ctypes.CDLL, wanted: Wanted, threads: int) -> None:
     native.set_threads(threads)
     for case, want in wanted.items():
@@ -591,7 +592,7 @@ def messages(address: int, stride: int = 4096, count: int = 1) -> native.Message
     return native.Messages((ctypes.c_void_p * native.MAX_PLANES)(*[address] * native.MAX_PLANES), stride, count)
 
 
-@pytest.mark.parametrize("name", WRONG_SPECS)
+@looped("name", WRONG_SPECS)
 def test_a_wrong_spec_is_refused(cpu: ctypes.CDLL, name: str) -> None:
     case, status = WRONG_SPECS[name]
     area, spec = Area(np.full(16384, GUARD, np.uint8)), case.spec
@@ -760,7 +761,7 @@ def test_of_all_random_bits_rounding_has_no_bias(reference: ctypes.CDLL) -> None
             assert abs(reference.reference_mean(bits, exact) - exact) <= 2.0**-17, f"{bits} bits, {value}"
 
 
-@pytest.mark.parametrize("lag", [1, 2, 16, 31, 32, 64, 128, 4096, 65536])
+@looped("lag", [1, 2, 16, 31, 32, 64, 128, 4096, 65536])
 def test_noise_of_different_elements_is_independent(noise: Callable[[int, int], Floats], lag: int) -> None:
     for seed in SEEDS:
         v = noise(seed, 0)
@@ -796,7 +797,7 @@ def test_noise_never_leaves_the_range(isa: ctypes.CDLL, noise: Callable[[int, in
             assert (np.abs(steps - np.sign(row) * top) <= 1).all()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@looped("bits", [2, 3, 4, 8])
 def test_stochastic_rounding_is_unbiased(cpu: ctypes.CDLL, bits: int) -> None:
     qmax, below = {2: (1.5, 0.5), 3: (3.5, 0.5), 4: (7, 0), 8: (127, 0)}[bits]
     for value in (0.1, 0.25, 0.5, 0.9, -0.3, min(2.7, qmax - 0.2), qmax - 0.4):

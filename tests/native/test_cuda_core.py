@@ -14,6 +14,7 @@ import torch
 
 from fusionlayer import libraries, native
 from fusionlayer.codecs.zip import Zip
+from tests.loops import looped
 from tests.native.abi import (
     BF16,
     F16,
@@ -100,8 +101,8 @@ def test_hostile_scales_are_decoded_as_by_the_cpu_core(check: Check) -> None:
         native.select_isa("auto")
 
 
-@pytest.mark.parametrize("flags", [0, STOCHASTIC, HADAMARD])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@looped("flags", [0, STOCHASTIC, HADAMARD])
+@looped("bits", [2, 3, 4, 8])
 def test_fused_verbs_write_the_bytes_of_the_cpu_core(kernels: ctypes.CDLL, bits: int, flags: int) -> None:
     """Groups of source and target lie differently in a warp: smaller, larger, several tiles long."""
     groups = itertools.product((32, 128, 4096), (32, 512, 2048))
@@ -145,15 +146,15 @@ def int_planes(spec: native.Spec, bits: int, group: int, count: int) -> tuple[to
     return rows, native.Messages(planes, rows.stride(0), count)
 
 
-@pytest.mark.parametrize("wire", [F32, BF16, F16])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@looped("wire", [F32, BF16, F16])
+@looped("dtype", [F32, BF16, F16])
 def test_cast_writes_the_bytes_of_the_cpu_core(check: Check, dtype: int, wire: int) -> None:
     start = cast_case(wire)
     for case in varied(replace(start, numel=numel) for numel in (*LENGTHS, 511, 512, 513, 3000)):
         check(replace(case, dtype=dtype))
 
 
-@pytest.mark.parametrize("number", native.FORMATS)
+@looped("number", native.FORMATS)
 def test_block_writes_the_bytes_of_the_cpu_core(check: Check, number: str) -> None:
     starts = [case for case in block_cases() if case.param[0] == native.FORMATS[number]]
     lengths = itertools.cycle((*LENGTHS, 2000))
@@ -179,7 +180,7 @@ def test_what_lies_between_two_numbers_of_4_bits_is_rounded_as_by_the_cpu_core(k
     assert (made[0][0, : len(blocks)] == 127).all(), "the scale of a block is not 1"
 
 
-@pytest.mark.parametrize("flags", [0, native.DYNAMIQ_FLAT])
+@looped("flags", [0, native.DYNAMIQ_FLAT])
 def test_dynamiq_writes_the_bytes_of_the_cpu_core(check: Check, flags: int) -> None:
     epsilons = itertools.cycle([(2700, 610), (0, 0), (3300, 700), (500, 200)])
     lengths = (*LENGTHS, 511, 2000, 64 * 256 + 1)
@@ -212,7 +213,7 @@ def test_statistics_of_super_groups_are_those_of_the_cpu_core(kernels: ctypes.CD
                 assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
+@looped("bits", [2, 3, 4, 8, 32])
 def test_chunked_topk_writes_the_bytes_of_the_cpu_core(check: Check, bits: int) -> None:
     shapes = itertools.cycle([(4096, 64), (4096, 1), (512, 100), (64, 64), (256, 3), (4096, 4096)])
     starts = (chunked_case(bits, *next(shapes), 0.5 * (i % 2)) for i, _ in enumerate(LENGTHS))
@@ -223,7 +224,7 @@ def test_chunked_topk_writes_the_bytes_of_the_cpu_core(check: Check, bits: int) 
     check(chunked_case(bits, 64, 5, numel=20_000, count=3))
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@looped("group", GROUPS)
 def test_onebit_writes_the_bytes_of_the_cpu_core(check: Check, group: int) -> None:
     lengths = (*LENGTHS[group.bit_length() % 2 :: 2], group - 1, group + 1, 2 * group + 5)
     for case in varied(onebit_case(group, numel=numel) for numel in lengths):
@@ -231,9 +232,9 @@ def test_onebit_writes_the_bytes_of_the_cpu_core(check: Check, group: int) -> No
     check(onebit_case(group, numel=4999, count=2), garbage=True)
 
 
-@pytest.mark.parametrize("flags", [0, native.QSDP_STOCHASTIC])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 64, 256, 1024])
+@looped("flags", [0, native.QSDP_STOCHASTIC])
+@looped("bits", [4, 8])
+@looped("group", [32, 64, 256, 1024])
 def test_qsdp_writes_the_bytes_of_the_cpu_core(check: Check, group: int, bits: int, flags: int) -> None:
     lengths = (*LENGTHS[group.bit_length() % 2 :: 2], group - 1, group + 1, 2 * group + 5)
     start = qsdp_case(bits, group, flags, offset=group * (1 << 31))
@@ -242,8 +243,8 @@ def test_qsdp_writes_the_bytes_of_the_cpu_core(check: Check, group: int, bits: i
     check(replace(start, numel=2999, count=2), garbage=True)
 
 
-@pytest.mark.parametrize("choice", [native.ZIP_AUTO, native.ZIP_WINDOW, native.ZIP_TABLE])
-@pytest.mark.parametrize("wire", [F32, BF16, F16])
+@looped("choice", [native.ZIP_AUTO, native.ZIP_WINDOW, native.ZIP_TABLE])
+@looped("wire", [F32, BF16, F16])
 def test_zip_writes_the_bytes_of_the_cpu_core(check: Check, wire: int, choice: int) -> None:
     lengths = (*LENGTHS, 1000, 2047, 3000, 5000)
     for i, numel in enumerate(lengths):
@@ -252,7 +253,7 @@ def test_zip_writes_the_bytes_of_the_cpu_core(check: Check, wire: int, choice: i
         check(replace(case, dtype=(wire + 1 + i % 2) % 3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_zip_codes_a_gaussian_as_the_cpu_core_does(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Messages that are coded, not raw: three regions, the last one ragged, and escapes in most tiles."""
     numel = 140_001
@@ -275,8 +276,8 @@ def test_zip_codes_a_gaussian_as_the_cpu_core_does(kernels: ctypes.CDLL, dtype: 
         assert torch.equal(back.view(torch.uint8), x.view(torch.uint8)) and torch.equal(total, expected)
 
 
-@pytest.mark.parametrize("flags", range(8))
-@pytest.mark.parametrize("block", [32, 64, 128, 256, 512, 1024])
+@looped("flags", range(8))
+@looped("block", [32, 64, 128, 256, 512, 1024])
 def test_thc_writes_the_bytes_of_the_cpu_core(check: Check, block: int, flags: int) -> None:
     lengths = itertools.cycle((*LENGTHS, 2000, 5000))
     start = thc_case(flags, block, offset=2**32 - 1024)
@@ -287,7 +288,7 @@ def test_thc_writes_the_bytes_of_the_cpu_core(check: Check, block: int, flags: i
     check(replace(start, numel=1999, count=3), garbage=True)
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@looped("dtype", native.DTYPES, ids=str)
 def test_root_mean_squares_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     for numel in (1, 33, 1024, 1025, 70_001):
         case = thc_case(dtype=native.DTYPES[dtype], numel=numel)
@@ -302,8 +303,8 @@ def test_root_mean_squares_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype
             assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
-@pytest.mark.parametrize("flags", [0, native.THC_UNIFORM])
-@pytest.mark.parametrize("count", [1, 3, 8, 9, 140])
+@looped("flags", [0, native.THC_UNIFORM])
+@looped("count", [1, 3, 8, 9, 140])
 def test_sums_of_codes_are_those_of_the_cpu_core(kernels: ctypes.CDLL, flags: int, count: int) -> None:
     for numel in (1, 100, 1025, 5000):
         case = thc_case(flags, numel=numel, count=count)
@@ -334,7 +335,7 @@ def test_tahquant_writes_the_bytes_of_the_cpu_core(check: Check, start: Case) ->
     check(case, garbage=True)
 
 
-@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@looped("dtype", native.DTYPES, ids=str)
 def test_coarse_tokens_are_those_of_the_cpu_core(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Sections of 32 tokens, whole and partial, with ties and a token that is not finite, of several messages."""
     for channels, numel, count in ((128, 9000, 3), (1024, 40_000, 1), (32, 20_000, 2)):
@@ -371,25 +372,25 @@ SOME = {
 }
 
 
-@pytest.mark.parametrize("case", SOME.values(), ids=SOME)
+@looped("case", SOME.values(), ids=SOME)
 def test_more_work_than_the_grid_has_warps(check: Check, case: Case) -> None:
     check(replace(case, numel=5000, count=40))
     check(replace(case, dtype=BF16, numel=140_000))
 
 
-@pytest.mark.parametrize("offset", [2**32 - 256, 2**40 + 128, 2**62])
+@looped("offset", [2**32 - 256, 2**40 + 128, 2**62])
 def test_element_numbers_have_64_bits(check: Check, offset: int) -> None:
     check(int_case(8, 128, STOCHASTIC, F32, 700, count=2, offset=offset))
 
 
-@pytest.mark.parametrize("group", [32, 128, 2048])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("flags", [0, HADAMARD])
+@looped("group", [32, 128, 2048])
+@looped("bits", [2, 3, 4, 8])
+@looped("flags", [0, HADAMARD])
 def test_any_bytes_decode_alike(check: Check, group: int, bits: int, flags: int) -> None:
     check(int_case(bits, group, flags, F32, 4999, count=2), garbage=True)
 
 
-@pytest.mark.parametrize("block", [32, 256])
+@looped("block", [32, 256])
 def test_any_bytes_of_blocks_decode_alike(check: Check, block: int) -> None:
     for case in block_cases():
         if case.param[1] == block:
@@ -439,7 +440,7 @@ WRONG: tuple[tuple[str, Case], ...] = (
 )
 
 
-@pytest.mark.parametrize("case", [case for _, case in WRONG], ids=[name for name, _ in WRONG])
+@looped("case", [case for _, case in WRONG], ids=[name for name, _ in WRONG])
 def test_a_wrong_spec_is_refused_as_on_the_cpu(kernels: ctypes.CDLL, case: Case) -> None:
     area = Area(np.full(4096, GUARD, np.uint8))
     planes = (ctypes.c_void_p * native.MAX_PLANES)(*[area.address] * native.MAX_PLANES)

@@ -15,6 +15,7 @@ import torch
 from fusionlayer import native
 from fusionlayer.errors import FusionLayerError, WireError
 from tests.codecs import sparse_oracle as formulas
+from tests.loops import looped
 from tests.native import sparse_oracle as oracle
 from tests.native.abi import BAD_ARGUMENT, BF16, F16, F32, OK, UNSUPPORTED, Area, Bytes, itemsize, values
 from tests.native.sparse_oracle import BITMAP, BYTE, INF, SHORT, Encoded, Floats, Shape
@@ -30,7 +31,7 @@ LENGTHS = (0, 1, 2, 31, 33, 64, 255, 256, 257, 4095, 4097, 65535, 65536, 65537)
 LARGE = 140_001
 SEED, OFFSET = 0x1234_5678_9ABC_DEF0, 2**32 - 1000
 
-every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+every_form = looped("form", FORMS.values())
 
 
 HOST_KERNELS = {"cuda on host": "plain", "cuda on host, sanitized": "sanitized"}
@@ -424,7 +425,7 @@ def look(library: ctypes.CDLL, verb: str, acc: Floats, results: int, *given: obj
     return out
 
 
-@pytest.mark.parametrize("numel", [*LENGTHS[1:], LARGE])
+@looped("numel", [*LENGTHS[1:], LARGE])
 def test_kth_magnitude(library: ctypes.CDLL, numel: int) -> None:
     for acc in (gaussian(numel), values(7, F32, numel).view(np.float32), np.round(gaussian(numel), 1)):
         order = np.sort(oracle.magnitudes(acc))[::-1]
@@ -459,7 +460,7 @@ def test_the_largest_are_chosen(library: ctypes.CDLL) -> None:
         assert found.tolist() == [INF, -1]
 
 
-@pytest.mark.parametrize("numel", [1, 50, 3000, 8192, LARGE])
+@looped("numel", [1, 50, 3000, 8192, LARGE])
 def test_the_least_numbers_are_drawn(library: ctypes.CDLL, numel: int) -> None:
     """Halved, as the message takes no more than k; what is not finite goes alone."""
     out, room = Area(np.zeros(16, np.uint8)), workspace(library, 1, numel)
@@ -555,7 +556,7 @@ def test_choosers_that_make_no_sense_are_refused(library: ctypes.CDLL) -> None:
         assert {status(**{field: value}) for value in values_} == {BAD_ARGUMENT}, field
 
 
-@pytest.mark.parametrize("numel", [*LENGTHS, LARGE])
+@looped("numel", [*LENGTHS, LARGE])
 def test_count_above(library: ctypes.CDLL, numel: int) -> None:
     acc = values(7, F32, numel).view(np.float32)
     ladder = [0, 1, 0x3F000000, 0x3F800000, 0x40000000, INF, INF + 1, 0x7FFFFFFF] * 2
@@ -566,7 +567,7 @@ def test_count_above(library: ctypes.CDLL, numel: int) -> None:
         assert found.data.view(np.int64).tolist() == want
 
 
-@pytest.mark.parametrize("numel", [*LENGTHS, LARGE, 32 * 4096 * 2 + 17])
+@looped("numel", [*LENGTHS, LARGE, 32 * 4096 * 2 + 17])
 def test_magnitude_stats(library: ctypes.CDLL, numel: int) -> None:
     for acc, above in itertools.product((gaussian(numel), values(7, F32, numel).view(np.float32)), (0, 0x3F000000)):
         found = look(library, "fl_magnitude_stats", acc, 4, above, room=0).data
@@ -579,7 +580,7 @@ def test_magnitude_stats(library: ctypes.CDLL, numel: int) -> None:
         assert found.view(np.float64)[1] == pytest.approx(terms.sum(), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@looped("dtype", DTYPES.values(), ids=DTYPES)
 def test_accumulate(library: ctypes.CDLL, dtype: int) -> None:
     for numel in (0, 1, 33, 511, 513, 70_001):
         x, old, u = (values(seed, kind, numel) for seed, kind in ((1, dtype), (2, F32), (3, F32)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusionlayer import codecs, collectives, native
 from fusionlayer.codecs import Codec, NativeCodec
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.native.abi import BAD_ARGUMENT, UNSUPPORTED
 from tests.native.peers import devices
 from tests.ranks import over_threads
@@ -94,7 +95,7 @@ def test_the_sum_has_the_bits_of_the_collective(kernels: ctypes.CDLL, world: int
         assert all(torch.equal(bits(got[number][0][0]), bits(x)) for x, _ in got[number])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@looped("world", [2, 4])
 def test_the_order_in_which_warps_run_and_bytes_arrive_changes_nothing(kernels: ctypes.CDLL, world: int) -> None:
     """Two calls, the second one longer, so that its parts lie where sums of the first would lie if calls moved them."""
     codec, lengths = CODECS["int4"], (world * 1200, world * 9000)
@@ -111,7 +112,7 @@ def test_the_order_in_which_warps_run_and_bytes_arrive_changes_nothing(kernels: 
             assert_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name, residual", [("int4", True), ("int8", False), ("taco", False)])
+@looped("name, residual", [("int4", True), ("int8", False), ("taco", False)])
 def test_rounds_of_several_spans(kernels: ctypes.CDLL, name: str, residual: bool) -> None:
     """Shares of 70 and 171 spans, for 8 warps: 2 and 4 in a round, and the last ones fewer."""
     codec = CODECS[name]

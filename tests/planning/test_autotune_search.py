@@ -18,6 +18,7 @@ from fusionlayer.planning.autotune import Autotune
 from fusionlayer.planning.autotune.search import LOOK_STEPS, Search, Trial, Window, typical
 from fusionlayer.planning.autotune.space import EVEN, SHAPES, Point, Space, cut
 from fusionlayer.scheduler import planners
+from tests.loops import looped
 from tests.scheduler.steps import tensors_of
 
 pytestmark = pytest.mark.short
@@ -58,7 +59,7 @@ def test_shapes() -> None:
     assert [len(run) for run in cut(tensors_of([1] * 46), "tapered", 8)] == [2, 3, 6, 12, 12, 6, 3, 2]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@looped("shape", SHAPES)
 def test_codecs_element_types_and_groups_stay_apart(shape: str) -> None:
     own = {4: 7, 5: 7}
     tensors = [TensorInfo(f"t{i}", 100, *(("bfloat16", 2), ("float32", 4))[i % 3 > 0], own.get(i)) for i in range(12)]
@@ -171,9 +172,9 @@ def flat(plan: FusionPlan, step: int) -> float:
     return 0.02
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
-@pytest.mark.parametrize("planner", ["wfbp", "single", "tapered"])
-@pytest.mark.parametrize(
+@looped("noise", [0.0, 0.05, 0.1])
+@looped("planner", ["wfbp", "single", "tapered"])
+@looped(
     "step_time",
     [valley(1), valley(5), valley(30), overlapped(1e-4, 1e8), overlapped(2e-5, 1e9), overlapped(1e-6, 2e7)],
     ids=["few", "some", "many", "slow net", "fast net", "bandwidth"],
@@ -259,7 +260,7 @@ def test_searches_again_after_so_many_steps() -> None:
     assert run.step - begun == 300
 
 
-@pytest.mark.parametrize("steps", [1, 10, 60, 200, 100_000])
+@looped("steps", [1, 10, 60, 200, 100_000])
 def test_ends_with_the_steps_it_was_given(steps: int) -> None:
     run = Run(valley(5), settings=Autotune(steps=steps))
     while not run.ended and run.step < 2000:

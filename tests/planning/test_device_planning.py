@@ -33,6 +33,7 @@ from fusionlayer.planning.simulation import Compute, Load, run_step
 from fusionlayer.scheduler import Engine, StepSeconds, planners
 from fusionlayer.transport import Transport
 from tests.fake_device import FakeDevice
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.scheduler.engines import MODEL, gradients, make_engine
 from tests.scheduler.engines import run_step as run_engine_step
@@ -291,7 +292,7 @@ PER_ELEMENT = AlphaBeta(0.0, 0.5)
 INT8 = CodecCost(8, PER_ELEMENT, PER_ELEMENT, FREE, FREE)
 
 
-@pytest.mark.parametrize("algorithm", ["dense", "ring", "butterfly", "one_shot", "two_shot", "zipped", "integer_sum"])
+@looped("algorithm", ["dense", "ring", "butterfly", "one_shot", "two_shot", "zipped", "integer_sum"])
 def test_where_messages_leave_from_the_host_copies_come_before_and_after(algorithm: str) -> None:
     """Each byte of a message takes a copy engine as long as the link, there and back."""
     staged = Cluster(2, LINK, staging=AlphaBeta(0.0, 1.0))

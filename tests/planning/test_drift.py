@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fusionlayer.planning.drift import Drift, Pace
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -16,7 +17,7 @@ def test_the_first_look_is_the_reference() -> None:
     assert drift.look(Pace(0.2, 0.08, 0.02)) == "backward takes 200.00 ms, 100.00 ms when this plan was new"
 
 
-@pytest.mark.parametrize("pace", [Pace(0.2, 0.08, 0.02), Pace(0.1, 0.2, 0.02), Pace(0.1, 0.08, 0.05), Pace(0, 0.08, 0)])
+@looped("pace", [Pace(0.2, 0.08, 0.02), Pace(0.1, 0.2, 0.02), Pace(0.1, 0.08, 0.05), Pace(0, 0.08, 0)])
 def test_several_looks_in_a_row_must_be_off(pace: Pace) -> None:
     drift = Drift(tolerance=0.3, looks=3)
     for seen in (NEW, pace, pace, NEW, pace, pace):

@@ -23,6 +23,7 @@ from fusionlayer.planning.prediction import Resources, predict_local_steps
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.simulation import Compute, Load, run_local_steps
 from fusionlayer.scheduler import planners
+from tests.loops import looped
 
 from .profiles import write_example
 
@@ -38,7 +39,7 @@ def load(seconds: float, made_in: float = 0.0) -> Load:
 # ---- the mean step --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "loads, leaving, delay, seconds",
     [
         ([load(2)], [(), (), (), (0,)], 0, 3.5 + 2 / 4),
@@ -91,7 +92,7 @@ def test_a_plan_of_local_steps_is_predicted_by_its_buckets_costs(tmp_path: Path)
 # ---- the choice of a period -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "options, every, seconds, said",
     [
         (
@@ -126,7 +127,7 @@ def test_only_local_fidelity_skips_steps(fidelity: str, rate: float, fragments: 
     assert found.seconds <= 1.05 or found.every == 16 or fidelity != "local"
 
 
-@pytest.mark.parametrize(
+@looped(
     "options, message",
     [
         ({"fidelity": "loca"}, "fidelity='loca'; expected one of: lossless, near_lossless, aggressive, local"),
@@ -144,8 +145,8 @@ def test_numbers_that_make_no_sense_are_refused(options: dict[str, object], mess
 # ---- a period that follows what is measured -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("shared, told", [(1.0, 0.0), (0.0, 1.0), (0.6, None), (-1.0, 2.0)])
+@looped("ranks", [2, 3, 5])
+@looped("shared, told", [(1.0, 0.0), (0.0, 1.0), (0.6, None), (-1.0, 2.0)])
 def test_divergence_is_one_less_the_mean_cosine(ranks: int, shared: float, told: float | None) -> None:
     torch.manual_seed(ranks)
     common, *own = torch.randn(ranks + 1, 4096, dtype=torch.float64)
@@ -169,7 +170,7 @@ RULES = EveryRules(least=2, most=64, apart=0.9, waiting=0.05, syncs=3, rest=4)
 CALM, APART, WAITS = (0.5, 0.0), (0.95, 0.0), (0.5, 0.3)
 
 
-@pytest.mark.parametrize(
+@looped(
     "start, seen, expected",
     [
         (8, [CALM] * 9, 8),

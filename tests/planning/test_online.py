@@ -26,6 +26,7 @@ from fusionlayer.scheduler.fusing import fuse
 from fusionlayer.scheduler.planners import Planner, StepCosts
 from fusionlayer.scheduler.planners._base import registry
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.scheduler.engines import MODEL, exact_sum, gradients, make_engine, run_step
 
@@ -72,8 +73,8 @@ def drive(
 # ---- the first plan -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in planners.names() if planners.get(name).needs_costs])
-@pytest.mark.parametrize("codec", ["raw", "int8", "topk"])
+@looped("name", [name for name in planners.names() if planners.get(name).needs_costs])
+@looped("codec", ["raw", "int8", "topk"])
 def test_engines_get_one_plan_though_ranks_are_not_alike(name: str, codec: str) -> None:
     world, steps = 3, 6
 
@@ -170,13 +171,13 @@ NOISY = [step_of(0.01 * (1 + 0.2 * (i % 3 - 1)), 0.004 * (1 + 0.2 * (i % 2)), 0.
 PAUSES = [step_of(0.01 if i % 7 else 1.0, 0.004, 0.002 if i % 5 else 0.5) for i in range(120)]
 
 
-@pytest.mark.parametrize("steps", [USUAL, NOISY, PAUSES], ids=["usual", "noisy", "pauses"])
+@looped("steps", [USUAL, NOISY, PAUSES], ids=["usual", "noisy", "pauses"])
 def test_steps_that_do_not_drift_are_measured_once(steps: list[StepSeconds]) -> None:
     measured, plans = looks_of(steps)
     assert measured == 1 and len(plans) == 1
 
 
-@pytest.mark.parametrize(
+@looped(
     "slow", [step_of(0.03), step_of(communication=0.012), step_of(waiting=0.02)], ids=["backward", "network", "waiting"]
 )
 def test_drift_is_measured_once(slow: StepSeconds) -> None:

@@ -36,6 +36,7 @@ from fusionlayer.planning.profiler import (
 )
 from fusionlayer.scheduler.plan_controller import StepSeconds
 from fusionlayer.transport import local
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -88,7 +89,7 @@ def test_a_forward_that_returns_no_loss_is_an_error() -> None:
         measure_step(net, torch.optim.SGD(net.parameters()), lambda _: [torch.ones(4, 3)], 0, 1)
 
 
-@pytest.mark.parametrize("name", ["int4", "raw", "bf16"])
+@looped("name", ["int4", "raw", "bf16"])
 def test_codecs_have_costs(name: str) -> None:
     codec = codecs.get(name)
     (costs,) = measure_codecs({name: codec}, (256, 1024), repeats=1).values()
@@ -115,7 +116,7 @@ def test_collectives_have_costs_with_any_number_of_ranks() -> None:
         assert all([size for size, _ in points] == [1024, 4096] for points in found.values())
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@looped("world", [2, 3])
 def test_exchanges_cost_the_thread_that_computes(world: int) -> None:
     found = over_threads(world, lambda transport: measure_disturbance(transport, 2))
     assert len(found) == world
@@ -175,7 +176,7 @@ def test_what_only_some_ranks_measured_is_their_mean() -> None:
     assert found == [[3.0]] * 3
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@looped("name", BUILT_IN)
 def test_built_in_models_train(name: str) -> None:
     model, batch = load_model(name)
     loss = model(*batch)
@@ -218,7 +219,7 @@ def test_a_profile_of_one_rank_has_no_links(tmp_path: Path) -> None:
         _ = profile.fastest_rate
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@looped("world", [2, 3])
 def test_a_profile_of_more_ranks_is_the_same_on_all(world: int) -> None:
     def body(transport: local.LocalTransport) -> Profile:
         return measure_profile(

@@ -15,6 +15,7 @@ from fusionlayer.planning.prediction import predict_plan
 from fusionlayer.planning.profile import Gradient, Machine, Model, Profile
 from fusionlayer.planning.selection import choose_codecs, select
 from fusionlayer.scheduler import planners
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -70,9 +71,9 @@ def test_many_codecs_where_they_are_faster() -> None:
     assert "alone" in found.choices["t1"].reason
 
 
-@pytest.mark.parametrize("planner", ["single", "wfbp", "tapered", "safusion", "mg_wfbp", "cupcake", "omgs"])
-@pytest.mark.parametrize("startup", [1e-6, 1e-3])
-@pytest.mark.parametrize("encode", [AlphaBeta(1e-4, 0.0), AlphaBeta(0.0, 2e-7), AlphaBeta(1e-2, 1e-9)])
+@looped("planner", ["single", "wfbp", "tapered", "safusion", "mg_wfbp", "cupcake", "omgs"])
+@looped("startup", [1e-6, 1e-3])
+@looped("encode", [AlphaBeta(1e-4, 0.0), AlphaBeta(0.0, 2e-7), AlphaBeta(1e-2, 1e-9)])
 def test_never_slower_than_one_codec(planner: str, startup: float, encode: AlphaBeta) -> None:
     profile = profile_of([100, 300_000, 7, 50_000, 2000], startup, encode)
     found = select(profile, AUTO, planners.get(planner), SCENARIO, 2)

@@ -12,6 +12,7 @@ from fusionlayer import native
 from fusionlayer.errors import WireError
 from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.publishing.update import Source, make, read
+from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, snapshot
 from tests.synthetic import mixed
 from tests.tiers import tiered
@@ -110,7 +111,7 @@ def forged(**changes: object) -> bytes:
     return struct.pack("<4sII", b"FLV1", len(text), native.crc32c(text)) + text + data[12 + length :]
 
 
-@pytest.mark.parametrize(
+@looped(
     "changes",
     [
         *({"form": 2}, {"run": 3}, {"version": "1"}, {"base": 5}, {"digest": "0" * 32}, {"tensors": 3}),

@@ -22,6 +22,7 @@ from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
 from tests.codecs.toy_sparse import toy_sparse
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.spans import spans_of
 
@@ -69,8 +70,8 @@ def sparse_sum(world: int, step: int, residuals: list[dict[str, Tensor]], scale:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("algorithm", ["gather", "gather_v"])
-@pytest.mark.parametrize("world", WORLDS)
+@looped("algorithm", ["gather", "gather_v"])
+@looped("world", WORLDS)
 def test_the_result_is_the_sum_of_what_each_rank_sends(world: int, algorithm: str) -> None:
     steps, scale = 4, 0.5
     residuals: list[dict[str, Tensor]] = [{} for _ in range(world)]
@@ -91,7 +92,7 @@ def test_the_result_is_the_sum_of_what_each_rank_sends(world: int, algorithm: st
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("world", [2, 3, 4])
+@looped("world", [2, 3, 4])
 def test_density_one_equals_the_dense_sum(world: int) -> None:
     def body(transport: Transport) -> None:
         sparse = make_engine(transport.duplicate(), codec=codecs.get("toysparse", density=1.0))
@@ -124,7 +125,7 @@ def test_fusion_changes_no_bit() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("codec", ["raw", "bf16", "int8", "int4"])
+@looped("codec", ["raw", "bf16", "int8", "int4"])
 def test_any_codec_goes_ahead(codec: str) -> None:
     world = 3
 
@@ -161,7 +162,7 @@ def test_noise_differs_between_ranks_steps_and_tensors_and_selections_do_not() -
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("overlap_forward", [False, True])
+@looped("overlap_forward", [False, True])
 def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
     kinds = [("float32", 4), ("bfloat16", 2), ("float16", 2)]
     shapes: dict[str, tuple[int, ...]] = {"image": (4, 3, 5, 2), "sliced": (40,), "scalar": (), "empty": (0, 3)}
@@ -322,7 +323,7 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
+@looped(
     "codec, ahead, algorithm, expected",
     [
         ("toysparse", None, None, (True, "gather")),
@@ -390,7 +391,7 @@ SCHEDULE = {0: ("012", "345"), 3: ("5", "4", "0123"), 5: ("012345",), 8: ("54", 
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("overlap_forward", [False, True])
+@looped("overlap_forward", [False, True])
 def test_switching_plans_changes_no_bit(overlap_forward: bool) -> None:
     """Results ahead of fusion do not depend on the buckets, so neither on when they change."""
 
@@ -486,7 +487,7 @@ def test_a_plan_can_be_switched_while_results_of_the_last_step_are_untaken() -> 
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("ahead", [False, True])
+@looped("ahead", [False, True])
 def test_codecs_follow_their_schedule_and_checkpoints_resume_it(ahead: bool) -> None:
     """Stopping after any step and going on in a new engine changes no bit."""
     steps, codec = 5, codecs.get("toysparse", warmup=3)

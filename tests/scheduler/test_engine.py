@@ -20,6 +20,7 @@ from fusionlayer.timeline import Timeline
 from fusionlayer.transport import Transport
 from tests.codecs.conformance import coarsest
 from tests.codecs.variants import defaults
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.spans import spans_of
 from tests.tiers import tiered
@@ -88,7 +89,7 @@ def exact_norm(world: int, step: int) -> float:
     return math.sqrt(sum(float(total.square().sum()) for total in exact_sum(world, step).values()))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@looped("world", [1, 2])
 def test_all_element_types_and_layouts(world: int) -> None:
     """Gradients of three types, transposed, sliced, scalar and empty; a bucket never mixes types."""
     kinds = [("float32", 4), ("bfloat16", 2), ("float16", 2)]
@@ -145,7 +146,7 @@ def test_scaling_comes_before_and_after_the_sum() -> None:
     assert seen == [4.0, 4.0]
 
 
-@pytest.mark.parametrize("ahead_of_forward", [False, True])
+@looped("ahead_of_forward", [False, True])
 def test_a_gradient_that_is_alone_in_its_bucket_stays_where_it_is(ahead_of_forward: bool) -> None:
     """Unless its memory is not like a fusion buffer's, or it is not to be replaced; results are the same."""
     tensors = [TensorInfo("w", 1024, "float32", 4)]
@@ -219,7 +220,7 @@ def test_the_plan_follows_rank_0s_order_of_arrival() -> None:
     assert {bucket.algorithm for bucket in plans[0].buckets} == {collectives.choose(codecs.get("int4"), 3)}
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given plan", "learned plan"])
+@looped("given", [True, False], ids=["given plan", "learned plan"])
 def test_buckets_leave_during_backward_in_plan_order(given: bool) -> None:
     """Each is awaited before the next gradient is submitted: nothing is held back until synchronize."""
     world = 2
@@ -304,7 +305,7 @@ def test_agreement_costs_little_and_only_once() -> None:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "name, options, wanted, used",
     [
         ("int8", {}, None, True),

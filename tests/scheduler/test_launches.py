@@ -22,6 +22,7 @@ from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import FlatBuffer
 from fusionlayer.timeline import Timeline
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.scheduler.test_streams import Echo
 from tests.synthetic import gradient
@@ -92,7 +93,7 @@ def test_packing_takes_a_handful_of_launches() -> None:
     assert launches.count - at[-1] <= 5, "launches to unpack"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_packing_by_few_launches_gives_the_bits_of_packing_one_by_one(dtype: torch.dtype) -> None:
     numels = [5, 1, 70, 33]
     bucket = bucket_of(numels, gap=3, dtype=str(dtype).removeprefix("torch."))
@@ -116,7 +117,7 @@ def test_packing_by_few_launches_gives_the_bits_of_packing_one_by_one(dtype: tor
     over_threads(1, body)
 
 
-@pytest.mark.parametrize("verb", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool, int])
+@looped("verb", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool, int])
 def test_the_stand_in_shows_whoever_waits(verb: Callable[[Tensor], object]) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         verb(torch.empty(1, device=DEVICE))

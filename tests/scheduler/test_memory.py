@@ -8,6 +8,7 @@ from fusionlayer.codecs import PackedPart, PackedResidual
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import Bucket, FusionPlan, TensorInfo
 from fusionlayer.scheduler import Memory
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -194,7 +195,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(kept, other[name]) for name, kept in one.items())
 
 
-@pytest.mark.parametrize("align", [1, 4, 128])
+@looped("align", [1, 4, 128])
 def test_packed_residuals_follow_their_names_without_a_change_of_bits(align: int) -> None:
     """From bucket to bucket, aligned or not, to a tensor alone, through a checkpoint, and on in f32."""
     memory, first = Memory(8), wide("none", "d", "e", "f", align=align)

@@ -15,6 +15,7 @@ from fusionlayer.scheduler import Engine, Memory, PlanController, StepSeconds, p
 from fusionlayer.scheduler.plan_controller import _UNREAD, StepTimer
 from fusionlayer.transport import Transport
 from tests.fake_device import FakeDevice, streams_joined
+from tests.loops import looped
 from tests.ranks import over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
@@ -60,8 +61,8 @@ class Late(Script):
         self.noted.append((step, seconds))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("overlap_forward", [False, True])
-@pytest.mark.parametrize("lanes", [1, 2])
+@looped("overlap_forward", [False, True])
+@looped("lanes", [1, 2])
 def test_plans_change_between_steps_and_sums_do_not(lanes: int, overlap_forward: bool) -> None:
     world, steps = 3, 6
 
@@ -91,7 +92,7 @@ def test_plans_change_between_steps_and_sums_do_not(lanes: int, overlap_forward:
         assert set(script.noted[2][1].buckets) == set(range(len(MODEL)))
 
 
-@pytest.mark.parametrize("bits", [32, 8])
+@looped("bits", [32, 8])
 def test_error_feedback_goes_along(bits: int) -> None:
     """What was sent plus what is kept is what was given, over two changes of plan and of codec.
 

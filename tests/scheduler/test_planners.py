@@ -12,6 +12,7 @@ from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._costs import Pipeline
 from fusionlayer.scheduler.planners.safusion import _adaptive
+from tests.loops import looped
 
 from .steps import costs_of, steps, tensors_of, timeline
 
@@ -99,14 +100,14 @@ def test_a_tapered_example() -> None:
     assert [len(run) for run in runs] == [1, 2, 3, 3, 3, 3, 3, 3, 2, 1]
 
 
-@pytest.mark.parametrize("threshold", [0, -1, 1.5, "8MB", None, True])
+@looped("threshold", [0, -1, 1.5, "8MB", None, True])
 def test_a_threshold_that_is_no_size_is_refused(threshold: object) -> None:
     with pytest.raises(ConfigError, match="threshold=.*; expected bytes"):
         planners.get("horovod", threshold=threshold)
 
 
-@pytest.mark.parametrize("name", ["threshold", "edge"])
-@pytest.mark.parametrize("size", [0, -1, 1.5, "4", None, True])
+@looped("name", ["threshold", "edge"])
+@looped("size", [0, -1, 1.5, "4", None, True])
 def test_tapered_sizes_that_are_none_are_refused(name: str, size: object) -> None:
     with pytest.raises(ConfigError, match=f"tapered planner: {name}=.*; expected bytes"):
         planners.get("tapered", **{name: size})
@@ -149,7 +150,7 @@ def test_which_planners_need_costs() -> None:
     assert BY_COSTS == ["cupcake", "cupcake_optimal", "mg_wfbp", "omgs", "safusion", "safusion_inter", "safusion_paper"]
 
 
-@pytest.mark.parametrize("name", BY_COSTS)
+@looped("name", BY_COSTS)
 def test_planners_without_the_costs_that_they_need_say_how_to_get_them(name: str) -> None:
     planner = planners.get(name)
     with pytest.raises(ConfigError, match=f"planner '{planner.name}' plans by measured costs .* `fusionlayer profile`"):

@@ -10,6 +10,7 @@ from fusionlayer.errors import FusionLayerError, PlanMismatch, TransportError, W
 from fusionlayer.plan import Bucket, Slot
 from fusionlayer.scheduler import Worker, located
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -96,7 +97,7 @@ atexit.register(store.set, "the program ends", "")
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("how", ["alone", "forked"])
+@looped("how", ["alone", "forked"])
 def test_a_program_that_ends_waits_for_a_job_that_is_in_torch(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", ENDS_AMID_JOBS, how], capture_output=True, text=True, timeout=40)
     assert (done.returncode, done.stdout) == (0, "back"), done.stderr

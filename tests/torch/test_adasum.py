@@ -13,6 +13,7 @@ import fusionlayer.torch as hvd
 from fusionlayer.torch import adasum
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import CLASSES, fill, make_model, train, weights
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -31,7 +32,7 @@ def pairwise(values: list[Tensor]) -> Tensor:
     return level[0]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@looped("world", [1, 2, 4, 8])
 def test_is_the_formula_and_the_same_bits_on_every_rank(world: int) -> None:
     for numel in (0, 1, 7, 1000):
         for dtype, error in ((torch.float32, 2e-6), (torch.float64, 1e-14), (torch.bfloat16, 8e-3)):

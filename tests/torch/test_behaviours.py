@@ -10,6 +10,7 @@ import pytest
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.torch.behaviours import CHECKS
 
 
@@ -26,8 +27,8 @@ def on_this_rank(names: list[str]) -> Callable[[int], None]:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CHECKS)
+@looped("size", [1, 2, 3, 4])
+@looped("name", CHECKS)
 def test_behaviour(name: str, size: int) -> None:
     local.run(on_this_rank([name]), size, timeout=30)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.harness import checkpoint, outcomes_of
+from tests.loops import looped
 
 
 def over_ranks(size: int, body: Callable[[int], Any]) -> list[Any]:
@@ -79,8 +80,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("batches", [(2, 6, 4), (0, 2, 8)])
+@looped("name", OPTIONS)
+@looped("batches", [(2, 6, 4), (0, 2, 8)])
 def test_uneven_numbers_of_steps(name: str, batches: tuple[int, ...]) -> None:
     options = OPTIONS[name]
     passes = options.get("backward_passes_per_step", 1)
@@ -203,9 +204,9 @@ class Ranker(nn.Module):
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("batches", [(3, 3, 3), (2, 4, 0)])
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.parametrize("passes", [1, 2])
+@looped("batches", [(3, 3, 3), (2, 4, 0)])
+@looped("op", [hvd.Average, hvd.Sum])
+@looped("passes", [1, 2])
 def test_sparse_gradients_are_gathered(batches: tuple[int, ...], op: hvd.ReduceOp, passes: int) -> None:
     def body(rank: int) -> tuple[list[Tensor], list[str]]:
         model = Ranker(sparse=True)
@@ -245,7 +246,7 @@ def test_sparse_gradients_are_gathered(batches: tuple[int, ...], op: hvd.ReduceO
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("passes", [1, 2])
+@looped("passes", [1, 2])
 def test_a_table_that_is_unfrozen_later_is_gathered(passes: int) -> None:
     def training(model: Ranker, optimizer: Any, losses: Callable[[int], list[Tensor]]) -> list[Tensor]:
         for step in range(4):

@@ -25,6 +25,7 @@ from fusionlayer.transport._inquiry import Inquiry, Processes, Progress
 from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
 from fusionlayer.transport._states import UNREADABLE, encode_state
 from fusionlayer.transport.heartbeat import Watch
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -41,7 +42,7 @@ def differs(rank: int, n: int) -> Sign:
     return Sign(rank, "conflict", f"rank {rank} differs", tuple(sorted((3, rank))), Call.all_reduce(torch.zeros(n)))
 
 
-@pytest.mark.parametrize(
+@looped(
     "signs, ranks",
     [
         ([FAILED, LATE, SILENT, TOLD, STOPPED, GONE], (9,)),

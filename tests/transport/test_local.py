@@ -8,6 +8,7 @@ import torch
 
 from fusionlayer.errors import TransportError, WireError
 from fusionlayer.transport import LocalTransport, Transport, local
+from tests.loops import looped
 from tests.tiers import tiered
 
 from .conformance import CHECKS
@@ -22,7 +23,7 @@ def mine() -> LocalTransport:
 
 
 @pytest.mark.parametrize("world", tiered([1, 2, 3, 4, 5, 8], lambda world: world in (1, 2, 5)))
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@looped("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check: Callable[[Transport], None], world: int) -> None:
     local.run(lambda rank: check(mine()), world, timeout=20)
 

@@ -23,6 +23,7 @@ from fusionlayer.transport import Transport, _faster, _introduction
 from fusionlayer.transport._link import DamagedMessage, LinkError, LinkMessage
 from fusionlayer.transport._socket_options import SocketOptions
 from fusionlayer.transport._sockets import WINDOW_BYTES, SocketLink
+from tests.loops import looped
 from tests.ranks import over_threads
 
 from .relays import links, together
@@ -135,7 +136,7 @@ def test_messages_wait_for_the_call_that_wants_them_up_to_the_window() -> None:
             send(made[0], torch.zeros(2 * WINDOW_BYTES + 16 * MIB, dtype=torch.uint8), 4, 1)
 
 
-@pytest.mark.parametrize("at", [20, FRAME_BYTES + 5, FRAME_BYTES + 99_999])
+@looped("at", [20, FRAME_BYTES + 5, FRAME_BYTES + 99_999])
 def test_damage_is_told(at: int) -> None:
     """A flipped bit in a frame, or in what follows it."""
     with links(checked=True) as (made, (relay,)):
@@ -272,7 +273,7 @@ def frame(**changes: int) -> bytes:
     return bare + struct.pack("<I", native.crc32c(torch.frombuffer(bytearray(bare), dtype=torch.uint8)))
 
 
-@pytest.mark.parametrize("what", NONSENSE)
+@looped("what", NONSENSE)
 def test_sizes_from_the_wire_are_checked(what: str) -> None:
     """A peer that has proved to be the job's may still send what makes no sense."""
     with links() as (made, _), raw(made[0], 0) as far:

@@ -15,6 +15,7 @@ import pytest
 
 from fusionlayer.transport import Transport, _introduction, star
 from fusionlayer.transport.star import Center, Connection, connect
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -81,7 +82,7 @@ def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() 
         far.close()
 
 
-@pytest.mark.parametrize("at", [0, 5, 10, 12, 3011])
+@looped("at", [0, 5, 10, 12, 3011])
 def test_a_flipped_bit_in_a_message_is_damage_and_nobody_waits_for_the_rest(at: int) -> None:
     """In its length, its checksum, the prefix's checksum, its first and its last byte."""
     for hear in ("receive", "received"):

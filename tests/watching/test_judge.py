@@ -16,6 +16,7 @@ from fusionlayer.watching._pace import Pace
 from fusionlayer.watching._recorder import Recorder
 from fusionlayer.watching._states import Channel, Link, Noted, State, decode, encode
 from fusionlayer.watching._teller import Teller
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -180,7 +181,7 @@ def test_a_receive_blames_the_rank_that_it_waits_for() -> None:
     assert found.ranks == (2,) and "in recv from it" in found.text
 
 
-@pytest.mark.parametrize("kind", ["gone", "stopped", "silent"])
+@looped("kind", ["gone", "stopped", "silent"])
 def test_a_process_in_trouble_comes_before_those_that_wait_for_it(kind: str) -> None:
     (found,) = judge(ranks(8, 7, 8), {1: kind}, 3)
     assert (found.kind, found.ranks) == (kind, (1,)) and "data.py:1" in found.text
@@ -225,7 +226,7 @@ def test_an_exception_is_the_cause_of_connections_that_are_lost() -> None:
     assert (found.kind, found.ranks) == ("ended", (1,))
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b'{"rank": 1}', b"\xff\xfe", b'{"rank": {}, "process": 1}'])
+@looped("text", [b"", b"{", b"[]", b"3", b'{"rank": 1}', b"\xff\xfe", b'{"rank": {}, "process": 1}'])
 def test_what_no_rank_has_written_is_no_state(text: bytes) -> None:
     assert decode(text, 1, 2) is None
 
