@@ -19,8 +19,8 @@ from ._queueing_link import QueueingLink
 
 __all__ = ["NcclLink"]
 
-# torch's own watchdog would end the process, and abort it where the device has failed. Both are switched off. In case it
-# runs nevertheless, its time-out is longer than ours, so that ours comes first.
+# torch's own watchdog would end the process, and abort it where the device has failed. Both are switched off. In case
+# it runs nevertheless, its time-out is longer than ours, so that ours comes first.
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 _WATCHDOG_FACTOR = 4
 # Seconds that NCCL has, when the device has done its part, to send what is still in NCCL's buffers.
