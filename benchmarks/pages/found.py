@@ -13,7 +13,20 @@ from benchmarks.lab import Network
 
 __all__ = [
     *("CONVERGENCE", "NAMES", "RESULTS", "ROOT", "SCOREBOARD", "TRAINING", "Record"),
-    *("end", "errors", "kernels", "link_gain", "link_share", "load", "mean", "minutes", "more", "result", "rows"),
+    *(
+        "end",
+        "errors",
+        "kernels",
+        "kernels_h200",
+        "link_gain",
+        "link_share",
+        "load",
+        "mean",
+        "minutes",
+        "more",
+        "result",
+        "rows",
+    ),
     *("score", "scored", "sharded", "speedup", "the", "zipped"),
 ]
 
@@ -147,6 +160,13 @@ def kernels(codec: str) -> tuple[float, ...]:
     )
 
 
+def kernels_h200(codec: str) -> tuple[float, ...]:
+    """Return the same for an H200: f32 and bf16 encoded, f32 and bf16 decoded, and eight messages summed to f32."""
+    places = [(verb, dtype) for verb in ("encode", "decode") for dtype in ("float32", "bfloat16")]
+    places.append(("decode_sum x8", "float32"))
+    return tuple(the("codec-h200", codec=codec, verb=verb, dtype=dtype)["of memcpy"] for verb, dtype in places)
+
+
 def minutes(method: str, rate: str, goal: float) -> float:
     """Return how long training takes until the loss, the mean over seeds, is at ``goal`` or below.
 
@@ -188,7 +208,21 @@ NAMES: dict[str, Any] = {
     **{
         each.__name__: each
         for each in (
-            *(end, errors, kernels, link_gain, link_share, mean, minutes, more, rows, score, scored, sharded),
+            *(
+                end,
+                errors,
+                kernels,
+                kernels_h200,
+                link_gain,
+                link_share,
+                mean,
+                minutes,
+                more,
+                rows,
+                score,
+                scored,
+                sharded,
+            ),
             *(speedup, the, zipped),
         )
     },
