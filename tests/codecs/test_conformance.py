@@ -1,6 +1,6 @@
 """Every codec passes every check of ``conformance.py``.
 
-The default of each name passes each check in a test of its own, in f32; one codec of each kind does so in all types. A
+The default of each name passes each check in f32; one codec of each kind does so in all types. A
 variant has one option changed. It passes all checks in one test, with types by turns, so that each pair of an option's
 value and a type, and of a check and a type, is tried. The exhaustive tier has the other types.
 """
@@ -51,15 +51,15 @@ def rest(codec: Codec) -> Iterator[tuple[str, torch.dtype]]:
     return (pair for pair in every if pair not in fast(codec))
 
 
-@looped("codec", DEFAULTS, ids=str)
-@looped("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@looped("codec", DEFAULTS)
 def test_default(check: Check, codec: Codec, device: torch.device) -> None:
     for name, dtype in sorted(fast(codec), key=str):
         if name == check.__name__:
             check(codec, dtype, device)
 
 
-@looped("codec", VARIANTS, ids=str)
+@pytest.mark.parametrize("codec", VARIANTS, ids=str)
 def test_variant(codec: Codec, device: torch.device) -> None:
     for name, dtype in sorted(fast(codec), key=str):
         print(name, dtype)
@@ -67,7 +67,7 @@ def test_variant(codec: Codec, device: torch.device) -> None:
 
 
 @exhaustive(guarded_by="tests/codecs/test_conformance.py::test_default")
-@looped("codec", [*DEFAULTS, *VARIANTS], ids=str)
+@pytest.mark.parametrize("codec", [*DEFAULTS, *VARIANTS], ids=str)
 def test_in_other_types(codec: Codec, device: torch.device) -> None:
     for name, dtype in rest(codec):
         print(name, dtype)

@@ -43,13 +43,13 @@ def rest(codec: Codec) -> list[tuple[Worlds, Types]]:
     return [((4, 8), DTYPES[:1]), ((3,), DTYPES[1:])]
 
 
-@looped("name, codec", pairs(DEFAULTS), ids=str)
+@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
 def test_every_collective_with_every_codec(name: str, codec: Codec, device: torch.device) -> None:
     conforms(name, codec, fast(codec), device)
 
 
 @exhaustive(guarded_by="tests/collectives/test_conformance.py::test_every_collective_with_every_codec")
-@looped("name, codec", pairs(DEFAULTS), ids=str)
+@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
 def test_in_other_worlds_and_types(name: str, codec: Codec, device: torch.device) -> None:
     conforms(name, codec, rest(codec), device)
 
@@ -71,7 +71,7 @@ def variants_by_name() -> dict[str, list[Codec]]:
     return found
 
 
-@looped("variants", variants_by_name())
+@pytest.mark.parametrize("variants", variants_by_name())
 def test_options_are_carried(variants: str, device: torch.device) -> None:
     """What an option changes is in the codec's own tests; each variant takes another collective."""
     for number, variant in enumerate(variants_by_name()[variants]):
@@ -81,7 +81,7 @@ def test_options_are_carried(variants: str, device: torch.device) -> None:
 
 
 @exhaustive(guarded_by="tests/collectives/test_conformance.py::test_options_are_carried")
-@looped("variants", variants_by_name())
+@pytest.mark.parametrize("variants", variants_by_name())
 def test_options_are_carried_by_every_collective(variants: str, device: torch.device) -> None:
     for name, codec in pairs(variants_by_name()[variants]):
         conforms_once(name, codec, device)
@@ -229,7 +229,7 @@ def test_unbiased_codecs_stay_unbiased(name: str, codec: Codec) -> None:
 
 
 @exhaustive(guarded_by="tests/collectives/test_conformance.py::test_unbiased_codecs_stay_unbiased")
-@looped("variants", variants_by_name())
+@pytest.mark.parametrize("variants", variants_by_name())
 def test_unbiased_variants_stay_unbiased(variants: str) -> None:
     for name, codec in pairs(variants_by_name()[variants]):
         if is_noisy(name, codec) and name in ("one_shot", "two_shot"):

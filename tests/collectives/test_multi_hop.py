@@ -183,7 +183,7 @@ def expected_sum(way: Callable[[int, int], HopSchedule], codec: Codec, inputs: l
     return out
 
 
-@looped(
+@pytest.mark.parametrize(
     "name, codec, worlds",
     cases([*IN_PLACE, STOCHASTIC], [WORLDS], [(2, 3, 9)], lambda codec: is_kind(codec) or codec == STOCHASTIC),
     ids=str,
