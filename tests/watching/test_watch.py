@@ -105,7 +105,7 @@ def _job(rank: int, world: int, case: str, folder: str) -> None:
     while rank or not watcher.lines:  # until the harness ends this job
         time.sleep(0.1)
     report = watching.read(Path(folder) / "status.json")
-    while not report.findings:
+    while not report.findings or len(report.states) < world:  # until it has read what every rank wrote
         time.sleep(0.1)
         report = watching.read(Path(folder) / "status.json")
     raise Told("\n".join(watcher.lines))
