@@ -61,8 +61,8 @@ class Distributed(GradientReduction):
 
         ``backward`` does so by itself, or where it does not, ``step``: with ``overlap_forward``, in elastic jobs and if
         ``backward`` runs several times in a step. There call it before you read or change gradients, for instance to
-        clip them; then call ``step`` within ``skip_synchronize``. With ``overlap_forward``, between ``step`` and the next backward, it waits until every
-        parameter is updated.
+        clip them; then call ``step`` within ``skip_synchronize``. With ``overlap_forward``, between ``step`` and the
+        next backward, it waits until every parameter is updated.
 
         Raises:
             PlanMismatch: ranks disagree on model, plan or options.

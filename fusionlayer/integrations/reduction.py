@@ -42,7 +42,7 @@ class StepState(Enum):
     REDUCING = auto()
     """A hook has handed over the step's first gradient. Every rank has to end this step; ``zero_grad`` is refused."""
     REDUCED = auto()
-    """The gradients are reduced: the end of backward, or code that read ``param_groups``, has ended the engine's step."""
+    """The gradients are reduced: the end of backward, or code that read ``param_groups``, has ended the step."""
     SYNCHRONIZED = auto()
     """The user's ``synchronize`` has reduced the gradients: ``step`` warns outside ``skip_synchronize``."""
     STEPPED = auto()
@@ -100,8 +100,8 @@ class GradientReduction(Optimizer):
         self._fl_timeline = timeline
         self._fl_phases: StepPhases | None = None
         self._fl_check: ReplicaCheck | None = None
-        # Gradients as they were handed over, until their results are there. Then, if the end of backward has put results
-        # into them, as they are until ``step``. Of parameters that this rank has not used: zeros, or the sum of others.
+        # Gradients as they were handed over, until their results are there; then, if backward has waited for those, as
+        # they are until ``step``. Of parameters that this rank has not used: zeros, or the sum of others.
         self._fl_given: dict[Tensor, _Given] = {}
         self._fl_reduced: dict[Tensor, _Given] = {}
         self._fl_unused: dict[Tensor, Tensor] = {}
@@ -234,7 +234,7 @@ class GradientReduction(Optimizer):
             self._fl_plan_anew(engine, self._fl_names, "backward ran twice before step(), for different parameters")
 
     def _fl_follow_horovod(self) -> None:
-        """Keep Horovod's contract: ``step`` or ``synchronize`` waits, backward never does; unused parameters get zeros."""
+        """Keep Horovod's contract: only ``step`` and ``synchronize`` wait, and unused parameters get zeros."""
         self._fl_as_horovod, self._fl_ends_with_backward = True, False
 
     def _fl_enlist_by(self, enlist: Callable[[GradientReduction], ByName]) -> None:
