@@ -132,8 +132,8 @@ def commands() -> str:
     return as_page(
         "# Commands",
         "What the package installs. Each command has `--help`. [Operations](operations.md) and\n"
-        "[planning](planning.md) show them at work. Their exit status is 0; or 1 for what they cannot do; or 2 for a\n"
-        "command line that makes no sense.",
+        "[planning](planning.md) show them at work. The exit status is 0; 1 after a failure; 2 for an argument, a\n"
+        "file or a setting that cannot be used.",
         table(["command", "what it does"], overview),
         *parts,
     )

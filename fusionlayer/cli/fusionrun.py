@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import __version__, codecs
+from .. import __version__
 from ..errors import ConfigError, FusionLayerError
-from ..plan import FusionPlan
-from ..planning.codec_rules import AUTO
-from ..transport._interfaces import ipv4_addresses, reachable_names
-from . import doctor, horovodrun
+from ..interfaces import ipv4_addresses, reachable_names
+from ..planning.fidelities import AUTO
+from . import horovodrun
 from .arguments import Parser, check_file, check_folder, count, positive
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
@@ -59,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         if options.check_build:
+            from . import doctor  # needs torch, for which no start of a job waits
+
             return doctor.report(as_json=False)
         _check_names(options)
         agents = plan(options)
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(agents, least=_nodes_needed(options, len(agents)))
     except FusionLayerError as error:
         print(f"fusionrun: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -252,8 +253,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that flags stand for."""
     if options.codec is not None and options.codec != AUTO:
+        from .. import codecs
+
         codecs.get(options.codec)
     if options.plan is not None:
+        from ..plan import FusionPlan
+
         FusionPlan.from_yaml(options.plan)
     threshold = options.fusion_threshold_mb
     if threshold is not None and not threshold >= 0:

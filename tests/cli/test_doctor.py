@@ -116,12 +116,12 @@ def test_version_is_two_lines_or_one_that_says_what_is_missing(
     cuda = info.cuda.get("archs", "none")
     assert built == f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {cuda}"
     monkeypatch.setattr(libraries, "__file__", "/nowhere/libraries.py")
-    libraries.cpu.cache_clear()
+    libraries._cpu_on_one_thread.cache_clear()
     try:
         assert main(["--version"]) == 1
     finally:
         monkeypatch.undo()
-        libraries.cpu.cache_clear()
+        libraries._cpu_on_one_thread.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fusionlayer --version: libfusionlayer_cpu.so is not installed; reinstall the package")
 

@@ -288,7 +288,7 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
     ],
 )
 def test_what_cannot_be_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags.split()) == 1
+    assert main(flags.split()) == 2
     assert words in capsys.readouterr().err
 
 

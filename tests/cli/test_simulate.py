@@ -145,7 +145,7 @@ def test_where_a_method_is_ahead_is_told(path: Path, capsys: pytest.CaptureFixtu
 def test_errors_are_one_line(
     path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["simulate", str(path), *arguments]) == 1
+    assert main(["simulate", str(path), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(message) and captured.err.count("\n") == 1
     assert captured.out == ""

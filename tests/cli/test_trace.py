@@ -298,7 +298,7 @@ def test_what_is_no_timeline_is_told(
 ) -> None:
     if text is not None:
         (tmp_path / "x").write_text(text)
-    assert main(["trace", str(tmp_path / "x")]) == 1
+    assert main(["trace", str(tmp_path / "x")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(told, line)
 
@@ -307,7 +307,7 @@ def test_what_is_no_timeline_is_told(
 def test_two_files_of_one_rank_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, 0, 0.0, whole_steps(6))
-    assert main(["trace", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert main(["trace", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "a and " in (told := capsys.readouterr().err) and "are both of rank 0; give the files of one run" in told
 
 
