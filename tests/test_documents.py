@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from tests.codecs.variants import variants
 from tests.examples.places import needs_namespaces
 from tests.harness import run_ranks
 from tests.loops import looped
+from tests.ports import free_port
 from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[1]
@@ -216,10 +216,7 @@ def hold_fsdp(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.medium
 def test_the_python_and_the_rules_about_the_backend_run() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_ranks(hold_backend, 2, port, backend=None)
+    run_ranks(hold_backend, 2, free_port(), backend=None)
 
 
 def hold_backend(rank: int, world: int, port: int) -> None:

@@ -95,9 +95,7 @@ def shell(text: str) -> Agent:
 @pytest.mark.short
 def test_the_end_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert fusionrun._run([shell("true"), shell("true")], 2) == 0
-    started = time.monotonic()
-    assert fusionrun._run([shell("exec sleep 60"), shell("exit 7")], 2) == 7
-    assert time.monotonic() - started < 50, "the others were waited for"
+    assert fusionrun._run([shell("exec sleep 1000"), shell("exit 7")], 2) == 7  # and waits for no other
     assert "the processes on host of exit 7 ended with status 7" in capsys.readouterr().err
     assert fusionrun._run([shell("sleep 0.3"), shell("exit 7")], 1) == 0, "elastic: one is enough"
     assert fusionrun._run([shell("exit 3"), shell("kill -9 $$")], 1) in (1, 3)
@@ -163,6 +161,10 @@ def test_agents_of_torchrun(ssh: Path) -> None:
     assert (option(here, "--nnodes"), option(here, "--nproc-per-node")) == ("1", "4")
     assert here[-4:] == ["--no-python", "--", "python", "train.py"], "or torchrun would read options of train.py"
     assert option(here, "--master-addr") == "127.0.0.1"
+    port = int(option(here, "--master-port"))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    socket.create_server(("127.0.0.1", port)).close()  # rank 0 can listen there
     first, second = commands("-np", "3", "-H", "far1:2,far2:2")
     assert first[0] == second[0] == "ssh" and (first[-2], second[-2]) == ("far1", "far2")
     assert "--node-rank 0 --master-addr far1 " in first[-1] and "--nproc-per-node 2 " in first[-1]

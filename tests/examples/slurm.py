@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fusionlayer.cli.spawn import without_launcher
+from tests.ports import free_port
 
 from .places import ROOT, needs_namespaces
 
@@ -118,15 +119,11 @@ def read_variables(file: Path) -> Mapping[str, str]:
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Start Slurm with four nodes, whose names lead to this host within their tasks; end it with the block."""
     nodes = ["node01", "node02", "node03", "node07"]
-    with ExitStack() as sockets:
-        held = [sockets.enter_context(closing(socket.socket())) for _ in range(5)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        ports = [one.getsockname()[1] for one in held]
+    ports = [free_port() for _ in range(5)]
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(
             folder=folder,
-            host=socket.gethostname(),
+            host=platform.node(),
             controller=ports[0],
             nodes=NODES,
             ports=",".join(map(str, ports[1:])),

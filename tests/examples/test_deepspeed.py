@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.tiers import exhaustive, needs
 
 from .places import EXAMPLES
@@ -51,10 +51,7 @@ def test_the_launcher_of_deepspeed(tmp_path: Path) -> None:
     config["fusionlayer"] = {"zero_plus_plus": True}
     path, result = tmp_path / "config.json", tmp_path / "result.json"
     path.write_text(json.dumps(config))
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(port))
+    launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(free_port()))
     example = (str(EXAMPLES / "train_deepspeed.py"), "--deepspeed_config", str(path))
     run(sys.executable, *launcher, *example, "--steps", "2", "--json", str(result), *SMALL)
     found = json.loads(result.read_text())

@@ -17,8 +17,8 @@ import yaml
 from fusionlayer.cli.spawn import without_launcher
 from tests.mpi import mpirun, needs_mpirun
 from tests.packaging.project_tree import NEEDED
+from tests.ports import free_port
 from tests.tiers import exhaustive, needs
-from tests.transport.test_connecting import free_port
 
 from .places import EXAMPLES, ROOT
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import fusionlayer as fl
 from fusionlayer.backend import hint
 from tests.harness import run_ranks
+from tests.ports import free_port
 from tests.tiers import needs
 
 from . import deepspeed_oracles as oracles
@@ -45,12 +45,6 @@ def plain() -> Found:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_ranks(compressed, 2, free_port(), tmp_path_factory.mktemp("config"), backend=None, timeout=250)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def on_gloo(rank: int, world: int, port: int) -> dict[str, Any]:

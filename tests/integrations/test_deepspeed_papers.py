@@ -12,11 +12,11 @@ import torch.distributed as dist
 import fusionlayer as fl
 from fusionlayer import ConfigError
 from tests.harness import run_ranks
+from tests.ports import free_port
 from tests.tiers import exhaustive, needs
 
 from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
-from .test_deepspeed import free_port
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
 

@@ -30,8 +30,8 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.mpi import mpirun, needs_mpirun
+from tests.ports import free_port
 from tests.tiers import tiered
-from tests.transport.test_connecting import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

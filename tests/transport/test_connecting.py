@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from fusionlayer.transport import _rendezvous, _shared_memory, star
 from fusionlayer.transport.c10d import C10dTransport
 from fusionlayer.transport.heartbeat import Watch
 from tests.harness import checkpoint, outcomes_of, stay_last
+from tests.ports import free_port
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
@@ -92,12 +92,6 @@ def connect() -> None:
     for each in (transport, lane, part):
         each.barrier()
     end.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 CASES = [(phase, lost, end) for phase in PHASES for lost in (1, 0) for end in (signal.SIGKILL, signal.SIGSTOP)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.test_connecting import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.medium
 
