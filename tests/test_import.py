@@ -68,7 +68,7 @@ print(json.dumps([sorted(set(sys.modules) - before), libraries, threading.active
 """
 
 
-def answer(code: str, seconds: float = 50) -> list[object]:
+def answer(code: str, seconds: float = 180) -> list[object]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

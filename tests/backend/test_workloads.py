@@ -34,9 +34,8 @@ def hold(rank: int, world: int) -> dict[str, tuple[set[str], bool, float]]:
     return told
 
 
-@pytest.mark.timeout(120)
 def test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8() -> None:
-    for told in run_ranks(hold, 2, timeout=110, backend="fusionlayer"):
+    for told in run_ranks(hold, 2, backend="fusionlayer"):
         for name, (_, equal, error) in told.items():
             assert equal, f"{name}: calls that should pass changed something"
             assert 0 < error < 0.02, f"{name}: int8 is off by {error}"

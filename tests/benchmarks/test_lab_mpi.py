@@ -40,7 +40,6 @@ def said_by_workers(output: str) -> list[str]:
 class TestWorkers:
     pytestmark = netns
 
-    @pytest.mark.timeout(120)
     def test_compute_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("mpi4py")
         monkeypatch.setenv("RANK", "5")  # of whatever runs the tests; the workers must not see it

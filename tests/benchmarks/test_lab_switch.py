@@ -23,10 +23,10 @@ if os.environ["RANK"] == "0":
         got = server.accept()[0].makefile("rb").read()
     print("length", len(got), "wrong", sum(a != b for a, b in zip(got, data)))
 else:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 180
     while True:
         try:
-            peer = socket.create_connection(("10.77.0.1", 4000), timeout=10)
+            peer = socket.create_connection(("10.77.0.1", 4000), timeout=180)
             break
         except (ConnectionRefusedError, TimeoutError):
             assert time.monotonic() < end

@@ -238,7 +238,6 @@ class TestValidate:
 @exhaustive(guarded_by="tests/planning/test_profiler.py::test_codecs_have_costs")
 @pytest.mark.medium
 @pytest.mark.netns
-@pytest.mark.timeout(180)
 @needs_namespaces
 def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
     job = Job(model=None, elements=(1024, 4096), nbytes=(65536, 262144), steps=2, repeats=2)
@@ -263,7 +262,6 @@ def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 @pytest.mark.netns
-@pytest.mark.timeout(180)
 @needs_namespaces
 def test_steps_on_a_long_way_are_measured_and_can_be_compared(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

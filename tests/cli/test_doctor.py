@@ -28,7 +28,6 @@ def run_json(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[tuple[str, s
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(300)
 @exhaustive(guarded_by="tests/cli/test_doctor.py::test_what_does_not_work_is_told_and_is_the_exit_status")
 def test_all_that_is_installed_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = run_json(capsys)

@@ -56,5 +56,5 @@ def differ(rank: int, world: int) -> None:
 
 
 def test_ranks_in_different_collectives_time_out() -> None:
-    outcomes = outcomes_of(differ, WORLD, timeout=25)
+    outcomes = outcomes_of(differ, WORLD)
     assert [outcome.kind for outcome in outcomes] == ["returned"] * WORLD, outcomes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor
@@ -22,7 +21,6 @@ from tests.synthetic import gradient
 
 __all__ = ["host_kernels"]
 
-pytestmark = pytest.mark.timeout(300)  # the first test builds the kernels for the host
 
 WARPS = 8
 

@@ -183,9 +183,8 @@ def sum_over_processes(rank: int, world: int) -> tuple[tuple[tuple[int, ...], ..
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(60)
 def test_over_processes() -> None:
-    for nodes, same, off in run_ranks(sum_over_processes, 4, timeout=50):
+    for nodes, same, off in run_ranks(sum_over_processes, 4):
         assert nodes == ((0, 1), (2, 3)) and same and off < 0.12
 
 

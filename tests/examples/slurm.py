@@ -72,7 +72,7 @@ class Cluster:
             "PYTHONPATH": str(ROOT),
         }
 
-    def run(self, *command: str, seconds: float = 170, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, seconds: float = 180, **variables: str) -> subprocess.CompletedProcess[str]:
         """Return how a command has ended."""
         return subprocess.run(
             command,
@@ -88,7 +88,7 @@ class Cluster:
         """Return the number of a batch job, which must succeed."""
         done = self.run("sbatch", "--parsable", *arguments, seconds=60)
         assert done.returncode == 0, done.stderr + self.logs()
-        job, end = done.stdout.strip(), time.monotonic() + 170
+        job, end = done.stdout.strip(), time.monotonic() + 180
         while " JobState=COMPLETED " not in (told := self.run("scontrol", "show", "job", job, "--oneliner").stdout):
             outputs = "".join(out.read_text() for out in self.folder.glob(f"*-{job}.out"))
             assert re.search(r" JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING) ", told), told + outputs + self.logs()
@@ -153,14 +153,14 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             process.terminate()
         for process in running:
             try:
-                process.wait(20)
+                process.wait(180)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
 def _await(is_so: Callable[[], bool], made: Cluster, running: list[subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not is_so():
         ended = [process.args for process in running if process.poll() is not None]
         assert not ended and time.monotonic() < end, f"ended: {ended}\n{made.logs()}"

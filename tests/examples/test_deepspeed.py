@@ -17,14 +17,14 @@ from tests.tiers import exhaustive, needs
 from .places import EXAMPLES
 from .test_examples import of_page
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(200), needs("deepspeed")]
+pytestmark = [pytest.mark.medium, needs("deepspeed")]
 
 SMALL = ("--width", "64", "--layers", "2")
 
 
 def run(*command: str) -> str:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=190, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -18,7 +18,7 @@ from tests.tiers import exhaustive
 
 from .slurm import Cluster, cluster, needs_slurm, read_variables
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240), *needs_slurm]
+pytestmark = [pytest.mark.medium, *needs_slurm]
 
 GUARD = "tests/integrations/test_launch.py::test_tasks_of_srun"
 

@@ -15,7 +15,7 @@ from tests.tiers import needs
 from . import deepspeed_training as training
 from .test_deepspeed import INT4
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
+pytestmark = [pytest.mark.medium, needs("deepspeed")]
 
 EXEMPT = "blocks.0.*.bias"
 

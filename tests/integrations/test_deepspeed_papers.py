@@ -18,7 +18,7 @@ from tests.tiers import exhaustive, needs
 from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
+pytestmark = [pytest.mark.medium, needs("deepspeed")]
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 WIDE_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}

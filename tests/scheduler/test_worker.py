@@ -15,7 +15,7 @@ from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
 
-PATIENCE = 20
+PATIENCE = 180
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -99,7 +99,7 @@ atexit.register(store.set, "the program ends", "")
 @pytest.mark.medium
 @looped("how", ["alone", "forked"])
 def test_a_program_that_ends_waits_for_a_job_that_is_in_torch(how: str) -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS_AMID_JOBS, how], capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, "-c", ENDS_AMID_JOBS, how], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "back"), done.stderr
 
 

@@ -108,7 +108,7 @@ def drain_after_checkpoint(rank: int, world: int) -> None:
 
 
 def test_a_rank_that_goes_while_the_device_works_is_named_and_a_capture_is_refused() -> None:
-    outcomes = outcomes_of(drain_after_checkpoint, 3, signals={(1, "drain"): signal.SIGKILL}, timeout=30)
+    outcomes = outcomes_of(drain_after_checkpoint, 3, signals={(1, "drain"): signal.SIGKILL})
     survivors(outcomes, 1, "rank 1 is gone (process ", (1,))
 
 
@@ -136,7 +136,7 @@ def kill_while_it_moves(rank: int, world: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["exchange", "all_reduce", "all_reduce over gloo", "send"])
 def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
-    outcomes = outcomes_of(kill_while_it_moves, 2, how, timeout=15)
+    outcomes = outcomes_of(kill_while_it_moves, 2, how)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert outcomes[0].error[0] == "TransportError", outcomes[0]
     assert "rank 1 is gone" in outcomes[0].error[1]

@@ -36,7 +36,7 @@ def conform(rank: int, world: int, path: str, peer_bytes: int) -> None:
 
 @pytest.mark.parametrize("world", tiered([2, 3, 4], lambda world: world == 3))
 def test_conformance(world: int) -> None:
-    run_ranks(conform, world, compiled(), 1 << 20, timeout=100)
+    run_ranks(conform, world, compiled(), 1 << 20)
 
 
 class Queueing(OverPeers):

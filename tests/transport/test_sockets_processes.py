@@ -46,7 +46,7 @@ CASES = [(2, 1, None), (2, 4, True), (3, 3, None), (4, 2, True)]
 
 @pytest.mark.parametrize("world, connections, checksum", tiered(CASES, lambda *case: case in CASES[:3]))
 def test_conformance(world: int, connections: int, checksum: bool | None) -> None:
-    run_ranks(conform, world, connections, checksum, timeout=60)
+    run_ranks(conform, world, connections, checksum)
 
 
 def exchange_after_checkpoint(rank: int, world: int, n: int, timeout: float) -> None:
@@ -95,7 +95,7 @@ def kill_while_it_moves(rank: int, world: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", tiered(["exchange", "all_reduce", "send"], lambda how: how == "exchange"))
 def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
-    outcomes = outcomes_of(kill_while_it_moves, 2, how, timeout=15)
+    outcomes = outcomes_of(kill_while_it_moves, 2, how)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert outcomes[0].error[0] == "TransportError", outcomes[0]
     assert "rank 1 is gone" in outcomes[0].error[1]
@@ -133,7 +133,7 @@ def interrupt_a_call(rank: int, world: int) -> None:
 
 def test_a_rank_that_waits_can_be_interrupted_and_is_named() -> None:
     """gloo would end the wait at its deadline alone."""
-    outcomes = outcomes_of(interrupt_a_call, 3, timeout=20)
+    outcomes = outcomes_of(interrupt_a_call, 3)
     assert outcomes[1].error[0] == "KeyboardInterrupt"
     assert outcomes[2].attributes["ranks"] == (1,) and "rank 1 raised KeyboardInterrupt" in outcomes[2].error[1]
 
