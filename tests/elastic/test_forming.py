@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusionlayer.elastic import forming as elastic_forming
 from fusionlayer.elastic.desk import open_store
 from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former, ask_to_join
 from fusionlayer.elastic.generation import Address, Generation, Member, Report, encode_member
@@ -125,7 +126,10 @@ def behind_a_relay(desk: Desk) -> Relay:
     return relay
 
 
-def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_half() -> None:
+def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic_forming, "_BLAMED", 0.0)
     desks, first = begun(3)
     relay, reported = behind_a_relay(desks[0]), set()
 
@@ -143,7 +147,10 @@ def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_h
     assert ids(found[0]) == ["m1", "m2"]
 
 
-def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half() -> None:
+def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic_forming, "PATIENCE", 1.0)
     desks, first = begun(2)
     relay, gate = behind_a_relay(desks[0]), threading.Event()
     relay.holding = dict.fromkeys(range(100), gate)
@@ -175,9 +182,10 @@ def test_no_more_than_half_do_not_go_on_if_nobody_knows_what_became_of_the_other
     assert ids(desks[0].former.form(Report(first, 1, False))) == ["m0"]
 
 
-def test_who_was_left_out_is_told_so() -> None:
-    desks, first = begun(3, timeout=1.0)
-    at_once(*(forming(desk, Report(first, 1, False)) for desk in desks[:2]))
+def test_who_was_left_out_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_forming, "_BLAMED", 0.0)
+    desks, first = begun(3)
+    at_once(*(forming(desk, Report(first, 1, False), blamed=("m2",)) for desk in desks[:2]))
     with pytest.raises(Final, match="generation 1 of the job goes on without this process"):
         desks[2].former.form(Report(first, 1, False))
 
