@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from .test_faults import exchange, fail_then_raise, stay_until_the_others_end, s
 
 pytestmark = pytest.mark.medium
 
-TIMEOUT = 15.0
+TIMEOUT = 150.0
 
 
 def own(connections: int = 2, timeout: float = TIMEOUT, **options: Any) -> C10dTransport:
@@ -118,8 +119,17 @@ def test_a_rank_that_closes_is_named() -> None:
 def interrupt_a_call(rank: int, world: int) -> None:
     transport = own(timeout=60)
     transport.barrier()
+    watch = transport._watch
+    assert watch is not None
+
+    def interrupt() -> None:
+        while watch.where()[2] is None:
+            time.sleep(0.01)
+        time.sleep(0.2)  # into the wait
+        os.kill(os.getpid(), signal.SIGINT)
+
     if rank == 1:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt).start()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.wait(["over"])
@@ -185,21 +195,27 @@ def test_results_have_the_bits_of_gloo() -> None:
     assert run_ranks(sums, 2, "sockets") == run_ranks(sums, 2, "c10d")
 
 
+def takes(kind: Any, seconds: float, clock: Any) -> None:
+    """Let each exchange by a kind of link take a time of ``clock``, which nothing else moves."""
+    exchange = kind.exchange
+
+    def timed(self: Any, *args: Any) -> None:
+        exchange(self, *args)
+        clock.now += seconds
+
+    kind.exchange = timed
+
+
 def choose(rank: int, world: int, slow: str) -> list[str]:
     """As if the ranks were on hosts of their own, and one kind of link were slow on one rank."""
-    from fusionlayer.transport import _sockets
+    from fusionlayer.transport import _faster, _sockets
 
     if slow != "alone":
         _sockets.node_name = lambda: f"host {rank}"  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        kind = {"gloo": GlooLink, "own": SocketLink}[slow]
-        fast = kind.exchange
-
-        def exchange_slowly(self: Any, *args: Any) -> None:
-            fast(self, *args)
-            time.sleep(0.05 * (rank == 1))
-
-        kind.exchange = exchange_slowly  # type: ignore[method-assign]
+        clock = _faster.time = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)  # type: ignore[assignment]
+        for name, kind in {"gloo": GlooLink, "own": SocketLink}.items():
+            takes(kind, 0.05 if name == slow and rank == 1 else 0.001, clock)
     transport = C10dTransport(timeout=TIMEOUT, sockets=SocketOptions(2, only_if_faster=True))
     second = transport.duplicate()
     x = torch.ones(70_000)
