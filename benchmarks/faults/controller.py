@@ -28,7 +28,7 @@ from .job import Job, Outcome, Phase
 __all__ = ["Attack", "Field", "NotReached", "Run", "by_ranks", "lab_field", "local_field", "nothing"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0
+PATIENCE = 180.0
 """Seconds in which a point must be reached, and in which a host must start."""
 
 Attack = Callable[["Run"], None]

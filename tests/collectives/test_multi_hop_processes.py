@@ -20,7 +20,7 @@ WORLD, LOST = 4, 2
 
 
 def stop_at_a_hop(rank: int, world: int, name: str, hop: int, codec: str) -> None:
-    transport = C10dTransport(timeout=30)
+    transport = C10dTransport()
     transport.barrier()
     exchange, calls = transport.exchange, [0]
 

@@ -62,7 +62,7 @@ def sums(rank: int, world: int, path: str, peer_bytes: int) -> list[tuple[list[i
     """Return the bits of sums and residuals, and how many calls of the transport each sum took."""
     results = []
     with kernels_instead(path):
-        transport = C10dTransport(timeout=20, peer_bytes=peer_bytes)
+        transport = C10dTransport(peer_bytes=peer_bytes)
         for name, numel, feedback in [("int4", 70_001, True), ("taco", 9_000, False), ("fp8", 500, False)]:
             x, residual = gradient(numel, rank), gradient(numel, 9 + rank) * 0.1 if feedback else None
             before = transport.sequence
@@ -93,7 +93,7 @@ def mine_alone(rank: int, world: int, path: str) -> tuple[bool, int]:
 
 
 def _summed(rank: int) -> tuple[bool, int]:
-    transport = C10dTransport(timeout=20, peer_bytes=1 << 20)
+    transport = C10dTransport(peer_bytes=1 << 20)
     x = gradient(5000, rank)
     for _ in range(2):
         before = transport.sequence

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def hold_pairs(rank: int, world: int, kinds_alone: bool) -> int:
-    transport = C10dTransport(None, timeout=20, stall_warning=10)
+    transport = C10dTransport()
     assert (transport.rank, transport.size) == (rank, world)
     usable = pairs(codec for codec in defaults() if is_kind(codec) or not kinds_alone)
     for number, (name, codec) in enumerate(usable):
@@ -46,7 +46,7 @@ def test_every_collective_with_every_codec(world: int, kinds_alone: bool) -> Non
 def sum_over_links(rank: int, world: int) -> list[Tensor]:
     results = []
     for sockets in (None, SocketOptions(2)):
-        transport = C10dTransport(None, timeout=20, stall_warning=10, sockets=sockets)
+        transport = C10dTransport(sockets=sockets)
         for shares in ((1, 2, 0), (0, 1, 0)):
             x = given(rank, 0, 5000, torch.float32).clone()
             two_shot_by_shares(x, codecs.get("int8").bare, transport, shares=shares)

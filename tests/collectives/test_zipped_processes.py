@@ -24,7 +24,7 @@ MANY = 1_500_000
 
 
 def hold(rank: int, world: int) -> str:
-    transport = C10dTransport(None, timeout=40, stall_warning=20)
+    transport = C10dTransport()
     for name in ("zip", "rans"):
         codec = codecs.get(name).bare
         lengths = [(r % 3) * MANY // 2 + 7 for r in range(world)]

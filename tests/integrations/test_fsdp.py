@@ -553,7 +553,7 @@ def test_a_rank_with_another_codec_or_another_type_is_named() -> None:
 
 
 def lose_a_peer(rank: int, world: int, when: str) -> None:
-    fl.init(timeout=30)
+    fl.init()
     model = sharded(init_device_mesh("cpu", (world,)))
     fl.fsdp.compress(model, weights="zip", gradients="int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

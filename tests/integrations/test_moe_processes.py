@@ -106,7 +106,7 @@ def test_training_over_ranks_is_training_in_one_process() -> None:
 
 
 def lose_a_peer(rank: int, world: int) -> None:
-    fl.init(timeout=30)
+    fl.init()
     model = Mixture("zip")
     y = model(data(rank))
     checkpoint("backward")

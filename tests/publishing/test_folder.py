@@ -18,7 +18,7 @@ from tests.synthetic import mixed
 
 pytestmark = pytest.mark.short
 
-LONG = 30.0
+LONG = 180.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -23,7 +23,7 @@ from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
 
-LONG = 30.0
+LONG = 180.0
 
 
 class Trainer:

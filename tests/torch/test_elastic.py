@@ -49,7 +49,7 @@ class Job:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TEST_AGENT": name,
-            "HOROVOD_ELASTIC_TIMEOUT": "4",
+            "HOROVOD_ELASTIC_TIMEOUT": "10",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if standalone else "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
@@ -57,10 +57,10 @@ class Job:
         nodes = [
             *("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"),
             *("--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--local-addr", "127.0.0.1", "--rdzv-conf"),
-            "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+            "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10",
         ]
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"),
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "9"),
             *(["--standalone", "--nproc-per-node", "2"] if standalone else nodes),
             *("-m", "tests.torch.elastic_worker", str(self.folder)),
         ]

@@ -32,7 +32,7 @@ from . import conformance, relays
 
 pytestmark = pytest.mark.medium
 
-TIMEOUT = 15.0
+TIMEOUT = 150.0
 
 
 def conform(rank: int, world: int) -> None:

@@ -22,7 +22,7 @@ from .test_faults import exchange, fail_then_raise, survivors
 
 pytestmark = pytest.mark.medium
 
-TIMEOUT = 15.0
+TIMEOUT = 150.0
 SLOT = 1024
 LENGTHS = (0, 1, 300, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT, 3 * SLOT + 7)
 

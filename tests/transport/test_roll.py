@@ -17,7 +17,7 @@ from fusionlayer.transport._roll import MOST_RANKS, RollCall
 
 pytestmark = pytest.mark.short
 
-SIZE, LONG, SHORT = 4, 30.0, 0.001
+SIZE, LONG, SHORT = 4, 180.0, 0.001
 
 
 class Calls:
