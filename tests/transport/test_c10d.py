@@ -29,6 +29,7 @@ from tests.harness import run_ranks
 from tests.tiers import tiered
 
 from . import conformance, relays
+from .test_faults import once_it_waits
 
 pytestmark = pytest.mark.medium
 
@@ -333,7 +334,7 @@ def close_from_another_thread(rank: int, world: int) -> None:
     transport = C10dTransport(timeout=60)
     transport.barrier()
     if rank == 0:
-        threading.Timer(0.5, transport.close).start()
+        once_it_waits(transport, transport.close)
         with pytest.raises(TransportError, match="rank 0: this transport is closed"):
             transport.recv(torch.empty(5), 1)
     else:

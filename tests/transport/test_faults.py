@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -53,6 +54,20 @@ def survivors(outcomes: list[Outcome], lost: int, word: str, ranks: tuple[int, .
             assert word in outcome.error[1], outcome.error
             assert outcome.attributes["ranks"] == ranks, outcome.error
             assert outcome.attributes["sequence"] == sequence, outcome.error
+
+
+def once_it_waits(transport: C10dTransport, act: Callable[[], object]) -> None:
+    """Act on another thread when ``transport`` is in a call."""
+    watch = transport._watch
+    assert watch is not None
+
+    def look() -> None:
+        while watch.where()[2] is None:
+            time.sleep(0.01)
+        time.sleep(0.1)  # into the wait
+        act()
+
+    threading.Thread(target=look).start()
 
 
 def exchange(transport: C10dTransport, n: int) -> None:

@@ -96,7 +96,7 @@ def test_an_error_ends_calls_on_duplicates_and_waits_for_letters() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
-    over = threading.Event()
+    over, both = threading.Event(), threading.Barrier(2)
     errors: list[TransportError] = []
 
     def body(rank: int) -> None:
@@ -105,6 +105,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
             with pytest.raises(TransportError, match="rank 1 did not come"):
                 mine().barrier()
             return
+        both.wait(180)
         with pytest.raises(TransportError, match=r"collective \d+: rank 1 did not come within 0.3 s") as caught:
             mine().barrier()
         errors.append(caught.value)

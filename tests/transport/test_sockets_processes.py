@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
 from . import conformance
-from .test_faults import exchange, fail_then_raise, stay_until_the_others_end, survivors
+from .test_faults import exchange, fail_then_raise, once_it_waits, stay_until_the_others_end, survivors
 
 pytestmark = pytest.mark.medium
 
@@ -119,17 +118,8 @@ def test_a_rank_that_closes_is_named() -> None:
 def interrupt_a_call(rank: int, world: int) -> None:
     transport = own(timeout=60)
     transport.barrier()
-    watch = transport._watch
-    assert watch is not None
-
-    def interrupt() -> None:
-        while watch.where()[2] is None:
-            time.sleep(0.01)
-        time.sleep(0.2)  # into the wait
-        os.kill(os.getpid(), signal.SIGINT)
-
     if rank == 1:
-        threading.Thread(target=interrupt).start()
+        once_it_waits(transport, lambda: os.kill(os.getpid(), signal.SIGINT))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.wait(["over"])
