@@ -68,8 +68,8 @@ print(json.dumps([sorted(set(sys.modules) - before), libraries, threading.active
 """
 
 
-def answer(code: str, seconds: float = 180) -> list[object]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
+def answer(code: str) -> list[object]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert isinstance(result, list)
@@ -77,7 +77,7 @@ def answer(code: str, seconds: float = 180) -> list[object]:
 
 
 def test_every_module_can_be_the_first() -> None:
-    names, tried, failed = answer(EVERY_MODULE, 110)
+    names, tried, failed = answer(EVERY_MODULE)
     assert isinstance(names, list) and {"fusionlayer.wire", "fusionlayer.codecs.integer"} < set(names)
     assert isinstance(tried, list) and {"fusionlayer.cli.plan", "fusionlayer.torch"} < set(tried) < set(names)
     assert not failed

@@ -30,8 +30,8 @@ def compare(rank: int, world: int) -> tuple[Counter[str], int, int]:
     trios = []
     subsets = [ranks for n in range(1, world + 1) for ranks in itertools.combinations(range(world), n)]
     for ranks in subsets:
-        plain = dist.new_group(ranks, timedelta(seconds=40), "gloo")
-        ours = [dist.new_group(ranks, timedelta(seconds=40), "fusionlayer", policy) for policy in (PASS, LOSSLESS)]
+        plain = dist.new_group(ranks, timedelta(seconds=150), "gloo")
+        ours = [dist.new_group(ranks, timedelta(seconds=150), "fusionlayer", policy) for policy in (PASS, LOSSLESS)]
         trios.append((plain, *ours))
     draw = random.Random(9)
     errors = 0

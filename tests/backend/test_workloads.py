@@ -21,9 +21,9 @@ def hold(rank: int, world: int) -> dict[str, tuple[set[str], bool, float]]:
     told = {}
     for name, (run, ops) in WORKLOADS.items():
         rules = [{"codec": "int8", "min_bytes": 256, "options": {"group_size": 64}}]
-        plain = dist.new_group(None, timedelta(seconds=50), "gloo")
-        passing = dist.new_group(None, timedelta(seconds=50), "fusionlayer")
-        compressing = dist.new_group(None, timedelta(seconds=50), "fusionlayer", {"rules": rules})
+        plain = dist.new_group(None, timedelta(seconds=150), "gloo")
+        passing = dist.new_group(None, timedelta(seconds=150), "fusionlayer")
+        compressing = dist.new_group(None, timedelta(seconds=150), "fusionlayer", {"rules": rules})
         expected, same, near = run(plain), run(passing), run(compressing)
         equal = all(torch.equal(a, b) for a, b in zip(same, expected, strict=True))
         error = max(float((a - b).norm() / b.norm()) for a, b in zip(near, expected, strict=True))

@@ -86,7 +86,7 @@ class Cluster:
 
     def batch(self, *arguments: str) -> str:
         """Return the number of a batch job, which must succeed."""
-        done = self.run("sbatch", "--parsable", *arguments, seconds=60)
+        done = self.run("sbatch", "--parsable", *arguments)
         assert done.returncode == 0, done.stderr + self.logs()
         job, end = done.stdout.strip(), time.monotonic() + 180
         while " JobState=COMPLETED " not in (told := self.run("scontrol", "show", "job", job, "--oneliner").stdout):
@@ -101,7 +101,7 @@ class Cluster:
         folder = self.folder / "tasks"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        done = self.run("srun", *options, "sh", "-c", f"env -0 > {folder}/$SLURM_PROCID", seconds=60)
+        done = self.run("srun", *options, "sh", "-c", f"env -0 > {folder}/$SLURM_PROCID")
         assert done.returncode == 0, done.stderr + self.logs()
         return [read_variables(folder / str(rank)) for rank in range(len([*folder.iterdir()]))]
 

@@ -272,11 +272,9 @@ def write(folder: Path, text: str) -> str:
     return str(script)
 
 
-def finish(command: list[str], seconds: float = 180, **variables: str) -> str:
+def finish(command: list[str], **variables: str) -> str:
     """Return what the command printed; it must succeed."""
-    done = subprocess.run(
-        command, env=clean_environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
-    )
+    done = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

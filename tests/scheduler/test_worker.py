@@ -81,7 +81,7 @@ store, began = dist.HashStore(), dist.HashStore()
 
 def come_back():
     began.set("0", "")
-    store.wait(["the program ends"], datetime.timedelta(seconds=20))
+    store.wait(["the program ends"], datetime.timedelta(seconds=180))
     time.sleep(0.3)
     os.write(1, b"back")
 
@@ -91,7 +91,7 @@ def stay():
 
 Worker("returning").put(come_back)
 Worker("staying").put(stay)
-began.wait(["0", "1"], datetime.timedelta(seconds=20))
+began.wait(["0", "1"], datetime.timedelta(seconds=180))
 atexit.register(store.set, "the program ends", "")
 """
 

@@ -72,14 +72,14 @@ def test_conformance_with_tensors_out_of_the_links_reach() -> None:
 
 KEEPER = """
 import datetime, sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=180), wait_for_workers=False)
 print(store.port, flush=True)
 sys.stdin.read()
 """
 
 
 def meet_by_a_slow_store(rank: int, world: int, port: int, store_rank: int) -> float:
-    store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=30), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=180), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     first = C10dTransport(timeout=TIMEOUT)
     read_states = Board.read_states
@@ -115,7 +115,7 @@ def test_ranks_meet_though_their_store_is_slow() -> None:
 ENDS = """
 import datetime, sys, torch, torch.distributed as dist
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=30), wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=180), wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 from fusionlayer.transport import C10dTransport
 transport = C10dTransport(timeout=30)
@@ -129,7 +129,7 @@ sys.stdin.readline()
 def test_a_process_ends_well_though_its_store_is_far_away() -> None:
     """At its end the last rank deletes keys. That would take eight seconds here, and C++ aborts a process in which a
     thread returns from a request while Python ends."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=180), wait_for_workers=False)
     relay = relays.Relay(("127.0.0.1", store.port))
     is_far = threading.Event()
 
