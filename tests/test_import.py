@@ -77,17 +77,17 @@ print(json.dumps([sorted(set(sys.modules) - before), libraries, threading.active
 """
 
 
-def answer(code: str, seconds: float = 50) -> list[object]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
+def answer(code: str) -> list[object]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert isinstance(result, list)
     return result
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # it computes for half a minute, which next to many others takes six
 def test_every_module_can_be_the_first(tmp_path: Path) -> None:
-    names, tried, failed = answer(EVERY_MODULE.replace("CACHE", str(tmp_path)), 290)
+    names, tried, failed = answer(EVERY_MODULE.replace("CACHE", str(tmp_path)))
     assert isinstance(names, list) and {"fusionlayer.wire", "fusionlayer.codecs.integer"} < set(names)
     assert not failed
     assert isinstance(tried, list) and sorted(tried) == sorted(names)

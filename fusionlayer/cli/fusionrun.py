@@ -31,6 +31,9 @@ __all__ = ["Agent", "main", "make_parser", "plan"]
 _GRACE = 10.0
 _DEFAULT_RESTARTS = 3
 
+# Sockets that hold the ports of this process's jobs until it ends.
+_held: list[socket.socket] = []
+
 _EPILOG = """\
     fusionrun -np 4 python train.py
     fusionrun -np 8 -H node1:4,node2:4 --network-interface eth0 python train.py --epochs 3
@@ -132,7 +135,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     hosts = _elastic_hosts(options) if elastic else assign(options.num_proc, _hosts(options))
     several = len(hosts) > 1
     address = _meeting_point(hosts, options.network_interface)
-    port = _free_port() if hosts[0].is_here else 20000 + secrets.randbelow(40000)
+    port = _held_port() if hosts[0].is_here else 20000 + secrets.randbelow(12000)
     job = secrets.token_hex(4)
     agents = []
     for rank, host in enumerate(hosts):
@@ -339,10 +342,12 @@ def _meeting_point(hosts: Sequence[Host], interface: str | None) -> str:
     return ipv4_addresses().get(chosen) or reachable_names()[0]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _held_port() -> int:
+    """Return a port at which a child of this process can listen. Until it does, the system gives it to nobody else."""
+    _held.append(socket.socket())
+    _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does, so that both may have it
+    _held[-1].bind(("", 0))
+    return int(_held[-1].getsockname()[1])
 
 
 def _run(agents: Sequence[Agent], least: int) -> int:

@@ -30,8 +30,9 @@ _POLL = 0.004
 _LOOK, _PROBE = 0.05, 0.5
 # Seconds that a member has to report which others blame for the change and which nobody can see to have ended.
 _BLAMED = 5.0
-# Seconds that a request to a desk may take. One on another host takes a millisecond.
-PATIENCE = 2.0
+# Seconds that a request to a desk may take. One on another host takes a millisecond, but no member is left out because
+# its host is busy.
+PATIENCE = _BLAMED
 # Keys of a desk: the newest generation that its member knows; how many processes have come, and have said who they are.
 ROSTER, TICKETS, KNOCKS = "roster", "tickets", "knocks"
 

@@ -240,8 +240,9 @@ class Watcher:
             self._write(store, replace(self._state, counts=counts.read()))
 
     def _write(self, store: dist.Store, state: State) -> None:
-        self._state, self._written = replace(state, serial=state.serial + 1), time.monotonic()
-        store.set(f"at/{self._state.rank}", encode(self._state))
+        written = replace(state, serial=state.serial + 1)
+        store.set(f"at/{written.rank}", encode(written))
+        self._state, self._written = written, time.monotonic()  # who sees its number finds it in the store
 
     def _end(self) -> None:
         """Write the last state. The first rank then tells what has become of the job."""

@@ -33,7 +33,7 @@ from tests.tiers import exhaustive
 pytestmark = pytest.mark.medium
 
 INT8 = {"min_bytes": 0, "rules": [{"codec": "int8"}]}
-FEW = timedelta(seconds=20)
+FEW = timedelta(seconds=120)
 CPU = torch.device("cpu")
 
 
@@ -103,7 +103,7 @@ def inherit(rank: int, world: int, folder: str) -> None:
 
 
 def test_where_a_policy_comes_from_and_errors(tmp_path: Path) -> None:
-    run_ranks(inherit, 2, str(tmp_path), backend="fusionlayer", timeout=50)
+    run_ranks(inherit, 2, str(tmp_path), backend="fusionlayer")
 
 
 def configured(rank: int, world: int, folder: str) -> None:
@@ -161,7 +161,7 @@ def works(rank: int, world: int) -> None:
 
     x = numbers(rank)
     work = dist.all_reduce(x, group=group, async_op=True)
-    assert work.wait(timedelta(seconds=10)) and work.is_completed() and work.is_success() and work.exception() is None
+    assert work.wait(timedelta(seconds=180)) and work.is_completed() and work.is_success() and work.exception() is None
     assert work.result()[0] is x and work.get_future().wait()[0] is x and near(x, expected)
     work.synchronize()
 
@@ -226,7 +226,7 @@ def works(rank: int, world: int) -> None:
 
 
 def test_works_and_futures() -> None:
-    run_ranks(works, 2, backend="fusionlayer", timeout=50)
+    run_ranks(works, 2, backend="fusionlayer")
 
 
 def lose_a_rank(rank: int, world: int) -> None:
@@ -401,7 +401,7 @@ def remake(rank: int, world: int, rounds: int) -> list[tuple[int, int, int]]:
 
 @exhaustive(guarded_by="tests/backend/test_groups.py::test_what_one_rank_raises_the_others_learn")
 def test_groups_of_two_threads_come_and_go_without_leaving_anything() -> None:
-    for counts in run_ranks(remake, 2, 200, timeout=110, backend="fusionlayer", store="tcp"):
+    for counts in run_ranks(remake, 2, 200, backend="fusionlayer", store="tcp"):
         threads, files, memory = zip(*counts, strict=True)
         assert max(threads) == min(threads) and max(files) - min(files) <= 4, counts
         assert memory[-1] - memory[1] < 8_000, counts

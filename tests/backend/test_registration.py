@@ -90,11 +90,10 @@ def test_a_program_that_does_not_import_fusionlayer_finds_the_backend(tmp_path: 
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fusionlayer\nVersion: 0.1.0\n")
     (about / "entry_points.txt").write_text(f"[torch.backends]\nfusionlayer = {entry_point()}\n")
     variables = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+<<<<<<< HEAD
     for autoload in "01":
         given = {**variables, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
         later = subprocess.run(
@@ -104,4 +103,7 @@ def test_a_program_that_does_not_import_fusionlayer_finds_the_backend(tmp_path: 
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
+=======
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, cwd=tmp_path, capture_output=True, text=True)
+>>>>>>> wt/flaky
     assert "fusionlayer" in done.stderr and done.returncode != 0

@@ -232,5 +232,5 @@ def test_an_interrupted_command_ends_with_the_status_of_a_shell(monkeypatch: pyt
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     simulate = [sys.executable, "-m", "fusionlayer", "simulate", str(write_example(tmp_path))]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(simulate, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(simulate, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "fusionlayer simulate: output: No space left on device\n")

@@ -178,7 +178,7 @@ class TestExplain:
             f"main(['explain', {str(plan)!r}, '--profile', {str(path)!r}]); "
             "sys.exit('matplotlib' in sys.modules)"
         )
-        assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=50).returncode == 0
+        assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
 
     def test_a_plan_whose_codec_and_collective_do_not_go_together_is_an_error(
         self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]
@@ -216,7 +216,7 @@ class TestProfile:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
         program = "import sys; from fusionlayer.cli import main; sys.exit(main())"
         command = [*run, sys.executable, "-c", program, "profile", *SMALL, "--out", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=55, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         written = Path(done.stdout.strip())
         profile = Profile.from_yaml(written)

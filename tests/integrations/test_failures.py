@@ -123,7 +123,6 @@ def test_a_rank_that_is_lost_between_two_syncs_is_named_at_the_next(tmp_path: Pa
         str(tmp_path),
         backend=None,
         signals={(1, "between syncs"): signal.SIGKILL},
-        timeout=45,
     )
     assert outcomes[1].kind == "died", outcomes[1].trace
     assert outcomes[0].kind == "returned", outcomes[0].trace or outcomes[0].kind
@@ -143,7 +142,6 @@ def test_survivors_of_a_lost_rank_are_told_which(how: str, tmp_path: Path) -> No
         how,
         backend=None,
         signals={(lost, "in backward"): signals[how]} if how in signals else {},
-        timeout=45,
     )
     ends = {"kill": "died", "stop": "hung", "raise": "raised"}
     assert outcomes[lost].kind == ends[how], outcomes[lost].trace
@@ -233,4 +231,4 @@ def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:
 
 
 def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
-    run_ranks(check_disagreements, 3, timeout=50)
+    run_ranks(check_disagreements, 3)

@@ -246,4 +246,4 @@ def check_everything_and_groups(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_over_processes() -> None:
-    run_ranks(check_everything_and_groups, 3, timeout=50)
+    run_ranks(check_everything_and_groups, 3)

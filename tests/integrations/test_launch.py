@@ -30,8 +30,8 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.mpi import mpirun, needs_mpirun
+from tests.ports import free_port
 from tests.tiers import tiered
-from tests.transport.test_connecting import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -272,11 +272,9 @@ def write(folder: Path, text: str) -> str:
     return str(script)
 
 
-def finish(command: list[str], seconds: float = 50, **variables: str) -> str:
+def finish(command: list[str], **variables: str) -> str:
     """Return what the command printed; it must succeed."""
-    done = subprocess.run(
-        command, env=clean_environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
-    )
+    done = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -301,7 +299,7 @@ def test_torchrun_with_configuration_and_timeline(tmp_path: Path, started: str) 
     else:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         variables = [{**environment("torchrun", rank, 2), **meeting, **settings} for rank in range(2)]
-        printed = run_ranks(run_script, 2, program, variables, backend=None, timeout=50)
+        printed = run_ranks(run_script, 2, program, variables, backend=None)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
     for rank in range(2):
         events = json.loads((tmp_path / f"trace.{rank}").read_text())
@@ -335,7 +333,7 @@ def test_tasks_that_srun_starts_train_together(tmp_path: Path, nodes: int) -> No
         }
         for rank in range(2)
     ]
-    printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50)
+    printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None)
     assert printed == [f"{rank} 2 {rank if nodes == 1 else 0} {2 // nodes} True" for rank in range(2)]
 
 
@@ -367,7 +365,7 @@ of("ray.train", get_context=lambda: context), of("ray.train.collective", broadca
 def test_workers_that_ray_has_told_nothing_in_variables_meet_by_ray(tmp_path: Path) -> None:
     """A stand-in for Ray; tests/examples/test_ray.py has Ray itself."""
     variables = [{"WORKER": str(rank), "TMPDIR": str(tmp_path)} for rank in range(2)]
-    printed = run_ranks(run_script, 2, RAY + TRAIN + AGAIN, variables, backend=None, timeout=50)
+    printed = run_ranks(run_script, 2, RAY + TRAIN + AGAIN, variables, backend=None)
     assert printed == ["0 2 0 1 True", "1 2 0 1 True"]
 
 
@@ -424,14 +422,14 @@ def test_two_processes_meet_through_a_stand_in_for_horovodruns_key_value_server(
             "HOROVOD_HOSTNAME": "localhost",
         }
         variables = [{**shared, **environment("horovodrun", rank, 2, rank, 2)} for rank in range(2)]
-        printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50)
+        printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
 
 
 @pytest.mark.medium
 def test_processes_of_one_parent_meet_through_a_file(tmp_path: Path) -> None:
     variables = [{**environment("mpich", rank, 2), "TMPDIR": str(tmp_path)} for rank in range(2)]
-    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50) == [
+    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None) == [
         "0 2 0 2 True",
         "1 2 1 2 True",
     ]
@@ -440,14 +438,14 @@ def test_processes_of_one_parent_meet_through_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 def test_one_process_needs_no_launcher() -> None:
-    assert run_ranks(run_script, 1, UNINITIALIZED + TRAIN + AGAIN, [{}], backend=None, timeout=50) == ["0 1 0 1 False"]
+    assert run_ranks(run_script, 1, UNINITIALIZED + TRAIN + AGAIN, [{}], backend=None) == ["0 1 0 1 False"]
 
 
 @pytest.mark.medium
 def test_group_that_exists_already_is_used_and_left() -> None:
     script = TRAIN + AGAIN + "torch.distributed.barrier()\n"
     environments = [environment("torchrun", 0, 2), environment("torchrun", None, 2, 1)]  # the second as Lightning's
-    printed = run_ranks(run_script, 2, script, environments, timeout=50)
+    printed = run_ranks(run_script, 2, script, environments)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
 
 
@@ -488,7 +486,7 @@ def check_jobs_that_cannot_begin(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.medium
 def test_job_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None, timeout=50)
+    run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None)
 
 
 @pytest.mark.short
@@ -525,7 +523,7 @@ def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
 
     def meet(rank: int) -> tuple[int, ...]:
         with pytest.raises(TransportError) as error:
-            launch._await_all(store, Place(rank, 3), 1.0, time.monotonic() + (0.3 if rank == 0 else 20))
+            launch._await_all(store, Place(rank, 3), 1.0, time.monotonic() + (1.0 if rank == 0 else 180))
         if rank == 0:
             assert store.check(["heard"])
             told.set()
@@ -542,7 +540,7 @@ def test_ranks_that_were_restarted_do_not_meet_those_before_them() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("fusionlayer/hello/2", "fusionlayer/of a process that is gone")
 
-    def greet(rank: int, world: int, timeout: float = 20) -> str:
+    def greet(rank: int, world: int, timeout: float = 180) -> str:
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         return launch._greet(store, Place(rank, world), timeout)
 

@@ -221,7 +221,7 @@ def test_replicas_are_equal_after_every_sync(codec: Any, world: int) -> None:
         return synced
 
     first = weights(make_model())
-    for results in zip(*local.run(rank_main, world, timeout=60), strict=True):
+    for results in zip(*local.run(rank_main, world), strict=True):
         assert not torch.equal(same(list(results)), first)
 
 
@@ -320,7 +320,7 @@ def test_presets_learn_and_go_on_from_the_middle_of_a_round(preset: str) -> None
         assert weights(model).isnan().any(), "a NaN of one rank reaches all"
         return anchors, before, after
 
-    found = local.run(rank_main, 3, timeout=60)
+    found = local.run(rank_main, 3)
     for results in zip(*(anchors for anchors, _, _ in found), strict=True):
         same(list(results))
     for _, before, after in found:

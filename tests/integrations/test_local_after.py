@@ -305,7 +305,7 @@ def test_a_rank_that_has_joined_follows_the_others_into_local_steps() -> None:
         hvd.shutdown()
         return weights(model), steps
 
-    found = local.run(rank_main, 2, timeout=60)
+    found = local.run(rank_main, 2)
     assert [steps for _, steps in found] == [5, 2], "three averages and two syncs; two averages"
     model = make_model()
     optimizer = sgd(model.parameters())

@@ -373,7 +373,7 @@ def test_dropped_optimizer_takes_its_hooks_and_thread_along() -> None:
 
     assert len(threads) == 2
     for thread in threads:
-        thread.join(30)
+        thread.join(180)
         assert not thread.is_alive()
 
 

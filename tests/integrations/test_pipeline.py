@@ -97,15 +97,13 @@ def hold_schedule(rank: int, world: int, name: str) -> None:
             assert [message.numel() for message in stage._sent] == [form.capacity] * messages
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", [*SINGLE, *MULTI])
 def test_schedules(name: str) -> None:
-    run_ranks(hold_schedule, 2, name, timeout=80)
+    run_ranks(hold_schedule, 2, name)
 
 
-@pytest.mark.timeout(100)
 def test_more_stages() -> None:
-    run_ranks(hold_schedule, 4, "1f1b", timeout=80)
+    run_ranks(hold_schedule, 4, "1f1b")
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -143,9 +141,8 @@ def hold_training(rank: int, world: int) -> dict[str, list[float]]:
     return {name: train(rank, world, group=dist.new_group(), **how) for name, how in RUNS.items()}
 
 
-@pytest.mark.timeout(100)
 def test_training() -> None:
-    _, losses = run_ranks(hold_training, 2, timeout=80)
+    _, losses = run_ranks(hold_training, 2)
     exact, lossy, warm, gradients, tahquant = (losses[name] for name in RUNS)
     assert len(exact) == 8 + MICROBATCHES
     assert exact[7] < 0.9 * exact[1]

@@ -145,7 +145,7 @@ def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype
             small.append(drift <= change / 14 + rounding)  # codes are change / 7 apart
         return flat(model), all(small)
 
-    results = over_threads(world, body, timeout=60, ranks_per_node=per_node)
+    results = over_threads(world, body, ranks_per_node=per_node)
     assert not torch.equal(results[0][0], flat(make_model(dtype)))
     for weights, small in results:
         assert torch.equal(weights.view(torch.uint8), results[0][0].view(torch.uint8)) and small
@@ -386,7 +386,6 @@ def train_over_processes(rank: int, world: int) -> list[float]:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(60)
 def test_over_processes() -> None:
-    first, *rest = run_ranks(train_over_processes, 3, timeout=50)
+    first, *rest = run_ranks(train_over_processes, 3)
     assert all(first == other for other in rest)

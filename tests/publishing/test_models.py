@@ -17,7 +17,7 @@ from fusionlayer.errors import ConfigError
 from tests.harness import run_ranks
 from tests.publishing.states import bits, until
 
-LONG = 30.0
+LONG = 180.0
 
 
 class Tied(nn.Module):

@@ -18,7 +18,7 @@ from tests.ranks import over_threads
 from .engines import MODEL, exact_sum, gradients, make_engine
 from .test_plan_controller import Script
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(40)]
+pytestmark = pytest.mark.short
 
 WORLD = 3
 EVERY = {"w0": (1, 0), "w1": (1, 0), "w2": (3, 2), "w3": (3, 2), "w4": (4, 1), "w5": (4, 1)}
