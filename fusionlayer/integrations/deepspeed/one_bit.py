@@ -143,6 +143,7 @@ class EngineOneBitAdam(OneBitAdam):
         if self._engine is None or self._average is None:
             # DeepSpeed takes a step by zeros to make the states of its copies of 16-bit models. Here they come later.
             return None
+        self._settle()
         if self.frozen and dist.get_world_size(self._engine.seq_data_parallel_group) > 1:
             parameters = [p for group in self.param_groups for p in group["params"]]
             for parameter in parameters:
