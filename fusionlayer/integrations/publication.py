@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from .. import context
 from ..errors import ConfigError, UsageError, kind_of
 from ..publishing import Outlet, Snapshot, open_outlet, parse
 from ..publishing.address import seconds_of, secret_of
-from ..publishing.models import bare
+from ..publishing.models import named_tensors
 from ..publishing.snapshot import check_tensor, copied, identity
 
 __all__ = ["Publisher", "publish"]
@@ -38,7 +37,7 @@ def publish(
 
     All ranks of a job call it, and ``step``. Rank 0 publishes. Parameters that are ``DTensor`` (FSDP2, tensor
     parallelism) are gathered from all ranks, one at a time; of others rank 0's count. Names are those of
-    ``state_dict()`` without what DistributedDataParallel and ``torch.compile`` put before them.
+    ``state_dict()`` without what DistributedDataParallel and ``torch.compile`` put before them, or before any part.
 
     Args:
         source: a model, or tensors by name that training changes in place, such as a ``state_dict()``.
@@ -164,7 +163,7 @@ class Publisher:
 
     def _gather(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of all tensors on rank 0, nothing elsewhere; all ranks take part, in the order of names."""
-        named: Mapping[str, Any] = bare(source).state_dict() if isinstance(source, nn.Module) else source
+        named = named_tensors(source)
         for name, x in named.items():
             check_tensor(name, x)
         copies: dict[object, Tensor] = {}

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.publishing.states import bits, until
 
 LONG = 30.0
@@ -52,6 +53,68 @@ def test_a_model_follows_and_ties_travel_once(tmp_path: Path) -> None:
         again = dict(follower.tensors())
         assert again["head.weight"] is again["embed.weight"]
         assert list(again) == list(source.state_dict())
+
+
+def compiled(model: Tied, how: str) -> nn.Module:
+    """Return ``model`` compiled as a whole, block by block, or both; nothing is traced before it is called."""
+    if how in ("blocks", "both"):
+        model.norm = torch.compile(model.norm)  # type: ignore[assignment]
+        model.more = nn.Sequential(torch.compile(nn.Sequential(torch.compile(nn.Linear(2, 2)))))  # type: ignore[call-overload]
+    else:
+        model.more = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    return torch.compile(model) if how in ("whole", "both") else model  # type: ignore[return-value]
+
+
+@pytest.mark.short
+@looped("how, follows", [("plain", "both"), ("whole", "blocks"), ("blocks", "plain"), ("both", "whole")])
+@looped("mapping", [False, True])
+def test_names_do_not_depend_on_what_is_compiled(
+    how: str, follows: str, mapping: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("versions")
+    source, other = compiled(Tied(), how), compiled(Tied(), follows)
+    published = source.state_dict() if mapping else source
+    with fl.publish(published, folder) as publisher, fl.subscribe(folder, other) as follower:
+        publisher.step()
+        follower.wait(LONG)
+        assert list(follower.state_dict()) == list(compiled(Tied(), "plain").state_dict())
+    assert bits(source.state_dict()) == bits(dict(zip(source.state_dict(), other.state_dict().values(), strict=True)))
+
+
+@pytest.mark.short
+def test_two_names_that_differ_by_the_prefix_alone_are_refused(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(1), "a._orig_mod.weight": torch.zeros(1)}
+    with fl.publish(state, tmp_path) as publisher, pytest.raises(ConfigError, match="another name are both 'a.weight'"):
+        publisher.step()
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int64)
+
+
+@pytest.mark.short
+@looped("given", [*FLOATS, *INTEGERS, torch.complex64])
+def test_a_value_is_never_truncated(given: torch.dtype, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Into each type of a follower: floats may be rounded, other values stay what they are."""
+    for value in (1, 200) if given in (torch.uint8, torch.int64) else (1,):
+        x = torch.full((3,), value, dtype=torch.float32).to(given)
+        folder = tmp_path_factory.mktemp("versions")
+        with fl.publish({"x": x}, folder) as publisher, fl.subscribe(folder) as follower:
+            publisher.step()
+            follower.wait(LONG)
+            for kind in (*FLOATS, *INTEGERS, torch.complex64):
+                model = nn.Module()
+                model.x = nn.Parameter(torch.zeros(3, dtype=kind), requires_grad=False)
+                fits = kind == given or kind.is_complex or (kind in FLOATS and not given.is_complex)
+                if given in INTEGERS and kind in INTEGERS:
+                    fits = torch.equal(x.to(kind).long(), x.long())
+                if fits:
+                    follower.load_into(model)
+                    assert torch.equal(model.x, x.to(kind))
+                else:
+                    with pytest.raises(ConfigError, match=f"'x' has values of {given} that {kind} in the model cannot"):
+                        follower.load_into(model)
+                    assert not model.x.to(torch.int64).any()
 
 
 @pytest.mark.short

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import ConfigError
+from ...plan import plain_name
 from ...registry import nearest
 from ..onebit_adam import OneBitAdam
 
@@ -88,7 +89,7 @@ def _checked(kind: str, key: str, value: Any) -> Any:
 
 def factory_of(options: Mapping[str, Any], model: nn.Module) -> Factory:
     """Return what makes the optimizer of DeepSpeed's list of parameters; names of parameters are those of ``model``."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
 
     def make(parameters: Iterable[Any]) -> EngineOneBitAdam:
         given = list(parameters)
