@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError
+from fusionlayer.integrations import publication
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.publishing.states import bits, until
+from tests.transport.test_connecting import free_port
 
 LONG = 30.0
 
@@ -238,3 +241,49 @@ def publish_sharded(rank: int, world: int, folder: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_ranks_publish_together(kind: str, tmp_path: Path) -> None:
     run_ranks(publish_sharded, 2, str(tmp_path), kind)
+
+
+@pytest.mark.short
+@looped("where", ["port", "folder"])
+def test_another_process_publishes_when_it_has_become_rank_0(
+    where: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As in an elastic job, where the processes after the one that was lost move up."""
+    place = tmp_path_factory.mktemp("versions") if where == "folder" else f"tcp://127.0.0.1:{free_port()}"
+    x, ranks = torch.zeros(3), {"first": 0, "second": 1}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def publisher_of(name: str) -> fl.Publisher:
+            patch.setattr(publication, "_rank", lambda: ranks[name])
+            return fl.publish({"x": x}, place)
+
+        def step_of(name: str) -> int:
+            patch.setattr(publication, "_rank", lambda: ranks[name])
+            return publishers[name].step()
+
+        publishers = {name: publisher_of(name) for name in ranks}
+        with fl.subscribe(place) as follower:
+            assert step_of("first") == step_of("second") == 0
+            follower.wait(LONG)
+            ranks = {"first": 1, "second": 0}
+            for version in (1, 2):
+                x += 1
+                assert step_of("first") == step_of("second") == version, "the one that lost the rank steps first"
+                until(lambda version=version: follower.latest == version)
+                follower.poll()
+                assert follower.state_dict()["x"].tolist() == [version] * 3
+            assert publishers["second"].address and not publishers["first"].address
+        for publisher in publishers.values():
+            publisher.close()
+
+
+@pytest.mark.short
+def test_a_new_rank_0_raises_where_followers_cannot_find_it() -> None:
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as taken:
+        for port, told in ((0, "followers know the port"), (taken.getsockname()[1], "nobody can listen")):
+            patch.setattr(publication, "_rank", lambda: 1)
+            with fl.publish({"x": torch.zeros(1)}, f"tcp://127.0.0.1:{port}") as publisher:
+                publisher.step()
+                patch.setattr(publication, "_rank", lambda: 0)
+                with pytest.raises((fl.UsageError, ConfigError), match=told):
+                    publisher.step()
