@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 
-from .. import codecs, context
+from .. import codecs, context, records
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..planning.cluster import Scenario
@@ -149,7 +149,9 @@ def key_value(text: str) -> tuple[str, Any]:
     if not (key and equals):
         raise argparse.ArgumentTypeError(f"{text!r}; expected key=value")
     try:
-        return key, yaml.safe_load(value)
+        return key, records.parse(value)
+    except yaml.constructor.ConstructorError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.problem}") from None
     except yaml.YAMLError:
         return key, value
 
