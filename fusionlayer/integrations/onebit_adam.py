@@ -96,16 +96,23 @@ class OneBitAdam(Optimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, {**options, "freeze_step": freeze_step})
+        self.warmup_codec = warmup_codec
+        self._begin()
+
+    def _begin(self) -> None:
         # Asks GradScaler to tell step() that it is there.
         self._step_supports_amp_scaling = True
-        self.warmup_codec = warmup_codec
         # Parameters of the step under way whose gradients, or momenta, were averaged over ranks.
         self._exchanged: set[Tensor] = set()
         self._settled = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "warmup_codec": self.warmup_codec}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what was saved, in a new optimizer, as copies and pickles are, or in this one."""
         super().__setstate__(state)
-        self._settled = False
+        self._begin()
         for group in self.__dict__["param_groups"]:
             # Saved by versions that counted steps for all parameters together.
             steps = group.pop("steps", None)
