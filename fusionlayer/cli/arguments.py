@@ -154,10 +154,14 @@ def key_value(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise argparse.ArgumentTypeError(f"{text!r}; expected key=value")
-    import yaml  # takes longer than all else of --help
+    import yaml  # takes longer than all else of --help, as records does, which imports it
+
+    from .. import records
 
     try:
-        return key, yaml.safe_load(value)
+        return key, records.parse(value)
+    except yaml.constructor.ConstructorError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.problem}") from None
     except yaml.YAMLError:
         return key, value
 

@@ -18,7 +18,7 @@ from ..codecs import Codec, CodecOptions
 from ..config import Config, blame
 from ..errors import ConfigError, UsageError, kind_of
 from ..functional import make_codec, refuse_unknown
-from ..plan import Bucket, FusionPlan, Slot
+from ..plan import Bucket, FusionPlan, Slot, plain_name
 from ..planning.autotune import Autotune
 from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
@@ -143,7 +143,8 @@ def register(
         template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
         # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
         options = replace(options, codec=chosen, codec_options={}, planner=Config.planner, autotune=False)
-    parameters = {p: name for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+    named = model.module.named_parameters()
+    parameters = {p: plain_name(name) for name, p in named if name not in model.parameters_to_ignore}
     names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
     frozen = {parameter: name for parameter, name in parameters.items() if not parameter.requires_grad}
     engine = make_engine(

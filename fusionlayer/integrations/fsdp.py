@@ -15,6 +15,7 @@ from .. import context
 from ..codecs import ChangeCodec, Codec
 from ..errors import ConfigError
 from ..functional import AUTO
+from ..plan import plain_name
 from .codec_or_auto import CodecOrAuto
 from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
 from .fsdp_shards import Shards
@@ -208,7 +209,9 @@ def compress(
         native = baseline == "native"
         reducing = Direction("gradients", _choice("gradients", gradients), ranks_per_node=nodes, native=native)
     names = {
-        (m, p): f"{n}.{p}".lstrip(".") for n, m in model.named_modules() for p, _ in m.named_parameters(recurse=False)
+        (m, p): plain_name(f"{n}.{p}".lstrip("."))
+        for n, m in model.named_modules()
+        for p, _ in m.named_parameters(recurse=False)
     }
     known: dict[int, Shards] = {}
     by_shards: dict[Shards, _Module] = {}

@@ -248,6 +248,8 @@ class GradientReduction(Optimizer):
         groups = self.__dict__["param_groups"]
         if self._fl_roster.changed(groups):
             self._fl_enrol(engine, groups)
+        if self._fl_sent is not None and self._fl_overlap is not None:
+            self._fl_overlap.finish()  # the optimizer decides what it sends when its step is whole, on every rank
         if self._fl_sent is not None and (sent := sent_by(self)) != self._fl_sent:
             assert sent is not None
             self._fl_plan_anew(engine, self._fl_names, f"{type(self).__name__} now sends {sent[0]}")

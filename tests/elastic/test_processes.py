@@ -66,6 +66,32 @@ def test_any_rank_may_be_lost_and_another_comes(tmp_path: Path) -> None:
     assert {end["schedule"] for end in ends} == {ends[0]["schedule"]}
 
 
+def publish(rank: int, world: int, folder: str) -> tuple[float, int | None]:
+    """Publish each step; rank 0 is killed after its third."""
+    begin(rank, folder, world)
+    model = Weighted(1.0)
+    optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, codec="raw")
+    with fl.publish(model, Path(folder, "versions")) as publisher:
+        for _ in range(7):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.step()
+            if rank == 0 and publisher.version == 2:
+                assert publisher.flush(60)
+                checkpoint("lost")
+        return float(model.parts[0].detach()[0]), publisher.version
+
+
+def test_a_job_that_publishes_goes_on_without_its_rank_0(tmp_path: Path) -> None:
+    signals = {(0, "lost"): signal.SIGKILL}
+    outcomes = outcomes_of(publish, 3, str(tmp_path), signals=signals, backend=None, timeout=90)
+    assert [o.kind for o in outcomes] == ["died", "returned", "returned"], outcomes
+    with fl.subscribe(tmp_path / "versions") as follower:
+        assert follower.wait(60) == outcomes[1].value[1]
+        assert float(follower.state_dict()["parts.0"][0]) == outcomes[1].value[0] == -7
+
+
 @exhaustive(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
 def test_all_who_began_may_be_lost_one_by_one(tmp_path: Path) -> None:
     signals = {(rank, "lost"): signal.SIGKILL for rank in (0, 2, 3, 4)}

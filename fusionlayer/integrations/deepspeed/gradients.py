@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...backend import hints
 from ...codecs import PackedResidual
-from ...plan import Bucket, Slot
+from ...plan import Bucket, Slot, plain_name
 from ...scheduler.memory import Memory
 from ...seeds import derive_seed
 from .one_bit import EngineOneBitAdam
@@ -46,7 +46,7 @@ class Gradients:
     def __init__(self, engine: Any, section: DeepSpeedSection) -> None:
         self.section = section
         self._engine = engine
-        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._names = {id(p): plain_name(name) for name, p in engine.module.named_parameters()}
         self._exempt = {
             name for name in self._names.values() if any(fnmatchcase(name, each) for each in section.exempt)
         }
