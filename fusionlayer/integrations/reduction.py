@@ -18,6 +18,7 @@ from .. import context
 from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
+from .averaging import refuse_averaged
 from .enrolment import Roster, what_changed
 from .overlap import ForwardOverlap
 from .parameters import local_part
@@ -67,6 +68,8 @@ class GradientReduction(Optimizer):
     _fl_plan_anew: Callable[[Engine, Mapping[Tensor, str], str], None]
     _fl_replicas: Replicas
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
+    # Raises ConfigError if something else averages gradients of these parameters.
+    _fl_refuse_averaged: Callable[[Mapping[Tensor, str]], None] = staticmethod(refuse_averaged)
 
     def _attach(
         self,
@@ -96,6 +99,7 @@ class GradientReduction(Optimizer):
         self._fl_timeline = timeline
         self._fl_phases: StepPhases | None = None
         self._fl_check: ReplicaCheck | None = None
+        self._fl_looked = False
         if engine is None:
             return
         self._fl_check = self._fl_replicas.check(engine.put)
@@ -181,6 +185,7 @@ class GradientReduction(Optimizer):
 
     def _fl_begin(self, engine: Engine) -> None:
         """Begin a step of the engine, before its first gradient, and tell ranks that have joined."""
+        self._fl_refuse_later()
         groups = self.__dict__["param_groups"]
         if self._fl_roster.changed(groups):
             self._fl_enrol(engine, groups)
@@ -192,6 +197,12 @@ class GradientReduction(Optimizer):
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
 
+    def _fl_refuse_later(self) -> None:
+        """Raise ``ConfigError``, in the first step, if the model came into DDP and the like after it was given here."""
+        if not self._fl_looked:
+            self._fl_refuse_averaged(self._fl_names)
+            self._fl_looked = True
+
     def _fl_enrol(self, engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
         """Reduce from this step on what requires gradients now, by a new plan on which the ranks agree."""
         before, left = self._fl_names, self._fl_passes_left
@@ -201,6 +212,7 @@ class GradientReduction(Optimizer):
             return
         try:
             refuse_twice(names, but=self)
+            self._fl_refuse_averaged(names)
             self._fl_plan_anew(engine, names, what_changed(before, names))
         except ConfigError:
             self._fl_roster.look_again = True  # or the next step would leave them out without a word
