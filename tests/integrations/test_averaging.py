@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,8 +55,8 @@ def horovods(model: nn.Module) -> Optimizer:
 MAKERS: dict[str, Callable[..., Any]] = {
     "fl": fl.DistributedOptimizer,
     "hvd": hvd.DistributedOptimizer,
-    "Adasum": lambda *given: hvd.DistributedOptimizer(*given, op=hvd.Adasum),
-    "local steps": lambda *given: fl.DistributedOptimizer(*given, sync=fl.Local(every=2)),
+    "Adasum": partial(hvd.DistributedOptimizer, op=hvd.Adasum),
+    "local steps": partial(fl.DistributedOptimizer, sync=fl.Local(every=2)),
     "sharded": lambda optimizer, *_: fl.ShardedOptimizer(
         [p for group in optimizer.param_groups for p in group["params"]], torch.optim.SGD, lr=0.1
     ),
