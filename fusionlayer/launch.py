@@ -207,7 +207,7 @@ def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str
     try:
         nodes = bounded(meet, time.monotonic() + timeout + _LAST_LOOK, name="count of ranks")
     except RuntimeError as error:
-        text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
+        text = f"rank {place.rank}: the store by which the ranks meet was lost: {outages.first_line(error)}"
         raise TransportError(text, [] if _kept_by_launcher(environ) else [0]) from error
     if not counts:
         return place
@@ -266,7 +266,7 @@ def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> N
         raise
     except RuntimeError as error:
         ranks = [] if _kept_by_launcher(os.environ) else [0]
-        text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
+        text = f"rank {place.rank}: the store by which the ranks meet was lost: {outages.first_line(error)}"
         raise TransportError(text, ranks) from error
 
 

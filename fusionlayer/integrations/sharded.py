@@ -148,6 +148,11 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         transport = self._fl_transport
+        if len(self.param_groups) != len(self._fl_parts):
+            raise UsageError(
+                f"a ShardedOptimizer has {len(self.param_groups)} groups, not the {len(self._fl_parts)} that it was "
+                "made with; its parts are cut already: make a new one"
+            )
         for each, part in zip(self.param_groups, self._fl_parts, strict=True):
             part.check(each["params"])
         if self._fl_check is not None:
@@ -209,6 +214,10 @@ class ShardedOptimizer(Optimizer):
     @property
     def _fl_key(self) -> str:
         return f"rank {self._fl_transport.rank} of {self._fl_transport.size}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ``UsageError``: a copy would share the transport, and its weights would not be the model's."""
+        raise UsageError("a ShardedOptimizer cannot be copied or pickled; copy or save its state_dict()")
 
     def _fl_at_once(self, work: Callable[[Transport], None]) -> Callable[[], None]:
         work(self._fl_transport)
