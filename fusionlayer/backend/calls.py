@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
+from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
 from .hints import Differences
@@ -30,6 +31,7 @@ __all__ = [
     "gather_differences",
     "is_sum",
     "reduce_scatter",
+    "refuse_average",
     "scaling_of",
 ]
 
@@ -66,6 +68,16 @@ def _text(name: str, op: str | None, shapes: tuple[torch.Size, ...], dtype: torc
         digest = zlib.crc32(" ".join(each).encode())
         each = [f"{len(each)} tensors with {sum(shape.numel() for shape in shapes)} elements, shapes {digest:08x},"]
     return " ".join(filter(None, [name, op, "of", *each, str(dtype).removeprefix("torch.")]))
+
+
+def refuse_average(name: str, xs: Sequence[Tensor], op: Any) -> None:
+    """Raise ``ConfigError`` for an average of integers by gloo, whose own error names neither call nor type."""
+    given = xs[0] if op == dist.ReduceOp.AVG and xs else None
+    if given is not None and given.device.type == "cpu" and not (given.is_floating_point() or given.is_complex()):
+        raise ConfigError(
+            f"{name} with op=AVG got a {given.dtype} tensor; expected floats: sum integers by op=SUM and divide them, "
+            "or convert them to float32"
+        )
 
 
 def scaling_of(op: Any, dtype: torch.dtype, size: int) -> Scaling:

@@ -343,6 +343,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _sum(self, xs: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed all-reduce of several tensors as one, None if it passes."""
+        calls.refuse_average("all_reduce", xs, op)
         choice = self._choices.of("all_reduce", xs) if calls.is_sum(op) else None
         if choice is None:
             return None
@@ -352,6 +353,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _scatter(self, out: Tensor, ins: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed reduce-scatter, None if it passes."""
+        calls.refuse_average("reduce_scatter", ins, op)
         choice = self._choices.of("reduce_scatter", ins) if calls.is_sum(op) and out.dtype == ins[0].dtype else None
         if choice is None:
             return None

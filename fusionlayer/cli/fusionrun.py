@@ -11,8 +11,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from ..errors import ConfigError, FusionLayerError
 from ..interfaces import ipv4_addresses, reachable_names
 from ..planning.fidelities import AUTO
 from . import horovodrun
+from .agent import REPORT
 from .arguments import Parser, check_file, check_folder, count, positive
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
@@ -45,7 +48,7 @@ along. Flags of horovodrun that are not listed change nothing, or are refused wi
 
 @dataclass(frozen=True)
 class Agent:
-    """The torchrun of one host: the command that starts it, and the host's name for messages.
+    """What starts the ranks of one host (``agent``): the command that starts it, and the host's name for messages.
 
     ``is_here``: whether that is this host.
     """
@@ -153,7 +156,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
             where += ["--rdzv-conf", f"timeout={options.start_timeout}"]
         if options.output_filename:
             where += ["--log-dir", options.output_filename, "--tee", "3"]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(host.slots)]
+        command = [sys.executable, "-m", "fusionlayer.cli.agent", *where, "--nproc-per-node", str(host.slots)]
         # Without "--" torchrun takes options of the program that begin like its own for ambiguous ones: --max 5.
         command += ["--no-python", "--", *options.command]
         if host.is_here:
@@ -353,11 +356,15 @@ def _held_port() -> int:
 def _run(agents: Sequence[Agent], least: int) -> int:
     """Start all agents; end them once fewer than ``least`` can succeed. Return the exit status of the job."""
     started: list[subprocess.Popen[bytes]] = []
+    reports = tempfile.mkdtemp(prefix="fusionrun-")
+    last = ""
     try:
-        for agent in agents:
+        for rank, agent in enumerate(agents):
+            report = {REPORT: os.path.join(reports, str(rank))} if agent.is_here else {}
             try:
                 # An open pipe tells an agent on another host that this process lives.
-                started.append(subprocess.Popen(agent.command, env=agent.environment, stdin=subprocess.PIPE))
+                environment = {**agent.environment, **report}
+                started.append(subprocess.Popen(agent.command, env=environment, stdin=subprocess.PIPE))
             except OSError as error:
                 raise ConfigError(f"cannot run {agent.command[0]}: {error.strerror}") from error
         while True:
@@ -366,7 +373,9 @@ def _run(agents: Sequence[Agent], least: int) -> int:
             if len(agents) - len(failed) < least:
                 worst = failed[0]
                 state = states[worst]
-                print(f"fusionrun: the processes on {agents[worst].host} ended with status {state}", file=sys.stderr)
+                last = f"fusionrun: the processes on {agents[worst].host} ended with status {state}\n"
+                with suppress(OSError):
+                    last = Path(reports, str(worst)).read_text()
                 return state if state is not None and state > 0 else 1
             if None not in states:
                 return 0
@@ -375,6 +384,8 @@ def _run(agents: Sequence[Agent], least: int) -> int:
         return 130
     finally:
         _end(started)
+        shutil.rmtree(reports, ignore_errors=True)
+        print(last, end="", file=sys.stderr, flush=True)  # after all that other ranks have to say
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
+from .. import outages
 from ..errors import TransportError
 from ..processes import Identity
 from .desk import DistantStore, is_reachable, is_refused
@@ -266,7 +267,7 @@ def ask_to_join(me: Member, desks: Callable[[], Sequence[Address]], timeout: flo
                     time.sleep(_POLL)
                 why = "the members did not end a step"
             except (TransportError, RuntimeError) as error:
-                why = str(error).splitlines()[0]
+                why = outages.first_line(error)
         time.sleep(_PROBE)
     raise Final(f"cannot join the job within {timeout:g} s: {why}; does it run, and was its address given?")
 

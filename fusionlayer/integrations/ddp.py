@@ -23,8 +23,10 @@ from ..planning.autotune import Autotune
 from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
 from ..timeline import Timeline
+from .averaging import refuse_averaged
 from .construction import GradientOptions, autotuning, make_engine
 from .parameters import describe, one_device
+from .reduction import refuse_twice
 from .replicas import ReplicaCheck, Replicas, check_interval
 
 if TYPE_CHECKING:
@@ -147,6 +149,8 @@ def register(
     parameters = {p: plain_name(name) for name, p in named if name not in model.parameters_to_ignore}
     names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
     frozen = {parameter: name for parameter, name in parameters.items() if not parameter.requires_grad}
+    refuse_twice(names)
+    refuse_averaged(names, modules=False)
     engine = make_engine(
         options,
         describe(names, None),

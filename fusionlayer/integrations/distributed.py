@@ -209,7 +209,9 @@ class Distributed(GradientReduction):
         super().add_param_group(param_group)
         try:
             new = self._fl_roster.newcomers(groups)
-            refuse_twice({p: name for p, name in new.items() if p.requires_grad}, but=self)
+            trained = {p: name for p, name in new.items() if p.requires_grad}
+            refuse_twice(trained, but=self)
+            self._fl_refuse_averaged(trained)
             if self._fl_forward_of is not None:
                 check_parameters(new, self._fl_forward_of)
         except ConfigError:

@@ -58,6 +58,7 @@ class LocallyStepping(Distributed):
         if engine is not None:
             if engine.failure is not None:
                 raise again(engine.failure)
+            self._fl_refuse_later()
             self._fl_anchor()
             for parameter in chain.from_iterable(group["params"] for group in self.__dict__["param_groups"]):
                 if not parameter.requires_grad:

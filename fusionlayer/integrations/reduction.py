@@ -19,6 +19,7 @@ from .. import context
 from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
+from .averaging import refuse_averaged
 from .backward_end import NO_BACKWARD, at_end_of_backward, running_backward
 from .enrolment import Roster, what_changed
 from .overlap import ForwardOverlap
@@ -71,6 +72,8 @@ class GradientReduction(Optimizer):
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
     _fl_may_end_with_backward = True
     _fl_as_horovod = False
+    # Raises ConfigError if something else averages gradients of these parameters.
+    _fl_refuse_averaged: Callable[[Mapping[Tensor, str]], None] = staticmethod(refuse_averaged)
 
     def _attach(
         self,
@@ -111,6 +114,7 @@ class GradientReduction(Optimizer):
         self._fl_leaves_ranks_out = context.settings().grace is not None
         may_end = self._fl_may_end_with_backward and not self._fl_as_horovod
         self._fl_ends_with_backward = may_end and overlap_forward is None
+        self._fl_looked = False
         if engine is None:
             return
         self._fl_check = self._fl_replicas.check(engine.put)
@@ -245,6 +249,7 @@ class GradientReduction(Optimizer):
 
     def _fl_begin(self, engine: Engine) -> None:
         """Begin a step of the engine, before its first gradient, and tell ranks that have joined."""
+        self._fl_refuse_later()
         groups = self.__dict__["param_groups"]
         if self._fl_roster.changed(groups):
             self._fl_enrol(engine, groups)
@@ -258,6 +263,12 @@ class GradientReduction(Optimizer):
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
 
+    def _fl_refuse_later(self) -> None:
+        """Raise ``ConfigError``, in the first step, if the model came into DDP and the like after it was given here."""
+        if not self._fl_looked:
+            self._fl_refuse_averaged(self._fl_names)
+            self._fl_looked = True
+
     def _fl_enrol(self, engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
         """Reduce from this step on what requires gradients now, by a new plan on which the ranks agree."""
         before, left = self._fl_names, self._fl_passes_left
@@ -267,6 +278,7 @@ class GradientReduction(Optimizer):
             return
         try:
             refuse_twice(names, but=self)
+            self._fl_refuse_averaged(names)
             self._fl_plan_anew(engine, names, what_changed(before, names))
         except ConfigError:
             self._fl_roster.look_again = True  # or the next step would leave them out without a word

@@ -219,8 +219,10 @@ class ReplicaCheck:
             text += ", ..."
         if self._strict:
             raise ReplicaMismatch(
-                f"{text}; weights were loaded or changed on some ranks only, a step was skipped, processors or numbers "
-                "of threads are not the same, or memory or a message is damaged: go on from a checkpoint, call "
+                f"{text}; weights were loaded or changed on some ranks only, a rank has another learning rate, skipped "
+                "a step or clipped its own gradients before they were averaged, gradients are averaged twice, a method "
+                "of two passes such as SAM moved weights by a rank's own gradients, processors or numbers of threads "
+                "are not the same, or memory or a message is damaged: mend that and go on from a checkpoint, call "
                 "broadcast_parameters(model.state_dict()), or give check_replicas=False if differences are meant",
                 ranks=sorted({rank for ranks in found.values() for rank in ranks}),
                 tensors=found,

@@ -19,6 +19,8 @@ from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES
+from .averaging import claim, refuse_averaged
+from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
 from .weights import Weights, both_ways
 
@@ -95,6 +97,15 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, {})
         for each in self.param_groups:
             _check(each["params"])
+        named = {
+            f"group {i}, parameter {j}": p
+            for i, each in enumerate(self.param_groups)
+            for j, p in enumerate(each["params"])
+        }
+        names = {p: name for name, p in named.items()}
+        refuse_twice(names)
+        refuse_averaged(names, group=group)
+        claim(self)
         align = max(self._fl_weights.codec.block, self._fl_gradients.block)
         alone = self._fl_transport.size == 1 and check_replicas is None
         every = 0 if alone else check_interval(check_replicas)
@@ -108,11 +119,6 @@ class ShardedOptimizer(Optimizer):
         self.defaults = self._fl_inner.defaults
         for each, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             each.update({key: value for key, value in inner.items() if key != "params"})
-        named = {
-            f"group {i}, parameter {j}": p
-            for i, each in enumerate(self.param_groups)
-            for j, p in enumerate(each["params"])
-        }
         replicas = Replicas(named, broadcast=True, every=every)
         self._fl_check = replicas.check(self._fl_at_once) if self._fl_transport.size > 1 else None
 
@@ -142,6 +148,11 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         transport = self._fl_transport
+        if len(self.param_groups) != len(self._fl_parts):
+            raise UsageError(
+                f"a ShardedOptimizer has {len(self.param_groups)} groups, not the {len(self._fl_parts)} that it was "
+                "made with; its parts are cut already: make a new one"
+            )
         for each, part in zip(self.param_groups, self._fl_parts, strict=True):
             part.check(each["params"])
         if self._fl_check is not None:
@@ -203,6 +214,10 @@ class ShardedOptimizer(Optimizer):
     @property
     def _fl_key(self) -> str:
         return f"rank {self._fl_transport.rank} of {self._fl_transport.size}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ``UsageError``: a copy would share the transport, and its weights would not be the model's."""
+        raise UsageError("a ShardedOptimizer cannot be copied or pickled; copy or save its state_dict()")
 
     def _fl_at_once(self, work: Callable[[Transport], None]) -> Callable[[], None]:
         work(self._fl_transport)

@@ -544,7 +544,7 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
     except ConfigError:
         raise
     except FusionLayerError as error:
-        raise HorovodInternalError.of(error) from error
+        raise HorovodInternalError.of(error) from None
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -172,7 +172,8 @@ class Inquiry:
             amid = state["call"] is not None and state["sequence"] == sequence
             if behind or amid or (call is not None and call.partner == rank):
                 text = f"rank {rank} closed its transport {'in' if amid else 'after'} collective {state['sequence']}"
-                return told or Sign(rank, "left", text)
+                hint = "its program ended, or closed the optimizer, while others go on: look at the output of that rank"
+                return told or Sign(rank, "left", f"{text}; {hint}, and whether all ranks have as many batches")
             return None
         failed = state["state"] == "failed"
         trouble = None if failed else self._processes.look_at(rank)

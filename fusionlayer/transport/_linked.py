@@ -382,7 +382,7 @@ class LinkedTransport(Transport):
         if isinstance(error, LinkError):
             # If close() ended the call, that is the reason, and there is no cause to look for.
             self._check_open()
-            raise self._fail(error, call.what) from error
+            raise self._fail(error, call.what) from None  # the link's own text says only that a connection is gone
         # Nobody knows how much of this call the peers have received, so there can be no next call.
         text = f"rank {self.rank} raised {type(error).__name__}: {error}"
         finding = Diagnosis((self.rank,), text, True)

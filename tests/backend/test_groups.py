@@ -189,6 +189,9 @@ def works(rank: int, world: int) -> None:
     dist.all_reduce(biggest, dist.ReduceOp.AVG, group)
     assert biggest.isfinite().all(), "the sum of what can be averaged need not be in range"
 
+    with pytest.raises(ConfigError, match="all_reduce with op=AVG got a torch.int64 tensor; expected floats: sum"):
+        dist.all_reduce(torch.arange(4), dist.ReduceOp.AVG, group)
+
     # The names before torch 2.13, by which older versions call.
     base: Any = group
     out, part = torch.empty(world * 2000), torch.empty(2000 // world)

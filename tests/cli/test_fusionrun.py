@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fusionlayer import config
-from fusionlayer.cli import doctor, fusionrun
+from fusionlayer.cli import agent, doctor, fusionrun
 from fusionlayer.cli.fusionrun import Agent, main
 from fusionlayer.cli.hosts import Host, assign, parse_hosts, read_hostfile, remote_command
-from fusionlayer.errors import ConfigError
+from fusionlayer.errors import ConfigError, TransportError
+from fusionlayer.last_error import leave_to_launcher
+from tests.loops import looped
 from tests.mpi import ROOT
 from tests.tiers import exhaustive
 
@@ -51,7 +56,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def commands(*arguments: str) -> list[list[str]]:
     """Return what would be started."""
-    return [agent.command for agent in fusionrun.plan(fusionrun._parse([*arguments, "python", "train.py"]))]
+    return [each.command for each in fusionrun.plan(fusionrun._parse([*arguments, "python", "train.py"]))]
 
 
 def option(command: list[str], name: str) -> str:
@@ -99,6 +104,75 @@ def test_the_end_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert fusionrun._run([shell("exit 3"), shell("kill -9 $$")], 1) in (1, 3)
     with pytest.raises(ConfigError, match="cannot run nosuchprogram: No such file"):
         fusionrun._run([shell("exec sleep 60"), Agent("x", ["nosuchprogram"], {})], 2)
+
+
+def failure(folder: Path, rank: int, exit_code: int, error: BaseException | None) -> ProcessFailure:
+    """Return what torchrun knows of a rank that has ended, with the error that it has left, if any."""
+    file = folder / f"{rank}.json"
+    if error is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+            patch.setattr(sys, "excepthook", lambda *_: None)
+            for _ in range(2):
+                leave_to_launcher()
+            sys.excepthook(type(error), error, None)
+    return ProcessFailure(rank, 1234 + rank, exit_code, str(file))
+
+
+@pytest.mark.short
+@looped(
+    "failures, status, words",
+    [
+        ([(0, 3, None)], 3, "fusionrun: rank 0 on .* ended with exit code 3; what it has printed says why"),
+        ([(2, -9, None)], 137, "fusionrun: rank 2 on .* was ended by SIGKILL"),
+        (
+            [(0, 1, TransportError("rank 1 is gone")), (1, 1, ValueError("boom"))],
+            1,
+            "ValueError: boom\nfusionrun: rank 1 on .* ended with exit code 1\n$",
+        ),
+        ([(0, 1, TransportError("rank 1 is gone")), (1, 7, None)], 7, "rank 1 on .* ended with exit code 7"),
+        ([(0, 1, TransportError("rank 5 is gone"))], 1, "TransportError: rank 5 is gone\nfusionrun: rank 0"),
+    ],
+)
+def test_an_agent_tells_the_error_of_the_rank_that_failed_first(
+    failures: list[tuple[int, int, BaseException | None]], status: int, words: str, tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder, pytest.MonkeyPatch.context() as patch:
+        ended = {rank: failure(Path(folder), rank, *how) for rank, *how in failures}
+
+        def run(arguments: object) -> None:
+            raise ChildFailedError("train.py", ended)
+
+        patch.setattr(agent.run, "main", run)
+        patch.setenv(agent.REPORT, f"{folder}/report")
+        assert agent.main([]) == status
+        assert re.search(words, Path(folder, "report").read_text())
+
+
+@pytest.mark.short
+def test_the_report_of_an_agent_is_the_last_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    first = f"echo its error > ${agent.REPORT}; exit 9"
+    other = "trap 'echo other errors >&2; exit 3' TERM; while :; do sleep 0.1; done"
+    assert fusionrun._run([shell(other), shell(first)], 2) == 9
+    assert capfd.readouterr().err == "other errors\nits error\n"
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(150)
+@exhaustive(guarded_by="tests/cli/test_fusionrun.py::test_an_agent_tells_the_error_of_the_rank_that_failed_first")
+def test_a_failing_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys, fusionlayer as fl\nfl.init()\nif fl.rank() == 1: raise ValueError('boom')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from fusionlayer.cli.fusionrun import main; raise SystemExit(main())", "-np", "2"]
+        + [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert done.returncode == 1
+    assert re.search("ValueError: boom\nfusionrun: rank 1 on .* ended with exit code 1\n$", done.stderr), done.stderr
 
 
 @pytest.mark.short
@@ -155,7 +229,7 @@ def test_hosts(tmp_path: Path) -> None:
 @pytest.mark.short
 def test_agents_of_torchrun(ssh: Path) -> None:
     (here,) = commands("-np", "4")
-    assert here[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert here[:3] == [sys.executable, "-m", "fusionlayer.cli.agent"]
     assert (option(here, "--nnodes"), option(here, "--nproc-per-node")) == ("1", "4")
     assert here[-4:] == ["--no-python", "--", "python", "train.py"], "or torchrun would read options of train.py"
     assert option(here, "--master-addr") == "127.0.0.1"
@@ -181,8 +255,8 @@ def test_agents_of_torchrun(ssh: Path) -> None:
 @pytest.mark.short
 def test_python_is_that_of_the_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    (agent,) = fusionrun.plan(fusionrun._parse(["-np", "2", "python", "train.py"]))
-    assert agent.environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path}"
+    (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", "python", "train.py"]))
+    assert only.environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path}"
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setattr(sys, "executable", str(folder / "python3"))
@@ -198,8 +272,8 @@ def test_flags_are_variables_that_the_job_reads() -> None:
     )
     flags += " --codec int4 --no-stall-check"
     flags += " --stall-check-shutdown-time-seconds 50 --log-level debug --network-interfaces eth7,eth8"
-    (agent,) = fusionrun.plan(fusionrun._parse(["-np", "2", *flags.split(), "--gloo", "true"]), {})
-    told = agent.environment
+    (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", *flags.split(), "--gloo", "true"]), {})
+    told = only.environment
     assert told == {
         "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
         "HOROVOD_FUSION_THRESHOLD": "524288",
@@ -257,10 +331,10 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
         else:
             assert options.command == ["train", "--mpi"]
     assert len(flags) == 71 and len(refused) == 25
-    (agent,) = fusionrun.plan(
+    (only,) = fusionrun.plan(
         fusionrun._parse(["-np", "2", "--no-autotune", "--stall-check", "--elastic-timeout", "9", "true"]), {}
     )
-    assert agent.environment == {
+    assert only.environment == {
         "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
         "HOROVOD_AUTOTUNE": "0",
         "FUSIONLAYER_AUTOTUNE": "0",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def wrap(model: nn.Module, part: nn.Module | None = None, **options: Any) -> Any
 
 
 def described(error: fl.TransportError) -> dict[str, Any]:
+    printed = "".join(traceback.format_exception(error))
+    assert printed.count("Traceback (most recent call last)") == 1, printed
     return {
         "text": str(error),
         "ranks": error.ranks,

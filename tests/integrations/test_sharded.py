@@ -342,6 +342,12 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     optimizer = make([w])
     with pytest.raises(fl.UsageError, match="when it is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(fl.UsageError, match="has 2 groups, not the 1"):
+        optimizer.step()
+    optimizer.param_groups.pop()
+    with pytest.raises(fl.UsageError, match="cannot be copied or pickled; copy or save its state_dict"):
+        copy.deepcopy(optimizer)
     optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
     with pytest.raises(fl.UsageError, match="has 2 parameters, not the 1"):
         optimizer.step()
