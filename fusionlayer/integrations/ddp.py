@@ -24,6 +24,7 @@ from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from .construction import GradientOptions, autotuning, make_engine
+from .own_state import check_place
 from .parameters import describe, one_device
 from .replicas import ReplicaCheck, Replicas, check_interval
 
@@ -239,16 +240,25 @@ class CommHook:
         return self._engine.plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's error feedback by parameter name, and how many of DDP's buckets and steps there were.
+        """Return this rank's error feedback by parameter name, and the numbers of DDP's buckets and steps so far.
+
+        It differs over ranks: each rank saves and loads its own.
 
         Raises:
             FusionLayerError: a step has failed; weights and error feedback are worthless.
         """
         self._engine.drain()
-        return {"sent": self._sent, "step": self._engine.step, **self._engine.memory.state_dict()}
+        engine = self._engine
+        place = {"rank": engine.rank, "size": engine.size}
+        return {**place, "sent": self._sent, "step": engine.step, **engine.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same rank returned."""
+        """Restore what ``state_dict`` of the same rank returned.
+
+        Raises:
+            ConfigError: the state holds error feedback of another rank, or of another number of ranks.
+        """
+        check_place(state, self._engine.rank, self._engine.size, "the hook of fl.ddp")
         self._sent, self._engine.step = state.get("sent", 0), state.get("step", 0)
         self._engine.memory.load_state_dict(state)
 

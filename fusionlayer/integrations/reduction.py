@@ -67,6 +67,8 @@ class GradientReduction(Optimizer):
     _fl_plan_anew: Callable[[Engine, Mapping[Tensor, str], str], None]
     _fl_replicas: Replicas
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
+    _fl_restored: int | None = None
+    """The step of this rank's own state that was loaded last."""
 
     def _attach(
         self,

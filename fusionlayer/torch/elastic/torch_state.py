@@ -162,6 +162,14 @@ class OptimizerStateHandler(StateHandler):
         if plan is not None:
             self.plan = plan.to_bytes()
 
+    def restore(self) -> None:
+        """Bring the optimizer back; of a commit of another rank or number of ranks, without error feedback."""
+        state = copy_to_host(self.saved)
+        own = state.get("fusionlayer", {})
+        if (own.get("rank"), own.get("size")) != (rank(), size()) and own:
+            state["fusionlayer"] = {"rank": rank(), "size": size(), "step": own["step"]}
+        self.value.load_state_dict(state)
+
     def sync(self) -> None:
         """Give every rank rank 0's state; error feedback stays each rank's.
 
