@@ -224,7 +224,7 @@ class LocallyStepping(Distributed):
         self._fl_plan_anew(engine, self._fl_names, f"step {step} {'averages gradients' if averages else 'is local'}")
         self._fl_sent = sent_by(self)
         self._fl_compared = {}
-        self._fl_check = self._fl_replicas.check(engine.put) if averages else None
+        self._fl_check = self._fl_replicas.check(engine.put, optimizer=self) if averages else None
         self._fl_go_on(engine)
 
     # ---- a sync: on the training thread, or on the thread of ``join`` that stands in for it --------------------------

@@ -100,7 +100,7 @@ class GradientReduction(Optimizer):
         self._fl_check: ReplicaCheck | None = None
         if engine is None:
             return
-        self._fl_check = self._fl_replicas.check(engine.put)
+        self._fl_check = self._fl_replicas.check(engine.put, optimizer=self)
         self._fl_sparse = SparseGradients(engine, sparse_as_dense)
         if self._fl_enlist is not None:
             self._fl_sparse.by_name = self._fl_enlist(self)

@@ -127,7 +127,7 @@ class ShardedOptimizer(Optimizer):
         hooks = [p.register_post_accumulate_grad_hook(note) for p in named.values()]
         weakref.finalize(self, _remove, hooks).atexit = False
         replicas = Replicas(named, broadcast=True, every=every)
-        self._fl_check = replicas.check(self._fl_at_once) if self._fl_transport.size > 1 else None
+        self._fl_check = replicas.check(self._fl_at_once, optimizer=self) if self._fl_transport.size > 1 else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being made; raise ``UsageError`` later, when all parts have been cut."""

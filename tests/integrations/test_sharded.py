@@ -452,7 +452,9 @@ def test_backward_after_clipping_is_refused() -> None:
             loss_of(model, transport.rank, step).backward()
             optimizer.clip_grad_norm_(1.0)
         loss_of(model, transport.rank, 2).backward()
-        with pytest.raises(fl.UsageError, match=r"parameter \d: backward has changed its gradient after clip_grad_norm_"):
+        with pytest.raises(
+            fl.UsageError, match=r"parameter \d: backward has changed its gradient after clip_grad_norm_"
+        ):
             optimizer.step()
         optimizer.zero_grad()
         loss_of(model, transport.rank, 2).backward()
