@@ -172,6 +172,9 @@ class Inquiry:
             amid = state["call"] is not None and state["sequence"] == sequence
             if behind or amid or (call is not None and call.partner == rank):
                 text = f"rank {rank} closed its transport {'in' if amid else 'after'} collective {state['sequence']}"
+                text += (
+                    "" if amid else "; it left its loop earlier or failed: see its log, make equally many steps on all"
+                )
                 return told or Sign(rank, "left", text)
             return None
         failed = state["state"] == "failed"
@@ -192,7 +195,7 @@ class Inquiry:
             return Sign(rank, "failed", f"rank {rank} failed and does not know why{more}")
         if behind:
             at = f"at collective {state['sequence']} while rank {self._rank} is at {sequence}"
-            return Sign(rank, "late", f"rank {rank} is alive but late: {at}")
+            return Sign(rank, "late", f"rank {rank} is alive but late: {at}; it is busy, or left its loop earlier")
         if call and call.partner == rank and (theirs is None or theirs.partner != self._rank):
             return Sign(rank, "late", f"rank {rank} is alive but late: it has not made the matching call")
         return Sign(rank, "alike", "") if mine and theirs else None

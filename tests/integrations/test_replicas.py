@@ -216,6 +216,7 @@ def test_replicas_that_are_the_users_are_warned_of_once() -> None:
 @looped("make", ["own", "broadcast=False", "sharded", "hvd"])
 def test_learning_rates_that_differ_are_named_before_parameters_do(make: str, at: int) -> None:
     """In the first step before the update; later within ``check_replicas`` steps, also where parameters differ too."""
+
     def rank_main(rank: int) -> None:
         model = make_model()
         optimizer: Any
