@@ -230,7 +230,7 @@ class Distributed(GradientReduction):
         state = super().state_dict()
         if engine is not None:
             place = {"rank": engine.rank, "size": engine.size, "step": engine.step}
-            state["fusionlayer"] = {**place, **engine.memory.state_dict()}
+            state["fusionlayer"] = {**place, "factor": engine.scaling.after, **engine.memory.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
