@@ -465,8 +465,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if context.transport(group).rank == root_rank:
         state = optimizer.state_dict()
         if "fusionlayer" in state:
-            kept = ("step", "local")  # what is the same on all ranks
-            state["fusionlayer"] = {key: value for key, value in state["fusionlayer"].items() if key in kept}
+            own = {key: value for key, value in state["fusionlayer"].items() if key in ("step", "local")}
+            if "local" in own:
+                own["local"] = {k: v for k, v in own["local"].items() if k not in ("parameters", "buffers")}
+            state["fusionlayer"] = own
         torch.save(state, buffer)
     data = broadcast_bytes(buffer.getvalue(), root_rank, group)
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -650,7 +650,16 @@ MUTANTS: list[Mutant] = [
         ),
         ("deepspeed/weights.py", ".detach().clone()", ".detach()", "differences from what the step has overwritten"),
         ("deepspeed/one_bit.py", "= not self.frozen", "= True", "averaged gradients go into momenta"),
-        ("ddp.py", "                self._sent += 1\n", "", "buckets of DDP share noise"),
+        (
+            "ddp.py",
+            "flat, seed, done)\n                self._sent += 1\n",
+            "flat, seed, done)\n",
+            "buckets of DDP share noise",
+        ),
+        ("ddp.py", "elif self._resumed:", "elif False:", "a resumed step has other buckets"),
+        ("own_state.py", 'if "rank" in saved and', "if False and", "another rank's error feedback is loaded"),
+        ("rank_states.py", "range(place.rank, saved.size, place.size)", "[0]", "error feedback is lost or doubled"),
+        ("sharded.py", "if overflown.item():", "if False:", "one rank skips a step"),
         (
             "replicas.py",
             "if any(theirs != records[0][2]",

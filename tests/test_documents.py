@@ -96,7 +96,7 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
 
 @pytest.mark.short
 def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
-    hook, overlap, reduction, codec, signs, own, sharded = blocks(USING, "python")
+    hook, overlap, reduction, codec, signs, own, sharded, saved = blocks(USING, "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -125,7 +125,8 @@ def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
             names["optimizer"].close()
         return torch.cat([p.detach().flatten() for p in names["model"].parameters()]).tolist()
 
-    for code in (signs, own, sharded):
+    in_folder = saved.replace("checkpoints", str(tmp_path))
+    for code in (signs, own, sharded, f"{sharded}\n{in_folder}"):
         first, second = fl.transport.local.run(partial(optimize, code), 2)
         assert first == second
 

@@ -74,6 +74,8 @@ class GradientReduction(Optimizer):
     _fl_as_horovod = False
     # Raises ConfigError if something else averages gradients of these parameters.
     _fl_refuse_averaged: Callable[[Mapping[Tensor, str]], None] = staticmethod(refuse_averaged)
+    _fl_restored: int | None = None
+    """The step of this rank's own state that was loaded last."""
 
     def _attach(
         self,
@@ -117,7 +119,7 @@ class GradientReduction(Optimizer):
         self._fl_looked = False
         if engine is None:
             return
-        self._fl_check = self._fl_replicas.check(engine.put)
+        self._fl_check = self._fl_replicas.check(engine.put, optimizer=self)
         self._fl_sparse = SparseGradients(engine, sparse_as_dense)
         if self._fl_enlist is not None:
             self._fl_sparse.by_name = self._fl_enlist(self)

@@ -172,8 +172,8 @@ class Inquiry:
             amid = state["call"] is not None and state["sequence"] == sequence
             if behind or amid or (call is not None and call.partner == rank):
                 text = f"rank {rank} closed its transport {'in' if amid else 'after'} collective {state['sequence']}"
-                hint = "its program ended, or closed the optimizer, while others go on: look at the output of that rank"
-                return told or Sign(rank, "left", f"{text}; {hint}, and whether all ranks have as many batches")
+                hint = "it left its loop earlier or failed: see its log, make equally many steps on all ranks"
+                return told or Sign(rank, "left", text if amid else f"{text}; {hint}")
             return None
         failed = state["state"] == "failed"
         trouble = None if failed else self._processes.look_at(rank)
@@ -193,7 +193,7 @@ class Inquiry:
             return Sign(rank, "failed", f"rank {rank} failed and does not know why{more}", call=mine and theirs)
         if behind:
             at = f"at collective {state['sequence']} while rank {self._rank} is at {sequence}"
-            return Sign(rank, "late", f"rank {rank} is alive but late: {at}")
+            return Sign(rank, "late", f"rank {rank} is alive but late: {at}; it is busy, or left its loop earlier")
         if call and call.partner == rank and (theirs is None or theirs.partner != self._rank):
             return Sign(rank, "late", f"rank {rank} is alive but late: it has not made the matching call")
         return Sign(rank, "alike", "") if mine and theirs else None

@@ -6,6 +6,7 @@ Nothing here asserts a time: what hangs is ended by the harness, which fails the
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import traceback
@@ -51,6 +52,42 @@ def described(error: fl.TransportError) -> dict[str, Any]:
         "tensors": error.tensors,
         "sequence": error.sequence,
     }
+
+
+def leave_early(rank: int, world: int, folder: str) -> list[str]:
+    """Rank 0 makes two steps, the others four. Return the errors of the others."""
+    join(rank, world, folder)
+    found = []
+    for kind in ("optimizer", "local steps", "hook", "sharded"):
+        model: nn.Module = make_model()
+        optimizer: Any = SGD(model.parameters(), lr=0.1)
+        close = fl.shutdown
+        if kind == "hook":
+            model = DistributedDataParallel(model)
+            close = fl.ddp.register(model, "int8").close
+        elif kind == "sharded":
+            optimizer = fl.ShardedOptimizer(model.parameters(), SGD, lr=0.1)
+        else:
+            optimizer = wrap(model, sync=fl.Local.averaging(every=2) if kind == "local steps" else None)
+            close = optimizer.close
+        train(model, optimizer, rank, range(2))
+        if rank == 0:
+            close()
+        else:
+            with pytest.raises(fl.TransportError) as error:
+                train(model, optimizer, rank, range(2, 4))
+            assert 0 in error.value.ranks
+            found.append(str(error.value))
+    return found
+
+
+def test_the_others_are_told_of_a_rank_that_left_its_loop_earlier(tmp_path: Path) -> None:
+    _, *others = run_ranks(leave_early, 2, str(tmp_path))
+    text = (
+        r"rank 0 closed its transport after collective \d+; it left its loop earlier or failed: .* equally many steps"
+    )
+    for found in others:
+        assert len(found) == 4 and all(re.search(text, each) for each in found), found
 
 
 def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, Any]]:

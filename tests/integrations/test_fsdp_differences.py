@@ -60,7 +60,7 @@ def main_and_replica(model: nn.Module, compression: FSDPCompression) -> tuple[Te
     reshard(model)
     state = compression.state_dict()
     parameters = dict(model.named_parameters())
-    assert {f"replica.{name}" for name in parameters} | {"counts"} == state.keys()
+    assert {f"replica.{name}" for name in parameters} | {"counts", "rows"} == state.keys()
     pairs = [(p.to_local(), state[f"replica.{name}"].to_local()) for name, p in parameters.items()]  # type: ignore[attr-defined]
     ours, theirs = (torch.cat([pair[i].detach().float().flatten() for pair in pairs]) for i in (0, 1))
     return ours, theirs
@@ -248,7 +248,7 @@ class Job:
     def copy(self) -> Tensor:
         """Return the whole copy that every rank computes with."""
         parts = self.compression.state_dict()
-        return torch.cat([part.full_tensor().flatten() for name, part in parts.items() if name != "counts"])  # type: ignore[attr-defined]
+        return torch.cat([part.full_tensor().flatten() for name, part in parts.items() if name.startswith("replica.")])  # type: ignore[attr-defined]
 
     def save_copy(self, folder: str) -> None:
         if dist.get_rank() == 0:

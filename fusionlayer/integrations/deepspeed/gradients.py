@@ -22,6 +22,7 @@ from ...codecs import PackedResidual
 from ...plan import Bucket, Slot, plain_name
 from ...scheduler.memory import Memory
 from ...seeds import derive_seed
+from ..own_state import check_place
 from .one_bit import EngineOneBitAdam
 from .patches import replace
 from .section import DeepSpeedSection
@@ -67,10 +68,15 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's error feedback, by parameter name and range of elements."""
-        return dict(self._memory.state_dict())
+        return {"rank": dist.get_rank(), "size": dist.get_world_size(), **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same rank returned."""
+        """Restore what ``state_dict`` of the same rank returned.
+
+        Raises:
+            ConfigError: the state holds error feedback of another rank, or of another number of ranks.
+        """
+        check_place(state, dist.get_rank(), dist.get_world_size(), "engine.fusionlayer")
         self._memory.load_state_dict(state)
 
     def seeds(self) -> Iterator[int]:
