@@ -95,7 +95,8 @@ class Native:
 
     def named(self, name: str) -> Callable[..., dist.Work]:
         """Return a method of the group; ``name`` is its name since torch 2.13, and older torch is looked up too."""
-        method: Callable[..., dist.Work] = getattr(self.group, name, None) or getattr(self.group, _NEW_NAMES[name])
+        method: Callable[..., dist.Work]
+        method = getattr(self.group, name, None) or getattr(self.group, _NEW_NAMES.get(name, name))
         return method
 
     def carried_on(self, device: torch.device) -> torch.device:
