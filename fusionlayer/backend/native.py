@@ -166,7 +166,7 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: 
         gloo = kind(store, rank, size, options)
     else:
         gloo = kind(store, rank, size, timeout)
-    gloo._set_sequence_number_for_group()
+    _begin_numbers(gloo)
     return gloo  # type: ignore[no-any-return]
 
 
@@ -179,5 +179,11 @@ def _nccl(
     options._timeout = timeout
     options.global_ranks_in_group = list(ranks)
     nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-    nccl._set_sequence_number_for_group()
+    _begin_numbers(nccl)
     return nccl
+
+
+def _begin_numbers(backend: Any) -> None:
+    """Number the calls of a backend alike on all ranks. Since torch 2.14 backends do so themselves, and warn."""
+    if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
+        backend._set_sequence_number_for_group()
