@@ -23,6 +23,7 @@ from . import arguments, calls, hints, profiling
 from .call_queue import CallQueue
 from .choices import CallChoices
 from .connections import connect
+from .meeting import part
 from .messages import PointToPoint
 from .native import Native
 from .policy import CallPolicy
@@ -74,10 +75,12 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     Raises:
         ConfigError: the settings cannot be used.
+        TransportError: not all ranks came in time.
         PlanMismatch: ranks have other policies.
 
     Attributes:
         watcher: of the job, where this is the default group; it ends with the group.
+        is_default: whether it is the default group.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self.policy = policy
         self.watcher: Watcher | None = None
+        self.is_default = False
         self._rank, self._size = rank, size
         self._ranks = tuple(ranks)
         self._store = store
@@ -102,9 +106,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout = min(timeout, timedelta(seconds=self._settings.timeout))
         self._devices = devices
         self._was_made_alone = alone
-        self._native = Native(store, rank, size, ranks, self._timeout, options)
+        self._native = Native(store, rank, size, ranks, self._timeout, policy.facts, options)
         self._native.register_with(self)
-        self._native.agree(policy.facts)
         self._chosen: CallChoices | None = None
         self._calls: Counter[str] = Counter()
         self._seed = derive_seed(self._ranks[0])
@@ -123,6 +126,11 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def get_group_store(self) -> dist.Store:
         """Return the store of this group alone."""
         return self._store
+
+    @property
+    def token(self) -> str:
+        """A text that no other group has, equal on all ranks of this one."""
+        return self._native.token
 
     @property
     def options(self) -> Any:
@@ -191,6 +199,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         if self._queue is not None:
             self._queue.close(wait=True)
         self._native.shut(abort=False)
+        if self.is_default:
+            part(self._native.store, self._rank, self._size)
 
     def abort(self) -> None:
         """End the group at once; calls under way fail."""
@@ -473,7 +483,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
                 name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
                 device = torch.cuda.current_device() if nccl else None
                 alone = (self._store, self._rank) if self._is_alone else None
-                opens = partial(connect, self._ranks, name, self._timeout, self._settings, device, alone)
+                unique = f"group/{name}/{self.token}"
+                opens = partial(connect, self._ranks, unique, self._timeout, self._settings, device, alone)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
                 at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors travel by gloo
