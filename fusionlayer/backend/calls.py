@@ -1,4 +1,4 @@
-"""Compressed collectives on the arguments of torch's process groups: tensors of any shape, and lists of them.
+"""Compressed collectives on the arguments of torch's process groups: contiguous tensors, and lists of them.
 
 Each function checks nothing and sends nothing. It returns a ``Call``, which a ``CallQueue`` runs later on its thread.
 """
@@ -118,10 +118,8 @@ def reduce_scatter(
 
     def call(transport: Transport) -> None:
         rows = _flat(inputs).view(transport.size, -1)
-        total = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
         scaling = scaling_of(op, rows.dtype, transport.size)
-        reduce_scatter_flat(rows, total, codec, transport, scaling, algorithm=algorithm, seed=seed(transport))
-        _spread(total, [out])
+        reduce_scatter_flat(rows, out.view(-1), codec, transport, scaling, algorithm=algorithm, seed=seed(transport))
 
     return call
 
@@ -130,8 +128,7 @@ def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: Seed) -> C
     """Return a call that fills ``outs`` with all ranks' ``x``; ``outs`` is one tensor for all ranks or one for each."""
 
     def call(transport: Transport) -> None:
-        whole = len(outs) == 1 and outs[0].is_contiguous()
-        every = outs[0].view(-1) if whole else x.new_empty(transport.size * x.numel())
+        every = outs[0].view(-1) if len(outs) == 1 else x.new_empty(transport.size * x.numel())
         rows = every.view(transport.size, -1)
         halves.all_gather(_flat([x]), rows, codec, transport, seed=seed(transport))
         _spread(every, outs)
@@ -180,7 +177,7 @@ def all_to_all(
     def call(transport: Transport) -> None:
         rank = transport.rank
         given = [_flat([x]) for x in inputs]
-        taken = [x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for x in outs]
+        taken = [x.view(-1) for x in outs]
         sends, recvs = ([codecs.get(x.numel() * x.element_size()) for x in side] for side in (given, taken))
         outgoing = _messages("outgoing", given, sends, zips, transport)
         incoming = _messages("incoming", taken, recvs, zips, transport)
@@ -195,8 +192,6 @@ def all_to_all(
         for zipping in zips:
             _exchange_zipped(given, taken, sends, recvs, zipping, transport)
         taken[rank].copy_(given[rank])
-        for x, part in zip(outs, taken, strict=True):
-            _spread(part, [x])
 
     return call
 
@@ -241,14 +236,13 @@ def _exchange_zipped(
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of ``tensors`` as one flat tensor; a single contiguous tensor is not copied."""
-    if len(tensors) == 1:
-        return tensors[0].detach().contiguous().view(-1)
-    return torch.cat([x.detach().reshape(-1) for x in tensors])
+    """Return the elements of ``tensors`` as one flat tensor; a single tensor is not copied."""
+    flat = [x.detach().view(-1) for x in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _spread(whole: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the elements of ``whole`` into ``tensors`` in their order, except into those that share its memory."""
     for x, part in zip(tensors, whole.split([x.numel() for x in tensors]), strict=True):
-        if x.data_ptr() != part.data_ptr() or not x.is_contiguous():
+        if x.data_ptr() != part.data_ptr():
             x.detach().copy_(part.view(x.shape))

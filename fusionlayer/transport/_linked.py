@@ -274,6 +274,8 @@ class LinkedTransport(Transport):
                     "the last calls have not ended on the device, so what they receive is worthless: %s", error
                 )
         self.close()
+        if self._watch is not None and self._is_closed:
+            self._watch.await_left()
 
     def close(self) -> None:
         if self._failure is None:
