@@ -302,9 +302,13 @@ class GradientReduction(Optimizer):
         return self._fl_passes_left.get(parameter, self._fl_passes) < self._fl_passes
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
-        """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
+        """Start the reduction of a gradient, or of what the wrapped optimizer sends in its place."""
         if self._fl_sent is not None:
             self._fl_make_own(parameter)
+        self._fl_submit(engine, parameter)
+
+    def _fl_submit(self, engine: Engine, parameter: Tensor) -> None:
+        """Give a gradient to the engine, or gather it by name if its rows are gathered."""
         name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
         assert sparse is not None
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
@@ -443,10 +447,13 @@ class GradientReduction(Optimizer):
         finds_unused = self._fl_finds_unused
         for parameter, name in self._fl_names.items():
             if name not in submitted and parameter not in sparse.under_way:
-                if finds_unused and (parameter.grad is None or parameter in self._fl_settled):
+                settled = parameter in self._fl_settled
+                if self._fl_sent is not None and not settled:
+                    self._fl_make_own(parameter)
+                if finds_unused and (settled or parameter.grad is None):
                     self._fl_leave_unused(engine, parameter)
                 else:
-                    self._fl_hand_over(engine, parameter)
+                    self._fl_submit(engine, parameter)
         self._fl_settled = frozenset()
         self._fl_state = StepState.IDLE
         self._fl_count_anew()
@@ -454,7 +461,7 @@ class GradientReduction(Optimizer):
     @property
     def _fl_finds_unused(self) -> bool:
         """Whether ranks find out which parameters none of them has used; those are not updated."""
-        return self._fl_sent is None and not self._fl_as_horovod and not self._fl_leaves_ranks_out
+        return not self._fl_as_horovod and not self._fl_leaves_ranks_out
 
     def _fl_refuse_unreduced(self) -> None:
         """Raise ``UsageError`` if a parameter of the optimizer has a gradient that this step does not reduce."""
