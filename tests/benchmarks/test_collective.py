@@ -16,6 +16,7 @@ from benchmarks.collective.options import Link, parse
 from benchmarks.collective.picture import draw_shares
 from benchmarks.collective.summary import cpu_per_gigabyte, summarize, wire_share
 from tests.examples.places import needs_namespaces
+from tests.loops import looped
 from tests.tiers import needs, tiered
 
 KB, MB = 1 << 10, 1 << 20
@@ -121,8 +122,8 @@ class TestCommandLine:
         assert options.smoke and not self.read(monkeypatch).smoke
         assert (options.turn_seconds, self.read(monkeypatch).turn_seconds) == (0.0, 0.1), "one call is enough to see"
 
-    @pytest.mark.parametrize(
-        ("arguments", "told"),
+    @looped(
+        "arguments, told",
         [
             ("--sizes 64", "such as 64KB"),
             ("--rates fast", "such as 100mbit"),

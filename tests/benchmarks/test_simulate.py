@@ -27,6 +27,7 @@ from fusionlayer.planning.cost_model import Curve
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
 from tests.examples.places import needs_namespaces
+from tests.loops import looped
 from tests.planning.profiles import write_example
 from tests.tiers import DRAWS, exhaustive
 
@@ -169,8 +170,8 @@ class TestValidate:
         assert crowded.startswith("ddp: 2 workers on a host, and the profile has no costs of a link inside")
         assert other == "other: the profile is of the model example"
 
-    @pytest.mark.parametrize(
-        ("content", "told"),
+    @looped(
+        "content, told",
         [
             ("{", "JSONDecodeError"),
             ("[]", "TypeError"),

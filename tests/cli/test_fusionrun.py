@@ -16,6 +16,7 @@ from fusionlayer.cli import doctor, fusionrun
 from fusionlayer.cli.fusionrun import Agent, main
 from fusionlayer.cli.hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from fusionlayer.errors import ConfigError
+from tests.loops import looped
 from tests.mpi import ROOT
 from tests.tiers import exhaustive
 
@@ -270,8 +271,8 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("flags", "words"),
+@looped(
+    "flags, words",
     [
         ("python x.py", "say how many processes"),
         ("-np 2", "say what to run"),

@@ -78,8 +78,8 @@ def test_inner_launcher_wins() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("environ", "text"),
+@looped(
+    "environ, text",
     [
         (environment("torchrun", 0, "two"), "torchrun variables .*'WORLD_SIZE': 'two'.*expected whole numbers"),
         (environment("mpirun", "", 2), "expected whole numbers"),

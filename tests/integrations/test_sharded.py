@@ -17,6 +17,7 @@ from fusionlayer.integrations.sharded import ShardedOptimizer
 from fusionlayer.integrations.weights import Weights
 from fusionlayer.transport import Transport
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -69,8 +70,8 @@ def test_padding_stays_zero() -> None:
     over_threads(3, body)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize(
+@looped("world", [1, 2, 3, 5])
+@looped(
     "make",
     [
         lambda params, make=torch.optim.AdamW: (params, make, {"lr": 1e-2}),
