@@ -262,6 +262,7 @@ def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
     assert math.isfinite(ddp) and int4 < ddp
 
 
+@exhaustive(guarded_by="tests/planning/test_profiler.py::test_a_profile_of_more_ranks_is_the_same_on_all")
 @pytest.mark.medium
 @pytest.mark.netns
 @pytest.mark.timeout(180)

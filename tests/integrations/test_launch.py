@@ -30,7 +30,7 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.mpi import mpirun, needs_mpirun
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 from tests.transport.test_connecting import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,6 +311,7 @@ def test_torchrun_with_configuration_and_timeline(tmp_path: Path, started: str) 
         assert {event["pid"] for event in events} == {rank}
 
 
+@exhaustive(guarded_by="tests/integrations/test_launch.py::test_tasks_that_srun_starts_train_together")
 @pytest.mark.medium
 @needs_mpirun
 def test_mpirun_of_a_shell_that_starts_python(tmp_path: Path) -> None:
