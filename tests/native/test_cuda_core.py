@@ -72,7 +72,7 @@ def varied(cases: Iterable[Case]) -> Iterator[Case]:
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a warp has part of a group, one, or several tiles of one
 
 
-@pytest.mark.parametrize(
+@looped(
     "group, bits, flags",
     tiered(
         [
