@@ -26,7 +26,7 @@ COMPILE = (
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *(f"-I{HOST}", f"-I{CSRC / 'include'}", f"-I{CSRC / 'core'}", '-DFL_CUDA_ARCHS="host"'),
 )
-# The exhaustive tier has it: every test of the kernels runs again with it. -O1 would take four times as long to compile.
+# The exhaustive tier has it: every test of the kernels runs again with it. -O1 takes four times as long to compile.
 SANITIZE = ("-O0", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 
 
