@@ -6,7 +6,7 @@
 
 The first case that fails ends the test; the last line of its captured output says which it was. All cases share the
 test's fixtures: use ``parametrize`` where a case needs a folder, a patch or a mark of its own. No case may skip, since
-that would leave out the cases after it.
+that would leave out the cases after it. Cases of ``tiers.tiered`` make two tests: those of the fast tier, and the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import exhaustive
+
 __all__ = ["looped"]
+
+_PARAM = type(pytest.param())
+_TIERS = ["fast", pytest.param("rest", marks=exhaustive)]
 
 
 def looped(
@@ -28,20 +33,28 @@ def looped(
 
     Args:
         names: names of the arguments, separated by commas.
-        values: values of the argument; tuples where there are several arguments.
+        values: values of the argument, tuples where there are several arguments; or ``tiers.tiered`` of them.
         ids: ignored, as ``parametrize`` has them.
     """
     arguments = [name.strip() for name in names.split(",")]
-    cases = [value if len(arguments) > 1 else (value,) for value in values]
-    assert cases, f"no values for {names}"
-    assert not any(isinstance(value, type(pytest.param())) for case in cases for value in (case, *case)), (
-        f"{names}: pytest.param has marks and names, which a loop would drop; use parametrize"
-    )
+    tiers: dict[str, list[Sequence[Any]]] = {"fast": [], "rest": []}
+    for value in values:
+        marks: list[str] = []
+        if isinstance(value, _PARAM):
+            marks = [mark.name for mark in value.marks]
+            dropped = value.id is not None or marks not in ([], ["exhaustive"])
+            assert not dropped, f"{names}: a loop drops the marks and names of pytest.param; use parametrize"
+            case: Sequence[Any] = value.values
+        else:
+            case = value if len(arguments) > 1 else (value,)
+        assert not any(isinstance(each, _PARAM) for each in case), f"{names}: a case has pytest.param within"
+        tiers["rest" if marks else "fast"].append(case)
+    assert tiers["fast"], f"no values for {names}"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def loop(*this: Any, **fixtures: Any) -> None:
-            for case in cases:
+            for case in tiers[fixtures.pop("tier") if tiers["rest"] else "fast"]:
                 given = dict(zip(arguments, case, strict=True))
                 print(", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in given.items()))
                 try:
@@ -53,7 +66,10 @@ def looped(
         missing = set(arguments) - set(signature.parameters)
         assert not missing, f"{test.__name__} takes no {', '.join(missing)}"
         kept = [each for name, each in signature.parameters.items() if name not in arguments]
+        if tiers["rest"]:
+            assert "tier" not in signature.parameters, f"{test.__name__} has two loops over cases of two tiers"
+            kept.append(inspect.Parameter("tier", inspect.Parameter.KEYWORD_ONLY))
         loop.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        return loop
+        return pytest.mark.parametrize("tier", _TIERS)(loop) if tiers["rest"] else loop
 
     return decorate

@@ -761,6 +761,7 @@ LIKELY = {
     "scheduler/course.py": "scheduler/test_local_steps.py",
     "scheduler/engine.py": "scheduler/test_lanes.py scheduler/test_local_steps.py scheduler/test_streams.py",
     "codecs/_packed.py": "scheduler/test_memory.py",
+    "codecs/taco.py": "collectives/test_rotated_sums.py",
     "scheduler/traffic.py": "scheduler/test_lanes.py scheduler/test_streams.py integrations/test_optimizer_contract.py",
     "scheduler/lane.py": "scheduler/test_lanes.py",
     "scheduler/results.py": "scheduler/test_lanes.py scheduler/test_local_steps.py",

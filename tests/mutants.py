@@ -1,8 +1,8 @@
 """Tries deliberate defects against the fast tests: ``python -m tests.mutants`` says which test catches each.
 
-A copy of the tree gets one defect at a time. Tests of the same name run first, then those of the same room, then the
-rest; the first that fails has caught it. Without options the defects are listed; a defect's name is its file and its
-number there.
+A copy of the tree gets one defect at a time. The test that caught it before runs first, then tests of the same name,
+then those of the same room, then the rest; the first that fails has caught it. ``mutants_caught.txt`` keeps which.
+Without options the defects are listed; a defect's name is its file and its number there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .mutant_table import LIKELY, MUTANTS, Mutant
 
 TREE = Path(__file__).parents[1]
 FAST = "not gpu and not exhaustive"
+CAUGHT = Path(__file__).with_name("mutants_caught.txt")
 BUILT = ("fusionlayer/lib", "build")  # not in git, and needed to test without compiling everything
 
 
@@ -50,11 +51,29 @@ def mutated(mutant: Mutant, tree: Path = TREE) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
+def caught_before() -> dict[str, str]:
+    """Return the tests that caught defects when they were tried last, by the defects' ``key``."""
+    lines = CAUGHT.read_text().splitlines() if CAUGHT.exists() else []
+    return dict(line.split("\t") for line in lines)
+
+
+def key(mutant: Mutant) -> str:
+    """Return what names a defect in the record: its number would change with rows before it."""
+    return f"{mutant.file.removeprefix('fusionlayer/')}: {mutant.breaks}"
+
+
+def record(mutant: Mutant, test: str) -> None:
+    """Keep which test caught a defect."""
+    lines = sorted({**caught_before(), key(mutant): test}.items())
+    CAUGHT.write_text("".join(f"{name}\t{each}\n" for name, each in lines))
+
+
 def stages(mutant: Mutant) -> list[list[str]]:
     """Return arguments for pytest, the tests most likely to catch the defect first.
 
-    Those of its file's name and those that the list names; those of its room; the rest.
+    The one that caught it before; those of its file's name and those that the list names; those of its room; the rest.
     """
+    before = caught_before().get(key(mutant), "")
     path = Path(mutant.file.removeprefix("fusionlayer/"))
     stem, room = path.stem.strip("_"), {"csrc": "codecs"}.get(path.parts[0], path.parts[0])
     same = sorted(TREE.glob(f"tests/**/test_*{stem}*.py")) if len(stem) > 2 else []
@@ -64,7 +83,13 @@ def stages(mutant: Mutant) -> list[list[str]]:
     ]
     folder = [f"tests/{room}"] * (TREE / "tests" / room).is_dir()
     without = [f"--ignore={test}" for test in own]
-    return [own, folder and [*folder, *without], [*without, *(f"--ignore={each}" for each in folder)]]
+    exists = (TREE / before.partition("::")[0]).is_file()
+    return [
+        [before] if before and exists else [],
+        own,
+        folder and [*folder, *without],
+        [*without, *(f"--ignore={each}" for each in folder)],
+    ]
 
 
 def copy_tree(into: Path) -> None:
@@ -115,12 +140,12 @@ def caught_by(tree: Path, mutant: Mutant, chosen: str, deadline: float, last: in
         status, output = run(tree, [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], deadline)
         if status:
             return f"the compiler: {output.strip().splitlines()[-1]}"
-    for arguments in filter(None, stages(mutant)[:last]):
+    for arguments in filter(None, stages(mutant)[: last + 1]):
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", chosen]
         status, output = run(tree, [*pytest, *arguments], max(1.0, end - time.monotonic()))
         if status is None:
             return f"a deadline of {deadline:.0f} s: tests that hang"
-        if status not in (0, 5):  # 5: no test was chosen
+        if status not in (0, 4, 5):  # 4, 5: no such test, or none was chosen
             found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output, re.MULTILINE)
             return found[1] if found else output.strip().splitlines()[-1]
     return ""
@@ -160,6 +185,8 @@ def main() -> int:
             finally:
                 write(file, before)
             survivors += [] if test else [name]
+            if test.startswith("tests/") and options.chosen == FAST:
+                record(mutant, test)
             verdict = f"caught by {test}" if test else "SURVIVED"
             print(f"{name:40} {mutant.breaks}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
     print(

@@ -82,13 +82,13 @@ def test_every_setting_is_covered() -> None:
     assert set(WRONG) == {field.name for field in fields(Config)}
 
 
-@pytest.mark.parametrize("name", WRONG)
+@looped("name", WRONG)
 def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"config .*fusionlayer.yaml: {name}=.*; expected"):
         from_file(tmp_path, f"{name}: {WRONG[name]}")
 
 
-@pytest.mark.parametrize(
+@looped(
     "text, message",
     [
         ("threads: true", "threads=True"),

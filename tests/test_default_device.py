@@ -144,7 +144,7 @@ FEW = ("raw", "int4", "zip", "topk", "thc", "dynamiq", "powersgd")
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
+@looped(
     "options",
     tiered(OPTIONS, lambda options: len(options) > 1 or options["codec"] in FEW),
     ids=lambda options: "-".join([options["codec"], *list(options)[1:]]),

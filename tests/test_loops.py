@@ -9,6 +9,7 @@ pytestmark = pytest.mark.short
 TESTS = """
 import pytest
 from tests.loops import looped
+from tests.tiers import tiered
 
 calls = []
 
@@ -20,6 +21,15 @@ def test_all(request, name, codec, world, kept):
 
 def test_each_was_called_once():
     assert calls == [(w, n, c, "x") for w in (1, 2) for n, c in (("ring", 4), ("butterfly", 8))]
+
+@looped("world", tiered([1, 2, 5, 7], lambda world: world < 5))
+@looped("name", "ab")
+def test_tiers(name, world, request):
+    assert (world > 4) == ("rest" in request.node.name) == (request.node.get_closest_marker("exhaustive") is not None)
+    calls.append((name, world))
+
+def test_each_was_called_in_its_tier():
+    assert calls[4:] == [(name, world) for world in (1, 2, 5, 7) for name in "ab"]
 
 @looped("world", (1, 2, 3))
 def test_failing(world):
@@ -39,7 +49,7 @@ def test_parameters_with_marks_are_refused():
 def test_no_case_is_left_out(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     result = pytester.runpytest("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=3, failed=2)
+    result.assert_outcomes(passed=6, failed=2)
     result.stdout.fnmatch_lines(
         ["*_ test_failing _*", "world=1", "world=2", "*_ test_skipping _*", "*a case of a loop skips*"]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -30,6 +31,18 @@ def test_likely_tests_exist() -> None:
     for file, tests in LIKELY.items():
         assert (mutants.TREE / "fusionlayer" / file).exists()
         assert all((mutants.TREE / "tests" / test).exists() for test in tests.split()), tests
+
+
+def test_the_record_names_defects_and_tests_that_exist() -> None:
+    known = {mutants.key(mutant) for mutant in mutants.MUTANTS}
+    assert len(known) == len(mutants.MUTANTS), "two defects of a file break the same; say it in other words"
+    for name, test in mutants.caught_before().items():
+        file, _, function = test.partition("::")
+        assert name in known, f"{name}: no such defect; remove the line from {mutants.CAUGHT.name}"
+        names = re.sub(r"\[.*", "", function).split("::")
+        assert all(re.search(rf"(def|class) {each}\b", (mutants.TREE / file).read_text()) for each in names if each), (
+            test
+        )
 
 
 def test_what_does_not_stand_there_once_is_refused() -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from benchmarks.pages import figures, losses, tables
 from fusionlayer.planning.losses import LossCost
+from tests.loops import looped
 from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.short
@@ -53,8 +54,8 @@ def test_losses_by_which_plans_are_chosen_are_those_of_the_result_files() -> Non
 STEPS = 'the("training-gpt-2x1", rate="100mbit", method="int4").speedup.median'
 
 
-@pytest.mark.parametrize(
-    ("text", "measured", "defined", "wrong"),
+@looped(
+    "text, measured, defined, wrong",
     [
         ("int4 makes 6.37 times as many", {"6.37 times": STEPS}, {}, ""),
         ("int4 makes 6.4\ntimes as many", {"6.4 times": STEPS}, {}, ""),

@@ -145,7 +145,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         assert codecs.get(bucket.codec, **bucket.options) == codec
 
 
-@pytest.mark.parametrize(
+@looped(
     "change, message",
     [
         (lambda text: text.replace("version: 1", "version: 99"), "version 99, expected 1"),

@@ -16,7 +16,8 @@ from benchmarks.collective.options import Link, parse
 from benchmarks.collective.picture import draw_shares
 from benchmarks.collective.summary import cpu_per_gigabyte, summarize, wire_share
 from tests.examples.places import needs_namespaces
-from tests.tiers import needs, tiered
+from tests.loops import looped
+from tests.tiers import exhaustive, needs, tiered
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -121,8 +122,8 @@ class TestCommandLine:
         assert options.smoke and not self.read(monkeypatch).smoke
         assert (options.turn_seconds, self.read(monkeypatch).turn_seconds) == (0.0, 0.1), "one call is enough to see"
 
-    @pytest.mark.parametrize(
-        ("arguments", "told"),
+    @looped(
+        "arguments, told",
         [
             ("--sizes 64", "such as 64KB"),
             ("--rates fast", "such as 100mbit"),
@@ -243,6 +244,7 @@ def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     assert all(len(row.seconds) == where.rounds and min(row.seconds) > 0 for row in rows)
 
 
+@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

@@ -39,6 +39,7 @@ def test_an_interface_that_is_not_there_is_refused(
     assert "these hosts have eth0, eth1" in capsys.readouterr().err
 
 
+@exhaustive(guarded_by="tests/transport/test_sockets.py::test_what_was_sent_before_a_cut_is_sent_again_between_calls")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
@@ -56,7 +57,7 @@ def test_results_stay_equal_while_an_interface_is_down(
     assert "node1: eth1 is down" in capfd.readouterr().err
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_interfaces.py::test_results_stay_equal_while_an_interface_is_down")
+@exhaustive(guarded_by="tests/transport/test_sockets.py::test_what_was_sent_before_a_cut_is_sent_again_between_calls")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import exhaustive
+
 from .labs import ROOT, command_of, mark, marked, needs_mpi, needs_switch, netns, state_of_machine, wait_until
 
 pytestmark = netns
@@ -39,8 +41,18 @@ def marks() -> Iterator[tuple[str, dict[str, str]]]:
         os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("lab", LABS)
+# Each kind of lab and each ending once; the exhaustive tier has all pairs.
+FAST = {("bridge", "exit"), ("bridge", "kill"), ("switch", "failure"), ("switch", "terminate"), ("mpi", "interrupt")}
+CASES = [
+    pytest.param(
+        *lab.values, end, id=f"{lab.id}-{end}", marks=[*lab.marks, *([] if (lab.id, end) in FAST else [exhaustive])]
+    )
+    for lab in LABS
+    for end in ENDINGS
+]
+
+
+@pytest.mark.parametrize("lab, ending", CASES)
 def test_nothing_is_left(lab: list[str], ending: str, marks: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     before = state_of_machine()
     word, environment = marks

@@ -30,6 +30,7 @@ from benchmarks.training.worker import steps_of_turn
 from benchmarks.variants import Variant
 from fusionlayer.cli import drawing
 from tests.examples.places import ROOT, needs_namespaces
+from tests.loops import looped
 from tests.tiers import exhaustive, needs
 
 SETTINGS = SETUPS["gpt"].settings("gpt", 2, 1, None)
@@ -66,8 +67,8 @@ class TestArithmetic:
         assert levels(mean_curve(DDP)) == pytest.approx((4.0, 3.0, 2.1))
         assert levels([(0, 5.0), (200, 3.0), (400, 2.0), (600, 1.0)]) == pytest.approx((3.5, 2.5, 1.0))
 
-    @pytest.mark.parametrize(
-        ("values", "level", "step"),
+    @looped(
+        "values, level, step",
         [
             ((5, 4, 3, 2.5, 2), 3.0, 300),
             ((5, 4, 3, 2.5, 2), 2.75, 375),  # linear between two looks
@@ -315,8 +316,8 @@ class TestCampaign:
             go("--methods", "ddp", "--merge", *map(str, tmp_path.glob("*.json")))
         assert "steps were timed on Abacus and Slide rule" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("arguments", "complaint"),
+    @looped(
+        "arguments, complaint",
         [
             (["--networks", "fast/1ms"], "expected RATE/RTT, such as 100mbit/50ms"),
             (["--networks", "1gbit"], "expected RATE/RTT, such as 100mbit/50ms"),

@@ -27,6 +27,7 @@ from fusionlayer.planning.cost_model import Curve
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
 from tests.examples.places import needs_namespaces
+from tests.loops import looped
 from tests.planning.profiles import write_example
 from tests.tiers import DRAWS, exhaustive
 
@@ -169,8 +170,8 @@ class TestValidate:
         assert crowded.startswith("ddp: 2 workers on a host, and the profile has no costs of a link inside")
         assert other == "other: the profile is of the model example"
 
-    @pytest.mark.parametrize(
-        ("content", "told"),
+    @looped(
+        "content, told",
         [
             ("{", "JSONDecodeError"),
             ("[]", "TypeError"),
@@ -260,6 +261,7 @@ def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
     assert math.isfinite(ddp) and math.isfinite(int4)  # which is faster depends on what else the machine does
 
 
+@exhaustive(guarded_by="tests/planning/test_profiler.py::test_a_profile_of_more_ranks_is_the_same_on_all")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

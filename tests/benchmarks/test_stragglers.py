@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import stragglers
 from tests.examples.places import needs_namespaces
+from tests.tiers import exhaustive
 
 
 @pytest.mark.short
@@ -18,6 +19,7 @@ def test_steps_are_those_of_ranks_that_do_not_stall() -> None:
     assert sorted(stragglers.steps_of(row)) == [1.0] * 5
 
 
+@exhaustive(guarded_by="tests/integrations/test_grace.py::test_the_others_go_on_and_nothing_is_lost")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

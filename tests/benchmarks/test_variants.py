@@ -11,6 +11,7 @@ from benchmarks.training.methods import about, select
 from benchmarks.variants import Variant
 from fusionlayer.plan import FusionPlan
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
@@ -41,8 +42,8 @@ def test_a_variant_is_told_in_words() -> None:
     assert about("ddp").startswith("DistributedDataParallel")
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
+@looped(
+    "name, complaint",
     [
         ("dgcc", "unknown codec 'dgcc'; did you mean 'dgc'?"),
         ("dgc+safusoin", "unknown word 'safusoin'; did you mean 'safusion'?"),

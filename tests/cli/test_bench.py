@@ -15,6 +15,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.cli import main
 from fusionlayer.cli.parsers.bench import as_bytes
 from fusionlayer.transport import local
+from tests.loops import looped
 
 QUICK = ["--calls", "2", "--warmup", "1"]
 
@@ -71,8 +72,8 @@ def test_algorithms_formats_and_refusals(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+@looped(
+    "arguments, words",
     [
         ([], "one rank has nobody to talk to: give -np 2"),
         (["-np", "1"], "one rank has nobody to talk to"),

@@ -344,8 +344,8 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("flags", "words"),
+@looped(
+    "flags, words",
     [
         ("python x.py", "say how many processes"),
         ("-np 2", "say what to run"),

@@ -12,6 +12,7 @@ import pytest
 
 from fusionlayer.cli import main
 from fusionlayer.planning.profile import Profile, Validation
+from tests.loops import looped
 from tests.packaging.project_tree import ROOT
 from tests.planning.profiles import write_example
 from tests.tiers import exhaustive, tiered
@@ -151,7 +152,7 @@ def test_errors_are_one_line(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(
+@looped(
     "arguments",
     [["--workers", "0"], ["--workers", "two"], ["--algorithm", "star"], ["--per-host", "0"], ["--cores", "0"], []],
 )

@@ -9,6 +9,7 @@ import pytest
 from fusionlayer.cli import tables
 from fusionlayer.cli.tables import Column, Table, layout, print_table
 from fusionlayer.cli.units import MEMORY, RATES, SECONDS, in_one_unit, in_words
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -60,8 +61,8 @@ def test_columns_may_be_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out == "title\n\nname  ms\n----  --\na     10\nlong   9\n\n"
 
 
-@pytest.mark.parametrize(
-    ("ladder", "numbers", "unit", "texts"),
+@looped(
+    "ladder, numbers, unit, texts",
     [
         (SECONDS, [0.0001, 0.0004, 0.02], "us", ["100", "400", "20000"]),
         (SECONDS, [0.0, 0.072, 0.12688], "ms", ["0.0", "72.0", "126.9"]),

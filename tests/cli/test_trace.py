@@ -19,6 +19,7 @@ from fusionlayer.cli.verdict import told, verdict
 from fusionlayer.errors import ConfigError
 from fusionlayer.planning.recorded import Forecast, RecordedBucket, RecordedStep, forecast
 from tests.integrations.training import make_model, train
+from tests.loops import looped
 from tests.packaging.project_tree import ROOT
 from tests.tiers import DRAWS, exhaustive
 
@@ -276,8 +277,8 @@ def test_a_file_that_was_cut_off_tells_what_it_has(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("text", "told"),
+@looped(
+    "text, told",
     [
         (None, "no timeline .*x and none of a rank, .*x.0; run with FUSIONLAYER_TIMELINE"),
         ("", "x is empty: the run ended before it wrote a span, or has just begun"),

@@ -47,6 +47,11 @@ def lengths(codec: Codec) -> list[int]:
     return sorted({*LENGTHS, block - 1, block, block + 1, 2 * block + 5})
 
 
+def forms(codec: Codec) -> list[tuple[Codec, int]]:
+    """Return the lengths, each with the codec without header or with one, which moves all planes, by turns."""
+    return [(codec.checked if i % 2 else codec.bare, n) for i, n in enumerate(lengths(codec))]
+
+
 def as_bits(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype is torch.float32 else torch.int16)
 
@@ -136,39 +141,37 @@ def rotated_sum(codec: Int | Taco, messages: Tensor, numel: int, dtype: torch.dt
 
 @check
 def layout_is_aligned_and_complete(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-    for each in (codec.bare, codec.checked):
-        for n in lengths(each):
-            form = each.wire(n, dtype)
-            payload = each.compress(gradient(n, 0, dtype, device))
-            assert payload.shape == (form.capacity,) and payload.dtype == torch.uint8
-            assert form.capacity % codec.align == 0
-            assert form.body == (ALIGN if each.header else 0)
-            end = form.body
-            for section, view in zip(form.sections, form.views(payload), strict=True):
-                assert section.offset % codec.align == 0 and section.offset >= end
-                assert (view.numel(), view.dtype) == (section.plane.count, section.plane.dtype)
-                end = section.offset + section.plane.nbytes
-            assert end <= form.capacity
-            used = each.used_bytes(payload, n, dtype)
-            assert used <= form.capacity if isinstance(each, VariableSizeCodec) else used == form.capacity
+    for each, n in forms(codec):
+        form = each.wire(n, dtype)
+        payload = each.compress(gradient(n, 0, dtype, device))
+        assert payload.shape == (form.capacity,) and payload.dtype == torch.uint8
+        assert form.capacity % codec.align == 0
+        assert form.body == (ALIGN if each.header else 0)
+        end = form.body
+        for section, view in zip(form.sections, form.views(payload), strict=True):
+            assert section.offset % codec.align == 0 and section.offset >= end
+            assert (view.numel(), view.dtype) == (section.plane.count, section.plane.dtype)
+            end = section.offset + section.plane.nbytes
+        assert end <= form.capacity
+        used = each.used_bytes(payload, n, dtype)
+        assert used <= form.capacity if isinstance(each, VariableSizeCodec) else used == form.capacity
 
 
 @check
 def what_travels_is_enough(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-    for each in (codec.bare, codec.checked):
+    for each, n in forms(codec):
         if not isinstance(each, VariableSizeCodec):
             continue
-        for n in lengths(each):
-            payload = each.compress(gradient(n, 53, dtype, device))
-            data = each.compact(payload, n, dtype)
-            assert data.numel() == each.used_bytes(payload, n, dtype)
-            back = torch.full_like(payload, GUARD)
-            each.expand(data.clone(), back, n, dtype)
-            assert torch.equal(back, payload)
-            for wrong in (data[:-1], data[:0], torch.cat([data, data[:1]])):
-                if wrong.numel() != data.numel():
-                    with pytest.raises(WireError):
-                        each.expand(wrong, back, n, dtype)
+        payload = each.compress(gradient(n, 53, dtype, device))
+        data = each.compact(payload, n, dtype)
+        assert data.numel() == each.used_bytes(payload, n, dtype)
+        back = torch.full_like(payload, GUARD)
+        each.expand(data.clone(), back, n, dtype)
+        assert torch.equal(back, payload)
+        for wrong in (data[:-1], data[:0], torch.cat([data, data[:1]])):
+            if wrong.numel() != data.numel():
+                with pytest.raises(WireError):
+                    each.expand(wrong, back, n, dtype)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -176,11 +179,10 @@ def what_travels_is_enough(codec: Codec, dtype: torch.dtype, device: torch.devic
 
 @check
 def round_trip_keeps_values(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-    for each in (codec.bare, codec.checked):
-        for n in lengths(each):
-            x = gradient(n, 1, dtype, device)
-            out = decoded(each, encoded(each, x), n, dtype)
-            assert same_bits(out, x) if each.lossless else vnmse(x, out) <= coarsest(codec)
+    for each, n in forms(codec):
+        x = gradient(n, 1, dtype, device)
+        out = decoded(each, encoded(each, x), n, dtype)
+        assert same_bits(out, x) if each.lossless else vnmse(x, out) <= coarsest(codec)
 
 
 @check
@@ -273,27 +275,26 @@ def stale_buffers_leave_no_trace(codec: Codec, dtype: torch.dtype, device: torch
 
 @check
 def nothing_is_written_outside(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-    for each in (codec.bare, codec.checked):
-        for n in lengths(each):
-            x = gradient(n, 7, dtype, device)
-            kept, residual = x.clone(), torch.zeros(n + 64, device=device)
-            capacity = each.wire(n, dtype).capacity
-            buffer = torch.full((capacity + 2 * ALIGN,), GUARD, dtype=torch.uint8, device=device)
-            payload = buffer[ALIGN : ALIGN + capacity]
-            each.encode(x, payload, residual=residual[32 : 32 + n])
-            assert same_bits(x, kept)
-            assert not residual[:32].any() and not residual[32 + n :].any()
-            sent = payload.clone()
-            out = torch.full((n + 64,), 3.0, dtype=dtype, device=device)
-            each.decode(payload, out[32 : 32 + n])
-            each.decode_add(payload, out[32 : 32 + n])
-            each.decode_sum(payload.unsqueeze(0), out[32 : 32 + n])
-            assert torch.equal(payload, sent)
-            assert (out[:32] == 3).all() and (out[32 + n :] == 3).all()
-            target = torch.full((capacity + 2 * ALIGN,), GUARD, dtype=torch.uint8, device=device)
-            each.recode(payload.unsqueeze(0), target[ALIGN : ALIGN + capacity], n, dtype=dtype)
-            for guarded in (buffer, target):
-                assert (guarded[:ALIGN] == GUARD).all() and (guarded[ALIGN + capacity :] == GUARD).all()
+    for each, n in forms(codec):
+        x = gradient(n, 7, dtype, device)
+        kept, residual = x.clone(), torch.zeros(n + 64, device=device)
+        capacity = each.wire(n, dtype).capacity
+        buffer = torch.full((capacity + 2 * ALIGN,), GUARD, dtype=torch.uint8, device=device)
+        payload = buffer[ALIGN : ALIGN + capacity]
+        each.encode(x, payload, residual=residual[32 : 32 + n])
+        assert same_bits(x, kept)
+        assert not residual[:32].any() and not residual[32 + n :].any()
+        sent = payload.clone()
+        out = torch.full((n + 64,), 3.0, dtype=dtype, device=device)
+        each.decode(payload, out[32 : 32 + n])
+        each.decode_add(payload, out[32 : 32 + n])
+        each.decode_sum(payload.unsqueeze(0), out[32 : 32 + n])
+        assert torch.equal(payload, sent)
+        assert (out[:32] == 3).all() and (out[32 + n :] == 3).all()
+        target = torch.full((capacity + 2 * ALIGN,), GUARD, dtype=torch.uint8, device=device)
+        each.recode(payload.unsqueeze(0), target[ALIGN : ALIGN + capacity], n, dtype=dtype)
+        for guarded in (buffer, target):
+            assert (guarded[:ALIGN] == GUARD).all() and (guarded[ALIGN + capacity :] == GUARD).all()
 
 
 @check
@@ -317,19 +318,18 @@ def the_callers_float_environment_changes_nothing(codec: Codec, dtype: torch.dty
 
 @check
 def sums_run_in_row_order_in_f32(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-    for each in (codec.bare, codec.checked):
-        for n in lengths(each):
-            every, start = rows(each, 5, n, dtype, device), gradient(n, 10, dtype, device)
-            for messages in (every[:0], every[:1], every):
-                out = torch.full((n,), 9.0, dtype=dtype, device=device)
-                each.decode_sum(messages, out)
-                assert same_bits(out, f32_sum(each, messages, n, dtype).to(dtype))
-                out.copy_(start)
-                each.decode_sum(messages, out, add=True)
-                assert same_bits(out, f32_sum(each, messages, n, dtype, start).to(dtype))
+    for each, n in forms(codec):
+        every, start = rows(each, 5, n, dtype, device), gradient(n, 10, dtype, device)
+        for messages in (every[:0], every[:1], every):
+            out = torch.full((n,), 9.0, dtype=dtype, device=device)
+            each.decode_sum(messages, out)
+            assert same_bits(out, f32_sum(each, messages, n, dtype).to(dtype))
             out.copy_(start)
-            each.decode_add(every[0], out)
-            assert same_bits(out, f32_sum(each, every[:1], n, dtype, start).to(dtype))
+            each.decode_sum(messages, out, add=True)
+            assert same_bits(out, f32_sum(each, messages, n, dtype, start).to(dtype))
+        out.copy_(start)
+        each.decode_add(every[0], out)
+        assert same_bits(out, f32_sum(each, every[:1], n, dtype, start).to(dtype))
 
 
 @check
@@ -347,20 +347,19 @@ def messages_decode_into_any_type(codec: Codec, dtype: torch.dtype, device: torc
 @check
 def recode_encodes_the_sum(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
     """The sum that recode encodes stays in f32; so does x + residual in encode, which makes the reference."""
-    for each in (codec.bare, codec.checked):
-        for n in lengths(each):
-            zeros = torch.zeros(n, dtype=dtype, device=device)
-            every = rows(each, 3, n, dtype, device)
-            for messages in (every[:1], every):
-                for x in (None, gradient(n, 12, dtype, device)):
-                    total = f32_sum(each, messages, n, dtype, x)
-                    payload = blank(each, n, dtype, device)
-                    each.recode(messages, payload, n, dtype=dtype, x=x, seed=4, offset=2 * each.block)
-                    expected = encoded(each, zeros, seed=4, offset=2 * each.block, residual=total.clone())
-                    assert same_message(each, payload, expected, n, dtype)
-                    if dtype is torch.float32:
-                        again = encoded(each, total, seed=4, offset=2 * each.block)
-                        assert same_message(each, payload, again, n, dtype)
+    for each, n in forms(codec):
+        zeros = torch.zeros(n, dtype=dtype, device=device)
+        every = rows(each, 3, n, dtype, device)
+        for messages in (every[:1], every):
+            for x in (None, gradient(n, 12, dtype, device)):
+                total = f32_sum(each, messages, n, dtype, x)
+                payload = blank(each, n, dtype, device)
+                each.recode(messages, payload, n, dtype=dtype, x=x, seed=4, offset=2 * each.block)
+                expected = encoded(each, zeros, seed=4, offset=2 * each.block, residual=total.clone())
+                assert same_message(each, payload, expected, n, dtype)
+                if dtype is torch.float32:
+                    again = encoded(each, total, seed=4, offset=2 * each.block)
+                    assert same_message(each, payload, again, n, dtype)
 
 
 @check

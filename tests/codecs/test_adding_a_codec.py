@@ -17,7 +17,8 @@ from fusionlayer.plan import TensorInfo
 from fusionlayer.scheduler import Engine, planners
 from fusionlayer.transport import Transport
 from fusionlayer.wire import Plane
-from tests.collectives.conformance import WORLDS, conform, pairs
+from tests.collectives.conformance import conform, pairs
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -57,14 +58,14 @@ def test_its_name_and_options_are_known(toy: Codec) -> None:
         codecs.get("tooy")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@looped("dtype", DTYPES)
+@looped("check", CHECKS.values())
 def test_it_is_held_to_the_same_demands(toy: Codec, check: Check, dtype: torch.dtype, device: torch.device) -> None:
     for codec in variants("toy"):
         check(codec, dtype, device)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@looped("world", (1, 3, 4))
 def test_every_collective_carries_it(toy: Codec, world: int, device: torch.device) -> None:
     usable = pairs([toy])
     assert {"one_shot", "two_shot"} <= {name for name, _ in usable} < set(collectives.names())

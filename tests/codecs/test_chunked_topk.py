@@ -109,7 +109,7 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(
+@looped(
     "density, bits, chunk",
     tiered(GRID, lambda density, bits, chunk: (density, chunk) == (1 / 64, 4096) or (bits, chunk) == (3, 512)),
 )

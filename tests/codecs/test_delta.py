@@ -187,7 +187,7 @@ def entropy(x: Tensor, base: Tensor) -> float:
     return float(-(counts * np.log2(counts)).sum())
 
 
-@pytest.mark.parametrize(("share", "reach"), [(0.004, 1), (0.025, 1.1), (0.15, 1.3), (0.31, 1.7), (0.56, 3), (0.9, 9)])
+@looped("share, reach", [(0.004, 1), (0.025, 1.1), (0.15, 1.3), (0.31, 1.7), (0.56, 3), (0.9, 9)])
 def test_messages_are_nearly_as_short_as_the_entropy(share: float, reach: float) -> None:
     """Of differences as training makes them, in bf16."""
     base = gradient(1 << 20, 5, torch.bfloat16)

@@ -43,7 +43,7 @@ def in_two_steps(source: Codec, target: Codec, messages: Tensor, n: int, residua
     return encoded(target, total, seed=3, offset=target.block, residual=residual)
 
 
-@pytest.mark.parametrize(
+@looped(
     "source, target",
     tiered(product(SOURCES, TARGETS), lambda source, target: (source.bits < 4) == (target.bits < 4)),
     ids=str,

@@ -12,7 +12,6 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.seeds import derive_seed
 from tests.loops import looped
 from tests.synthetic import awkward, gradient
-from tests.tiers import tiered
 
 from . import int_reference as reference
 from .conformance import DTYPES, decoded, encoded, planes, same_bits
@@ -29,11 +28,8 @@ VARIANTS += [FullRangeInt(bits, group, header=False) for bits, group in product(
 LONG_AGO = (1 << 32) - 8192  # elements from here on have numbers above and below 2^32
 
 
-@pytest.mark.parametrize(
-    "codec, dtype",
-    tiered(product(VARIANTS, DTYPES), lambda codec, dtype: codec.bits >= 4 or dtype is torch.float32),
-    ids=str,
-)
+@looped("dtype", DTYPES)
+@looped("codec", VARIANTS)
 def test_bytes_are_those_of_the_reference(codec: Int, dtype: torch.dtype) -> None:
     group = codec.group_size
     for n, seed, offset in ((1, 0, 0), (31, 1, group), (group + 7, 2**64 - 1, 0), (8 * group + 33, 5, LONG_AGO)):

@@ -70,7 +70,7 @@ def test_these_are_all() -> None:
 # ---- the message ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "name, density, form, values",
     tiered(
         [

@@ -43,22 +43,29 @@ def rest(codec: Codec) -> list[tuple[Worlds, Types]]:
     return [((4, 8), DTYPES[:1]), ((3,), DTYPES[1:])]
 
 
-@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
-def test_every_collective_with_every_codec(name: str, codec: Codec, device: torch.device) -> None:
-    conforms(name, codec, fast(codec), device)
+@pytest.mark.parametrize("name", collectives.names())
+def test_every_collective_with_every_codec(name: str, device: torch.device) -> None:
+    for codec in codecs_of(name):
+        conforms(name, codec, fast(codec), device)
 
 
 @exhaustive(guarded_by="tests/collectives/test_conformance.py::test_every_collective_with_every_codec")
-@pytest.mark.parametrize("name, codec", pairs(DEFAULTS), ids=str)
-def test_in_other_worlds_and_types(name: str, codec: Codec, device: torch.device) -> None:
-    conforms(name, codec, rest(codec), device)
+@pytest.mark.parametrize("name", collectives.names())
+def test_in_other_worlds_and_types(name: str, device: torch.device) -> None:
+    for codec in codecs_of(name):
+        conforms(name, codec, rest(codec), device)
+
+
+def codecs_of(name: str) -> list[Codec]:
+    return [codec for each, codec in pairs(DEFAULTS) if each == name]
 
 
 def conforms(name: str, codec: Codec, cases: list[tuple[Worlds, Types]], device: torch.device) -> None:
     for world, dtypes in ((world, dtypes) for worlds, dtypes in cases for world in worlds):
-        print(f"{world} ranks, {dtypes}")
+        print(f"{codec}: {world} ranks, {dtypes}")
         # Where collectives cut tensors depends on the codec by its block alone: one of each kind has all lengths.
-        lengths = LENGTHS if is_kind(codec) else FEW_LENGTHS if world == 3 else FEW_LENGTHS[2:]
+        every = is_kind(codec) and world in (2, 3) and dtypes == DTYPES[:1]
+        lengths = LENGTHS if every else FEW_LENGTHS[2:] if world in (1, 2, 8) else FEW_LENGTHS
         over_threads(world, partial(conform, name=name, codec=codec, device=device, lengths=lengths, dtypes=dtypes))
 
 

@@ -14,6 +14,7 @@ from fusionlayer.codecs import Codec, TwoLevelCodec
 from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -80,8 +81,8 @@ def squared(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-@pytest.mark.parametrize("alike", [True, False], ids=["equal inputs", "different inputs"])
-@pytest.mark.parametrize("codec", NOISY, ids=str)
+@looped("alike", [True, False], ids=["equal inputs", "different inputs"])
+@looped("codec", NOISY, ids=str)
 def test_ranks_and_roundings_draw_noise_of_their_own(codec: Codec, alike: bool) -> None:
     """Errors are as large as with independent noise; noise that two of them share makes them larger.
 
@@ -95,7 +96,7 @@ def test_ranks_and_roundings_draw_noise_of_their_own(codec: Codec, alike: bool) 
         assert squared(summed(name, codec, inputs) - exact) < 1.12 * expected, name
 
 
-@pytest.mark.parametrize("codec", NOISY, ids=str)
+@looped("codec", NOISY, ids=str)
 def test_chunks_draw_noise_of_their_own(codec: Codec) -> None:
     """Errors of chunks with the same values have nothing to do with each other."""
     x = gradient(NUMEL // WORLD, 71).repeat(WORLD)

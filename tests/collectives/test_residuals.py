@@ -13,6 +13,7 @@ from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
+from tests.loops import looped
 from tests.ranks import over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks
@@ -49,7 +50,7 @@ def check(transport: Transport, name: str, codec: Codec) -> None:
     assert not whole.any() or float(lost[whole].abs().max()) < 1e-5  # some scales are of a whole tensor
 
 
-@pytest.mark.parametrize("name", collectives.names())
+@looped("name", collectives.names())
 def test_residuals_of_broken_groups_stay_what_they_were(name: str) -> None:
     checked = []
 

@@ -17,6 +17,7 @@ from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
+from tests.loops import looped
 from tests.ranks import over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks, takes
@@ -43,8 +44,8 @@ def test_parts_cover_everything_in_order_and_are_as_long_as_shares_say() -> None
             assert share or part.start == part.stop
 
 
-@pytest.mark.parametrize("codec", [form for codec in BLOCKWISE for form in (codec.bare, codec.checked)], ids=str)
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@looped("codec", [form for codec in BLOCKWISE for form in (codec.bare, codec.checked)], ids=str)
+@looped("shares", SHARES, ids=str)
 def test_shares_do_not_change_a_sum(shares: Sequence[int], codec: Codec) -> None:
     def body(transport: Transport) -> None:
         for numel, dtype in product((0, 1, 129, 5000), (torch.float32, torch.bfloat16)):
@@ -57,7 +58,7 @@ def test_shares_do_not_change_a_sum(shares: Sequence[int], codec: Codec) -> None
     over_threads(len(shares), body)
 
 
-@pytest.mark.parametrize("codec", [codec.bare for codec in defaults() if takes("two_shot", codec)], ids=str)
+@looped("codec", [codec.bare for codec in defaults() if takes("two_shot", codec)], ids=str)
 def test_every_codec_sums_by_shares(codec: Codec) -> None:
     """All ranks have the same bits, results and residuals are what was given, and the noise is no larger."""
 

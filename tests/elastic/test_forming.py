@@ -16,6 +16,7 @@ from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former
 from fusionlayer.elastic.generation import Address, Generation, Member, Report, encode_member
 from fusionlayer.errors import TransportError
 from fusionlayer.processes import Identity
+from tests.loops import looped
 from tests.transport.relays import Relay
 
 pytestmark = pytest.mark.short
@@ -198,7 +199,7 @@ def test_nobody_goes_on_without_a_member_that_has_the_state() -> None:
         desks[1].former.form(Report(first, -1, True))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"generation": 3}', "\\x00", '{"number": 0, "members": 7}'])
+@looped("text", ["", "{}", "[1]", '{"generation": 3}', "\\x00", '{"number": 0, "members": 7}'])
 def test_what_makes_no_sense_is_told(text: str) -> None:
     with pytest.raises(TransportError, match="makes no sense"):
         Generation.decode(text)

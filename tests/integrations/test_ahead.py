@@ -102,7 +102,7 @@ SPARSIFIERS = [name for name in codecs.names() if codecs.get(name).ahead]
 
 
 @looped("name", SPARSIFIERS)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@looped("way", WAYS, ids=str)
 def test_every_sparsifier_resumes_bit_by_bit(name: str, way: dict[str, Any]) -> None:
     def rank_main(rank: int) -> None:
         model, optimizer = make_pair(codec=name, density=0.1, **way)

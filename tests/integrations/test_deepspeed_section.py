@@ -17,6 +17,7 @@ from fusionlayer.integrations.deepspeed.one_bit import options_of
 from fusionlayer.integrations.deepspeed.section import ROUTERS, DeepSpeedSection, RoleCodec
 from fusionlayer.integrations.deepspeed.spans import GradientSpan, Spans
 from fusionlayer.integrations.weights import PRESETS, Weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -91,8 +92,8 @@ def test_the_optimizer_that_deepspeed_dropped() -> None:
     assert options_of({"optimizer": {"type": "Adam"}}) is None and options_of({}) is None
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "more", "message"),
+@looped(
+    "optimizer, more, message",
     [
         (
             {"type": "ZeroOneAdam"},
@@ -139,8 +140,8 @@ def test_the_sections_of_the_page_are_sections() -> None:
     assert set(rows) == {*(f.name for f in fields(DeepSpeedSection)), "zero_plus_plus", "one_bit"}
 
 
-@pytest.mark.parametrize(
-    ("given", "stage", "zero", "message"),
+@looped(
+    "given, stage, zero, message",
     [
         ("int8", 2, {}, "'int8'; expected keys and values"),
         ({"gradient": "int8"}, 2, {}, "unknown key 'gradient'; did you mean 'gradients'?"),

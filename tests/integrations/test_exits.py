@@ -21,9 +21,7 @@ STATUS = {"exit": 7, "error": 1, "interrupt": -signal.SIGINT, "terminate": -sign
 FAST = (
     "exit in a hook",
     "interrupt while waiting",
-    "interrupt of both",
     "terminate both",
-    "exit amid local steps of both",
 )
 OTHERS = tuple(case for case in CASES if case not in FAST)
 

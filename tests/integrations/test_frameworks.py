@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
 from tests.harness import run_ranks
-from tests.tiers import needs
+from tests.tiers import exhaustive, needs
 
 pytestmark = [pytest.mark.medium, needs("accelerate", "transformers")]
 
@@ -129,6 +129,9 @@ def parameters(model: nn.Module) -> list[bytes]:
     return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
 
 
+@exhaustive(
+    guarded_by="tests/backend/test_workloads.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
+)
 def test_the_programs_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(RULES)
     first, second = run_ranks(frameworks, 2, tmp_path, backend=None)

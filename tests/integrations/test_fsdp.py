@@ -163,13 +163,11 @@ def hold_lossless(rank: int, world: int, policy: str, steps: int) -> None:
         gathered = steps * elements(model) * (4 if policy == "f32" else 2) * (1 + reshard) / world * (world - 1)
         low, high = (0.8, 0.95) if policy == "f32" else (0.6, 0.85)
         assert low * gathered < compression.bytes_sent < high * gathered, "every module's, and zipped"
-        if steps == 50:
-            assert torch.stack(native[:5]).mean() > 2 * torch.stack(native[steps - 5 : steps]).mean()
 
 
 @pytest.mark.parametrize(
     "world, policy, steps",
-    tiered([(2, "f32", 8), (2, "bf16", 50), (4, "f32", 50)], lambda world, policy, steps: steps == 8),
+    tiered([(2, "f32", 4), (4, "bf16", 20)], lambda world, policy, steps: steps == 4),
 )
 def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
     run_ranks(hold_lossless, world, policy, steps)
@@ -204,7 +202,7 @@ def hold_changes(rank: int, world: int, policy: str, steps: int) -> None:
 
 @pytest.mark.parametrize(
     "world, policy, steps",
-    tiered([(2, "bf16", 6), (2, "f32", 60), (2, "bf16", 200), (4, "bf16", 200)], lambda *case: case[2] == 6),
+    tiered([(2, "bf16", 6), (2, "f32", 20), (4, "bf16", 40)], lambda *case: case[2] == 6),
 )
 def test_changes_of_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
     run_ranks(hold_changes, world, policy, steps)
@@ -244,7 +242,7 @@ def hold_lossless_gradients(rank: int, world: int, policy: str) -> None:
 @pytest.mark.parametrize(
     "world, policy",
     # Both types at once: weights travel in bf16, and gradients that fit in it are summed in f32.
-    tiered([(2, "f32"), (2, "bf16"), (2, "all bf16"), (3, "bf16")], lambda *case: case == (2, "bf16")),
+    tiered([(2, "bf16"), (2, "all bf16"), (3, "f32")], lambda *case: case == (2, "bf16")),
 )
 def test_zipped_gradients_train_as_torch_s_own(world: int, policy: str) -> None:
     run_ranks(hold_lossless_gradients, world, policy)
@@ -453,9 +451,8 @@ def run_with_lossy_weights(mesh: DeviceMesh) -> list[Tensor]:
     return run(model, 50)
 
 
-@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 3))
-def test_weights_are_the_same_bits_on_all_ranks(world: int) -> None:
-    run_ranks(hold_lossy_weights, world)
+def test_weights_are_the_same_bits_on_all_ranks() -> None:
+    run_ranks(hold_lossy_weights, 3)
 
 
 def hold_replicas_of_lossy_weights(rank: int, world: int) -> None:

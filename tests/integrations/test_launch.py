@@ -33,7 +33,7 @@ from tests.harness import run_ranks
 from tests.loops import looped
 from tests.mpi import mpirun, needs_mpirun
 from tests.ports import free_port
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,8 +88,8 @@ def test_inner_launcher_wins() -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("environ", "text"),
+@looped(
+    "environ, text",
     [
         (environment("torchrun", 0, "two"), "torchrun variables .*'WORLD_SIZE': 'two'.*expected whole numbers"),
         (environment("mpirun", "", 2), "expected whole numbers"),
@@ -404,6 +404,7 @@ def test_torchrun_with_configuration_and_timeline(tmp_path: Path, started: str) 
         assert {event["pid"] for event in events} == {rank}
 
 
+@exhaustive(guarded_by="tests/integrations/test_launch.py::test_tasks_that_srun_starts_train_together")
 @pytest.mark.medium
 @needs_mpirun
 def test_mpirun_of_a_shell_that_starts_python(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ WORLDS = [(codec, world) for codec in variants.defaults() for world in (2, 3, 4)
 WORLDS += [(codec, 64) for codec in map(fl.codecs.get, ("raw", "int4", "topk"))]
 
 
-@pytest.mark.parametrize(
+@looped(
     "codec, world",
     tiered(WORLDS, lambda codec, world: variants.is_kind(codec) and world == 3),
     ids=str,
@@ -691,8 +691,8 @@ def test_reconnect_begins_a_round_at_the_parameters_of_then() -> None:
     local.run(rank_main, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
+@looped(
+    "options, told",
     [
         ({"sync": 4}, r"sync: got an int; expected fusionlayer.Local\(...\)"),
         ({"op": fl.Sum}, "op=SUM with sync"),
@@ -734,8 +734,8 @@ def test_a_preset_brings_its_codec_unless_another_is_given() -> None:
     local.run(lambda rank: rank_main(rank, {"codec": "topk", "density": 0.1}, codec="topk", density=0.1), 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
+@looped(
+    "options, told",
     [
         ({"every": 0}, "every=0; expected a number of local steps between two syncs, at least 1"),
         ({"every": 2.0}, "every=2.0"),

@@ -337,8 +337,8 @@ class Clipped(SGD):
             parameter.grad.clamp_(-1, 1)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "told"),
+@looped(
+    "make, options, told",
     [
         (
             one_bit_adam,

@@ -154,8 +154,8 @@ def test_rules_hold_from_the_first_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("options", "message"),
+@looped(
+    "options, message",
     [
         ({"codec": "auto", "density": 0.1}, "codec 'auto' takes no options, got {'density': 0.1}"),
         ({"codec": "auto", "fidelity": "none"}, "known: lossless, near_lossless, aggressive"),

@@ -139,8 +139,8 @@ def test_parameters_without_names_are_known_by_their_place() -> None:
         assert names == {f"allreduce.noname.{i}.{j}" for i in (0, 1) for j in (0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
+@looped(
+    "options, text",
     [
         ({"op": "mean"}, "fusionlayer.Average or fusionlayer.Sum"),
         ({"op": fl.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),

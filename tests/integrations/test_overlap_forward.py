@@ -21,6 +21,7 @@ from fusionlayer.integrations.overlap import SEPARABLE
 from fusionlayer.scheduler.order import MEASURED, WARM_UP
 from fusionlayer.transport import local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -55,7 +56,7 @@ def both(body: Callable[[int, bool], Tensor], world: int = WORLD) -> None:
         assert torch.equal(result, plain[0])
 
 
-@pytest.mark.parametrize("kind", SEPARABLE, ids=lambda kind: str(kind.__name__))
+@looped("kind", SEPARABLE, ids=lambda kind: str(kind.__name__))
 def test_every_optimizer_gives_the_same_bits(kind: type[Optimizer]) -> None:
     def body(rank: int, overlap: bool) -> Tensor:
         model = make_model()

@@ -10,6 +10,7 @@ import fusionlayer as fl
 from fusionlayer.integrations.replica import Replica
 from fusionlayer.integrations.weights import Weights
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -25,8 +26,8 @@ def weights_at(step: int, rank: int) -> Tensor:
     return gradient(NUMEL, rank) + 1e-3 * walk
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("world", "per_node"), [(4, 2), (8, 4), (4, 4), (3, 3)])
+@looped("dtype", [torch.float32, torch.bfloat16])
+@looped("world, per_node", [(4, 2), (8, 4), (4, 4), (3, 3)])
 def test_copies_are_equal_and_stay_near(world: int, per_node: int, dtype: torch.dtype) -> None:
     def body(transport: Transport) -> tuple[Tensor, list[float]]:
         replica = Replica(CODEC)

@@ -71,8 +71,8 @@ def test_padding_stays_zero() -> None:
     over_threads(3, body)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize(
+@looped("world", [1, 2, 3, 5])
+@looped(
     "make",
     [
         lambda params, make=torch.optim.AdamW: (params, make, {"lr": 1e-2}),

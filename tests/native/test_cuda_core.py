@@ -72,7 +72,7 @@ def varied(cases: Iterable[Case]) -> Iterator[Case]:
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a warp has part of a group, one, or several tiles of one
 
 
-@pytest.mark.parametrize(
+@looped(
     "group, bits, flags",
     tiered(
         [
@@ -326,7 +326,7 @@ TAH = tuple(
 )
 
 
-@pytest.mark.parametrize("start", tiered(TAH, lambda case: case.param[1] != 1024), ids=lambda case: str(case.param))
+@looped("start", tiered(TAH, lambda case: case.param[1] != 1024), ids=lambda case: str(case.param))
 def test_tahquant_writes_the_bytes_of_the_cpu_core(check: Check, start: Case) -> None:
     channels = start.param[1]
     for case in varied(replace(start, numel=numel) for numel in (1, channels - 1, 3 * channels, 40 * channels + 7)):

@@ -14,6 +14,7 @@ from fusionlayer import native
 from fusionlayer.codecs.delta import Delta
 from tests.codecs.conformance import as_bits
 from tests.codecs.test_delta import moved
+from tests.loops import looped
 from tests.native.abi import GUARD, Area
 from tests.synthetic import bit_patterns, gradient
 from tests.tiers import tiered
@@ -109,7 +110,7 @@ def test_messages_and_elements_are_those_of_the_cpu_core(kernels: ctypes.CDLL, d
     same(kernels, base[: 3 * 77], None, count=3)
 
 
-@pytest.mark.parametrize(
+@looped(
     "dtype, share, reach",
     tiered(
         ((dtype, *change) for dtype in DTYPES for change in CHANGES),

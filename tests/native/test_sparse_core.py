@@ -244,7 +244,7 @@ def test_a_full_block_of_bytes_keeps_its_last_element(library: ctypes.CDLL) -> N
 
 
 @every_form
-@pytest.mark.parametrize("threshold", [0, INF - 1, INF, 0x7FFFFFFF])
+@looped("threshold", [0, INF - 1, INF, 0x7FFFFFFF])
 def test_what_is_not_finite_goes_first_and_never_stays(library: ctypes.CDLL, form: int, threshold: int) -> None:
     acc = gaussian(3000, 2)
     acc.view(np.uint32)[[3, 255, 256, 700, 2999]] = (0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001)
@@ -316,7 +316,7 @@ def decode(
 
 
 @every_form
-@pytest.mark.parametrize("dtype", tiered(DTYPES.values(), lambda dtype: dtype == F32), ids=DTYPES)
+@looped("dtype", tiered(DTYPES.values(), lambda dtype: dtype == F32), ids=DTYPES)
 def test_sums_are_in_order_and_rounded_once(library: ctypes.CDLL, form: int, dtype: int) -> None:
     rng = np.random.default_rng(form)
     for numel, density, kind in itertools.product((1, 256, 300, 65_537, 140_000), (1e-9, 0.02, 0.9), (F32, BF16)):
@@ -505,9 +505,7 @@ def chooser(name: str, numel: int, k: int, reuse: int = 1) -> native.Chooser:
     return native.Chooser(**{**given, "most_stages": 1, **sample, **more})
 
 
-@pytest.mark.parametrize(
-    "name", tiered(CHOOSERS, lambda name: name in ("sampled", "normal, as published", "bisected", "pareto"))
-)
+@looped("name", tiered(CHOOSERS, lambda name: name in ("sampled", "normal, as published", "bisected", "pareto")))
 def test_a_threshold_is_chosen(library: ctypes.CDLL, name: str) -> None:
     """Call after call: choices, ages and stages are those of the formulas, whatever the values are."""
     for numel, k, reuse in ((1, 1, 1), (600, 7, 1), (600, 7, 3), (9000, 2900, 3)):

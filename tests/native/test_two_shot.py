@@ -70,7 +70,7 @@ def inputs(world: int, numel: int, dtype: torch.dtype, residual: bool, start: in
     ]
 
 
-@pytest.mark.parametrize(
+@looped(
     "world, name, residual",
     tiered(
         [(world, name, residual) for world in (2, 3, 4) for name in CODECS for residual in (False, True)],

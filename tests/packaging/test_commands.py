@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.stages import SELECTIONS, STAGES
+from tests.loops import looped
 
 from .project_tree import ROOT
 
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.short
 PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-restart 0"
 
 
-@pytest.mark.parametrize(
-    ("target", "command"),
+@looped(
+    "target, command",
     [
         ("demo", "python examples/demo.py --steps 3"),
         ("test", f'{PYTEST} -n 3 -m "not gpu and not exhaustive" --steps 3'),

@@ -290,8 +290,8 @@ def test_typical() -> None:
     assert typical([2.0]) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
+@looped(
+    "options, words",
     [
         ({"steps": 0}, "autotune: steps=0; expected a whole number"),
         ({"steps": True}, "steps=True"),

@@ -11,6 +11,7 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.plan import TensorInfo
 from fusionlayer.planning import online
 from fusionlayer.planning.codec_rules import FIDELITIES, CodecRule, CodecRules
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -102,8 +103,8 @@ def test_a_file(tmp_path: Path) -> None:
     assert CodecRules.from_yaml(path) == CodecRules(rules, "aggressive")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@looped(
+    "content, message",
     [
         ("[]", "[]; expected keys and values"),
         ("rules: 7", "rules=7; expected a list"),

@@ -77,8 +77,8 @@ def test_a_fit_leaves_out_bursts() -> None:
     assert burst.fit(0.0).beta == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize(
-    ("points", "message"),
+@looped(
+    "points, message",
     [
         ([(1.0, 1.0)], "expected at least 2"),
         ([(2.0, 1.0), (1.0, 1.0)], "expected sizes above 0, growing"),
@@ -133,8 +133,8 @@ def test_gloo_asks_first_and_connections_of_our_own_do_not() -> None:
     assert near.at_distance(0.0, asks=True) == near
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
+@looped(
+    "wrong, message",
     [
         ({"rtt": -1.0}, "expected seconds and a chance below 1"),
         ({"loss": 1.0}, "expected seconds and a chance below 1"),

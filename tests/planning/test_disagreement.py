@@ -14,6 +14,7 @@ from fusionlayer.planning.autotune.search import WARM_UP
 from fusionlayer.planning.online import OnlinePlanner, ReplanSchedule
 from fusionlayer.scheduler import Engine, StepSeconds, planners
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.scheduler.engines import MODEL, gradients, make_engine, run_step
 
@@ -27,7 +28,7 @@ SCHEDULE = ReplanSchedule(warm_up=1, measured=2, between_looks=4, looks=2, toler
 MEASURED_AFTER = 3  # steps
 
 
-@pytest.mark.parametrize(
+@looped(
     "others, odd, drifts",
     [
         ((1.0, 1.0), (1.0, 3.0), True),  # the odd one alone tells: the mean is 1.67
@@ -36,7 +37,7 @@ MEASURED_AFTER = 3  # steps
         ((1.0, 1.5), (2.0, 1.0), False),  # all are off: the mean is not
     ],
 )
-@pytest.mark.parametrize("what", ["backward", "communication", "waiting"])
+@looped("what", ["backward", "communication", "waiting"])
 def test_drift_is_what_all_ranks_take_together(
     what: str, others: tuple[float, float], odd: tuple[float, float], drifts: bool
 ) -> None:

@@ -19,6 +19,7 @@ from fusionlayer.planning.local_choice import LocalChoice, choose_local
 from fusionlayer.planning.losses import LossCost, LossCosts
 from fusionlayer.planning.profile import Profile
 from fusionlayer.scheduler import planners
+from tests.loops import looped
 
 from .profiles import write_example
 
@@ -45,8 +46,8 @@ EACH_STEP = LossCost("int4", 0.1, "a test")
 STREAMING = LossCost("int4", 1.0, "a test", 1, "streaming()", 30, 3, 5)
 
 
-@pytest.mark.parametrize(
-    ("costs", "options", "codec", "sync", "said"),
+@looped(
+    "costs, options, codec, sync, said",
     [
         ([], {}, "int4", "overlapped(every=2)", "What it costs in loss was not measured"),
         ([EACH_STEP], {}, "int4", "overlapped(every=2)", "each step [0-9.]+ ms"),

@@ -24,6 +24,7 @@ from fusionlayer.planning.projection import Method, project
 from fusionlayer.planning.selection import choose_codecs
 from fusionlayer.scheduler import planners
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.scheduler.engines import MODEL, exact_sum, gradients, make_engine, run_step
 
@@ -39,8 +40,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return Profile.from_yaml(write_example(tmp_path_factory.mktemp("profile")))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("workers", [1, 2, 8])
+@looped("algorithm", ALGORITHMS)
+@looped("workers", [1, 2, 8])
 def test_costs_of_a_bucket_are_those_of_the_simulation(profile: Profile, algorithm: str, workers: int) -> None:
     cluster = SCENARIO.cluster(profile, workers)
     codec = profile.codec("int4")

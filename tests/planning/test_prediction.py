@@ -21,6 +21,7 @@ from fusionlayer.planning.profile import Gradient, Model, Profile
 from fusionlayer.planning.projection import Method, project
 from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.planners._costs import Pipeline
+from tests.loops import looped
 
 from .profiles import write_example
 
@@ -61,7 +62,7 @@ def runs(model: Model, data: st.DataObject) -> list[int]:
     return sorted(data.draw(st.sets(st.integers(1, whole))) | {whole})
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@looped("algorithm", ALGORITHMS)
 @given(models(), st.data())
 def test_planners_search_with_the_model_that_predicts(algorithm: str, model: Model, data: st.DataObject) -> None:
     """With one lane and a core for each thread the simulation is the recurrence of ``Pipeline``."""
@@ -88,9 +89,9 @@ def test_update_and_forward_come_after_the_last_result(model: Model, data: st.Da
     assert whole.seconds == pytest.approx(max(part.seconds, model.backward) + model.optimizer + model.forward)
 
 
-@pytest.mark.parametrize("planner", planners.names())
-@pytest.mark.parametrize("codec", ["raw", "int4"])
-@pytest.mark.parametrize("rate", ["100mbit", "1gbit"])
+@looped("planner", planners.names())
+@looped("codec", ["raw", "int4"])
+@looped("rate", ["100mbit", "1gbit"])
 def test_a_plan_and_its_projection_agree(profile: Profile, planner: str, codec: str, rate: str) -> None:
     """``explain`` and ``simulate`` give one answer where they are asked one question."""
     scenario = Scenario(rate, cores=math.inf)

@@ -8,6 +8,7 @@ import pytest
 from fusionlayer.errors import ConfigError
 from fusionlayer.planning.cost_model import AlphaBeta, Curve
 from fusionlayer.planning.profile import Profile, Validation
+from tests.loops import looped
 
 from .profiles import EXAMPLE, write_example
 
@@ -45,8 +46,8 @@ def test_numbers_are_numbers_however_small(profile: Profile, tmp_path: Path) -> 
         assert isinstance(copy, AlphaBeta) and copy.beta == pytest.approx(beta, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
+@looped(
+    "old, new, message",
     [
         ("version: 1", "version: 2", r"version 2, expected 1; make it anew"),
         ("version: 1", "", r"profile .*: lacks 'version'; it needs: version, title, machine"),

@@ -13,6 +13,7 @@ from torch import nn
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError, FusionLayerError, TransportError, UsageError
 from fusionlayer.publishing.folder import File, files_of, newest_of, way
+from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.synthetic import mixed
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.short
 LONG = 180.0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_the_way_is_the_shortest_of_all(seed: int) -> None:
     numbers = iter(int(n) for n in mixed(np.arange(300, dtype=np.uint64) + np.uint64(seed * 300)))
     files = [

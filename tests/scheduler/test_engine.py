@@ -43,7 +43,7 @@ def plan_of(*runs: str, codec: str = "int", algorithm: str = "two_shot", world: 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "codec, planner",
     tiered(
         product(defaults(), [name for name in planners.names() if not planners.get(name).needs_costs]),

@@ -16,6 +16,7 @@ from fusionlayer.errors import ConfigError, FusionLayerError, PlanMismatch, Tran
 from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import Scaling, planners
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
@@ -156,12 +157,12 @@ def disagree(common: dict[str, Any], difference: dict[str, Any], told: str = "")
     over_threads(WORLD, body)
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
+@looped("name", DIFFERENCES)
 def test_different_engines_never_start(name: str) -> None:
     disagree({}, DIFFERENCES[name], TOLD.get(name, ""))
 
 
-@pytest.mark.parametrize("difference", PLAN_DIFFERENCES.values(), ids=PLAN_DIFFERENCES)
+@looped("difference", PLAN_DIFFERENCES.values(), ids=PLAN_DIFFERENCES)
 def test_different_plans_never_start(difference: dict[str, Any]) -> None:
     disagree({"plan": PLAN}, difference)
 
@@ -169,8 +170,8 @@ def test_different_plans_never_start(difference: dict[str, Any]) -> None:
 # ---- failures of one rank -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError, WireError, TransportError])
-@pytest.mark.parametrize("failing_step", [0, 1])
+@looped("error", [ValueError, WireError, TransportError])
+@looped("failing_step", [0, 1])
 def test_an_error_in_one_collective_ends_the_step_everywhere(error: type[Exception], failing_step: int) -> None:
     calls = [0] * WORLD
     buckets = 3

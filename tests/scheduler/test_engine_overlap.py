@@ -14,6 +14,7 @@ from fusionlayer.errors import FusionLayerError, PlanMismatch, UsageError
 from fusionlayer.scheduler import Engine, planners
 from fusionlayer.scheduler.order import MEASURED, WARM_UP
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 from .engines import collective_named, exact_sum, gradients, make_engine, run_step
@@ -35,9 +36,9 @@ def take_all(engine: Engine, values: dict[str, Tensor], shift: int = 0) -> dict[
     return {name: results[name] for name in names}
 
 
-@pytest.mark.parametrize("codec", ["raw", "int4"])
-@pytest.mark.parametrize("overlap_forward", [False, True])
-@pytest.mark.parametrize("lanes", [1, 2, 3, 5])
+@looped("codec", ["raw", "int4"])
+@looped("overlap_forward", [False, True])
+@looped("lanes", [1, 2, 3, 5])
 def test_lanes_and_order_change_no_bit(lanes: int, overlap_forward: bool, codec: str) -> None:
     steps = WARM_UP + MEASURED + 3
 

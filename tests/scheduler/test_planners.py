@@ -36,7 +36,7 @@ def models(draw: st.DrawFn) -> list[TensorInfo]:
 COST = AlphaBeta(1e-4, 1e-7)
 
 
-@pytest.mark.parametrize("name", planners.names())
+@looped("name", planners.names())
 @given(models(), st.booleans())
 def test_what_every_planner_keeps(name: str, model: list[TensorInfo], ahead: bool) -> None:
     costs = StepCosts({t.name: 1e-6 * t.numel for t in model}, COST, COST, COST, COST(1), ahead)

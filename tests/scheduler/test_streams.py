@@ -22,6 +22,7 @@ from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import Buffer, FlatBuffer
 from fusionlayer.transport import Transport, _staging
 from fusionlayer.transport._staging import bring, bring_back, space
+from tests.loops import looped
 from tests.streams import DEVICE, Gpu, OnGpu, Stream, planted
 from tests.synthetic import gradient
 
@@ -161,9 +162,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("at_once", [True, False], ids=["NCCL", "gloo"])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["in place", "overlapped"])
+@looped("way", WAYS)
+@looped("at_once", [True, False], ids=["NCCL", "gloo"])
+@looped("overlapped", [False, True], ids=["in place", "overlapped"])
 def test_every_read_is_ordered_after_its_write(gpu: Gpu, at_once: bool, overlapped: bool, way: str) -> None:
     assert races(gpu, at_once, overlapped, lanes=2, **WAYS[way]) == []  # over NCCL it is one
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusionlayer import codecs
 from fusionlayer.scheduler import Engine, Memory
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.tiers import tiered
 
@@ -30,7 +31,7 @@ def flattened(state: Any, path: str = "") -> dict[str, Any]:
     return {path: state.detach().numpy().tobytes() if isinstance(state, Tensor) else state}
 
 
-@pytest.mark.parametrize(
+@looped(
     "codec, options, bits",
     tiered(
         [

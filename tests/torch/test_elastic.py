@@ -128,7 +128,7 @@ def job(folder: Path) -> Iterator[Job]:
         made.kill_all()
 
 
-@exhaustive(guarded_by="tests/torch/test_elastic.py::test_worker_of_one_agent_killed")
+@exhaustive(guarded_by="tests/torch/test_elastic.py::test_failure_between_commits_changes_no_bit")
 @pytest.mark.medium
 @pytest.mark.timeout(400)
 def test_worker_killed_then_host_lost_then_another_added(tmp_path: Path) -> None:
@@ -204,6 +204,7 @@ def generations(lines: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]
     return [found[step] for step in sorted(found)]
 
 
+@exhaustive(guarded_by="tests/torch/test_elastic.py::test_failure_between_commits_changes_no_bit")
 @pytest.mark.medium
 def test_worker_of_one_agent_killed(tmp_path: Path) -> None:
     """The agent's store has what the processes before have left there; every rank finds its own part again."""
