@@ -17,7 +17,7 @@ from .distributed import Distributed
 from .local import state_name
 from .local_steps import Flight, LocalSteps, compare
 from .own_state import check_place
-from .parameters import local_part
+from .parameters import all_finite, local_part
 from .reduction import StepState
 from .sends import FollowsSyncs, sent_by
 
@@ -204,7 +204,7 @@ class LocallyStepping(Distributed):
         if scaled:
             self._fl_synchronize()
         gradients = [parameter.grad for parameter in self._fl_names if parameter.grad is not None] if scaled else []
-        if all(local_part(gradient).isfinite().all() for gradient in gradients):
+        if all_finite(gradients):
             result = super().step(closure, **kwargs)
         self._fl_state = StepState.IDLE
         self._fl_enter(engine, engine.step)

@@ -15,6 +15,7 @@ from ..functional import Group
 from ..plan import TensorInfo, plain_name
 
 __all__ = [
+    "all_finite",
     "describe",
     "given_names",
     "is_distributed",
@@ -117,6 +118,22 @@ def local_part(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or ``x`` itself if it is a plain tensor; both share memory with ``x``."""
     part: Tensor = x.to_local() if is_distributed(x) else x  # type: ignore[attr-defined]
     return part
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Return whether all gradients are finite; of DTensors also the parts of other ranks, all of which call this."""
+    finite = True
+    meshes: dict[Any, None] = {}
+    for gradient in gradients:
+        finite = finite and bool(local_part(gradient).isfinite().all())
+        if is_distributed(gradient):
+            meshes[gradient.device_mesh] = None  # type: ignore[attr-defined]
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            flag = torch.tensor(int(finite), dtype=torch.int32, device=mesh.device_type)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+            finite = bool(flag.item())
+    return finite
 
 
 def refuse_sharded(name: str, parameter: Tensor, group: Group) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,6 +26,7 @@ import fusionlayer as fl
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError, PlanMismatch
 from fusionlayer.integrations.fsdp_collectives import AllGather, ReduceScatter, ReplicaGather, _scale
+from fusionlayer.integrations.parameters import all_finite, local_part
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.training import fill, weights
 from tests.synthetic import gradient
@@ -570,3 +572,29 @@ def test_a_lost_peer_is_named(when: str) -> None:
         assert outcomes[rank].error[0] == "TransportError", outcomes[rank]
         assert "rank 1 is gone" in outcomes[rank].error[1]
         assert outcomes[rank].attributes["ranks"] == (1,)
+
+
+def overflow_in_one_shard(rank: int, world: int) -> None:
+    """One element of rank 1's shard is infinite: all ranks skip, with one scale."""
+    model = sharded(init_device_mesh("cpu", (world,)))
+    fl.fsdp.compress(model, "qw", "int8")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        scaler.scale((model(x) - y).square().mean()).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if step == 1 and rank == 1:
+            local_part(gradients[0]).view(-1)[0] = float("inf")
+        assert all_finite(gradients) is (step != 1)
+        before = [local_part(p.detach()).clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = [not torch.equal(a, local_part(p.detach())) for a, p in zip(before, model.parameters(), strict=True)]
+        assert any(moved) is (step != 1)
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
+
+
+@pytest.mark.timeout(200)
+def test_an_overflow_in_one_shard_makes_all_ranks_skip() -> None:
+    run_ranks(overflow_in_one_shard, 2, timeout=150)

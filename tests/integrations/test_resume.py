@@ -218,8 +218,10 @@ def owed(optimizer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.short
-@looped("before, after", [(3, 2), (2, 3), (4, 2)])
-@looped("options", [{}, {"gradient_predivide_factor": 2.0}, {"op": fl.Sum}, {"feedback_bits": 8}])
+@looped(
+    "options, before, after",
+    [({}, 3, 2), ({"gradient_predivide_factor": 2.0}, 2, 3), ({"op": fl.Sum}, 4, 2), ({"feedback_bits": 8}, 3, 2)],
+)
 def test_error_feedback_goes_to_another_number_of_ranks_and_its_sum_stays(
     options: dict[str, Any], before: int, after: int, tmp_path: Path
 ) -> None:
