@@ -33,15 +33,23 @@ class CallQueue:
         connect: makes the transport; the queue's thread calls it.
         compare: whether ranks meet before each call, on the CPU. NCCL cannot tell messages of different calls apart,
             but a meeting of ranks in different calls fails.
+        timeout: returns the seconds that a call may wait; asked before each call, as the program may change it.
         at_once: whether calls of CUDA tensors run within ``submit``. The transport must only queue their work then.
     """
 
     def __init__(
-        self, name: str, connect: Callable[[], Transport], *, compare: bool = False, at_once: bool = False
+        self,
+        name: str,
+        connect: Callable[[], Transport],
+        *,
+        compare: bool = False,
+        timeout: Callable[[], float] | None = None,
+        at_once: bool = False,
     ) -> None:
         self._name = name
         self._connect = connect
         self._compare = compare
+        self._timeout = timeout
         self._at_once = at_once
         self._worker = Worker(f"fusionlayer group {name}")  # keeps the first error, wherever the call ran
         # Guards _closed and _last, and what is put: another thread may close the queue while callers submit calls. It
@@ -117,6 +125,9 @@ class CallQueue:
                 if self._transport is None:
                     self._transport = self._connect()
                 self._transport.purpose = what
+                seconds = self._timeout and self._timeout()
+                if seconds and seconds != self._transport.timeout:
+                    self._transport.set_timeout(seconds)
                 try:
                     if self._compare:
                         self._transport.barrier()

@@ -482,16 +482,23 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def _open_queue(self) -> CallQueue:
         with self._queue_lock:
             if self._queue is None:
-                name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
+                name, native = self.group_name, self._native
+                nccl = native.serves.get("cuda") == "nccl"
                 device = torch.cuda.current_device() if nccl else None
                 alone = (self._store, self._rank) if self._is_alone else None
                 unique = f"group/{name}/{self.token}"
-                opens = partial(connect, self._ranks, unique, self._timeout, self._settings, device, alone)
+                opens = partial(connect, self._ranks, unique, native.timeout, self._settings, device, alone)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
                 at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors travel by gloo
                 name = self.group_desc if described else name
-                self._queue = CallQueue(name, opens, compare=compare, at_once=at_once)
+                self._queue = CallQueue(
+                    name,
+                    opens,
+                    compare=compare,
+                    timeout=lambda: native.timeout.total_seconds(),  # not of self: the queue must not keep the group
+                    at_once=at_once,
+                )
                 # A program may drop a group without shutdown: its thread and connections must end all the same.
                 weakref.finalize(self, self._queue.close, wait=False).atexit = False
             return self._queue

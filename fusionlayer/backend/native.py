@@ -99,6 +99,12 @@ class Native:
         """The options of NCCL, or of gloo where there is no NCCL."""
         return list(self._backends.values())[-1][1].options
 
+    @property
+    def timeout(self) -> timedelta:
+        """The longest time that a call may wait. torch changes it in the backends (``dist.set_timeout``)."""
+        timeout: timedelta = self._gloo.options._timeout
+        return timeout
+
     def _make(self, backends: dict[str, tuple[Any, Any]]) -> dist.ProcessGroup:
         group = dist.ProcessGroup(self.store, self._rank, self._size)
         self._register(group, backends)

@@ -86,6 +86,10 @@ class Transport(ABC):
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
         """Receive into ``x`` what rank ``source`` sends with this tag; the same number of bytes."""
 
+    def set_timeout(self, seconds: float) -> None:
+        """Let later calls wait this long for their peers. All ranks set the same; the thread that makes calls does."""
+        self.timeout = seconds
+
     @abstractmethod
     def duplicate(self) -> Transport:
         """Return a transport over the same ranks with traffic separate from this one's. All ranks call it together."""

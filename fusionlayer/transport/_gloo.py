@@ -144,6 +144,11 @@ class GlooLink(ExchangeLink):
                 for peer in {message.peer for message in incoming} & self._kept.keys():
                     self._let_go(peer, deadline)
 
+    def set_timeout(self, seconds: float) -> None:
+        super().set_timeout(seconds)
+        if self._group is not None:
+            self._group._set_default_timeout(timedelta(seconds=seconds))
+
     can_post = True
 
     def post(self, message: LinkMessage) -> None:

@@ -70,6 +70,12 @@ class Link(ABC):
     can_post = False
     can_launch = False
 
+    _timeout: float
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let later calls take as long as this."""
+        self._timeout = seconds
+
     @abstractmethod
     def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
         """Send and receive all messages at once. Tensors are uint8 and not empty."""

@@ -215,6 +215,11 @@ class LinkedTransport(Transport):
         with self._exchanging(Call(what, purpose=self.purpose)), self._links[device.type].launching() as stop:
             yield stop
 
+    def set_timeout(self, seconds: float) -> None:
+        super().set_timeout(seconds)
+        for link in self._links.values():
+            link.set_timeout(seconds)
+
     def duplicate(self: Self) -> Self:
         self._check_open()
         self._duplicates += 1

@@ -57,6 +57,10 @@ class NcclLink(QueueingLink, RowLink):
         self._group.eager_connect_single_device(device)
         self._stop: Tensor | None = None
 
+    def set_timeout(self, seconds: float) -> None:
+        super().set_timeout(seconds)
+        self._group._set_default_timeout(timedelta(seconds=_WATCHDOG_FACTOR * seconds))
+
     def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
         if not outgoing and not incoming:
             return

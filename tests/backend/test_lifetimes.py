@@ -146,3 +146,20 @@ def differ(rank: int, world: int) -> str:
 
 def test_ranks_with_different_histories_time_out_with_a_sentence() -> None:
     run_ranks(differ, 2, backend="fusionlayer")
+
+
+def shorten(rank: int, world: int) -> None:
+    change: Any = getattr(dist, "set_timeout", dist.distributed_c10d.__dict__.get("_set_pg_timeout"))
+    group: Any = dist.new_group(timeout=timedelta(seconds=30), pg_options=POLICY)
+    change(LONG, group)
+    use(group, world)
+    assert group._queue._transport.timeout == 60
+    change(timedelta(seconds=1), group)
+    if rank == 0:
+        with pytest.raises(TransportError, match="rank 1 is alive but late") as late:
+            group.allreduce([torch.ones(3000)]).wait()
+        assert late.value.ranks == (1,)
+
+
+def test_a_timeout_that_is_changed_holds_for_compressed_calls() -> None:
+    run_ranks(shorten, 2, backend="fusionlayer")
