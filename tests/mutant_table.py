@@ -33,6 +33,8 @@ MUTANTS: list[Mutant] = [
         ("functional.py", "return derive_seed(transport.sequence)", "return derive_seed(0)", "calls share their noise"),
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
         ("meeting.py", "int(text) > 65535", "int(text) > 99999", "a port that no host has is taken"),
+        ("allocations.py", "and count(environ[name]) > 1", "and False", "a batch script trains alone"),
+        ("integrations/averaging.py", "if first() is None:", "if True:", "gradients are averaged twice"),
         ("launch.py", "else here.index(place.rank)", "else place.rank", "local ranks that nobody has told"),
         ("slurm.py", "rank is None or ", "rank is None and ", "a batch script waits for tasks that nobody starts"),
         ("bounded.py", "forks.at_exit(_settle_gloo, last=True)", "", "an exit beside a thread of gloo aborts"),
@@ -772,7 +774,9 @@ LIKELY = {
     "planning/connections.py": "planning/test_connections.py",
     "planning/projection.py": "planning/test_connections.py",
     "planning/simulation.py": "planning/test_local_steps.py planning/test_connections.py",
-    "scheduler/buffers.py": "integrations/test_averages_after_backward.py scheduler/test_launches.py scheduler/test_streams.py",
+    "scheduler/buffers.py": (
+        "integrations/test_averages_after_backward.py scheduler/test_launches.py scheduler/test_streams.py"
+    ),
     "scheduler/worker.py": "scheduler/test_lanes.py",
     "scheduler/planners/horovod.py": "scheduler/test_planners.py",
     "scheduler/planners/mg_wfbp.py": "scheduler/test_planners.py",
@@ -789,7 +793,9 @@ LIKELY = {
     "integrations/replicas.py": "integrations/test_replicas.py",
     "integrations/weights.py": "integrations/test_sharded.py",
     "integrations/enrolment.py": "integrations/test_enrolment.py",
-    "integrations/reduction.py": "integrations/test_averages_after_backward.py integrations/test_enrolment.py integrations/test_sends.py",
+    "integrations/reduction.py": (
+        "integrations/test_averages_after_backward.py integrations/test_enrolment.py integrations/test_sends.py"
+    ),
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",
     "integrations/deepspeed/weights.py": "integrations/test_deepspeed.py",
     "integrations/deepspeed/one_bit.py": "integrations/test_deepspeed.py",

@@ -54,7 +54,10 @@ BUILD = {
 """Variables of other programs that setup.py reads."""
 
 MORE = {
-    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "PET_NPROC_PER_NODE"),
+    "torchrun": (
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+        *("PET_NNODES", "PET_NPROC_PER_NODE"),
+    ),
     "mpirun": ("PMIX_RANK", "PMIX_NAMESPACE"),
 }
 """What else fusionlayer reads of launchers."""

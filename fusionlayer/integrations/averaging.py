@@ -45,7 +45,8 @@ def claim(optimizer: Optimizer) -> None:
 
 def refuse_wrapper(optimizer: object) -> None:
     """Raise ``ConfigError`` if a framework has wrapped an optimizer, so that its steps are not the optimizer's own."""
-    inner = next((x for x in map(vars(optimizer).get, ("optimizer", "_optimizer")) if x is not None), None)
+    kept = getattr(optimizer, "__dict__", {})
+    inner = next((x for x in map(kept.get, ("optimizer", "_optimizer")) if x is not None), None)
     for cls in type(optimizer).__mro__:
         framework = "Horovod" if _is_horovods(cls) else _FRAMEWORKS.get(cls.__module__.partition(".")[0])
         if framework is not None and (inner is not None or framework == "Horovod"):
