@@ -221,7 +221,8 @@ class ReplicaCheck:
             raise ReplicaMismatch(
                 f"{text}; weights were loaded or changed on some ranks only, a step was skipped, processors or numbers "
                 "of threads are not the same, or memory or a message is damaged: go on from a checkpoint, call "
-                "broadcast_parameters(model.state_dict()), or give check_replicas=False if differences are meant",
+                "broadcast_parameters(model.state_dict()), or give check_replicas=False if differences are meant, as "
+                "when a two-pass optimizer such as SAM moves weights by each rank's own gradient",
                 ranks=sorted({rank for ranks in found.values() for rank in ranks}),
                 tensors=found,
             )

@@ -172,7 +172,7 @@ class Memory:
         """
         for name in names:
             state, packed = self._states.get(name, TensorState()), self._packed.get(name)
-            before: dict[str, Any] = {"numbers": self._numbers(name)}
+            before: dict[str, Any] = {"numbers": self._numbers(name), "own": dict(state.numbers)}
             if state.tensors:
                 before["tensors"] = {key: kept.clone() for key, kept in state.tensors.items()}
             if packed is not None:
@@ -183,6 +183,26 @@ class Memory:
                     spare = self._spare[name] = torch.empty_like(state.residual)
                 before["residuals"] = spare.copy_(state.residual)
             self._before[name] = before
+
+    def restore(self, names: Iterable[str]) -> None:
+        """Give these tensors back what ``remember`` has kept of them; no thread encodes them any more.
+
+        Numbers that a codec keeps for a whole bucket stay as they are.
+        """
+        for name in names:
+            before = self._before.pop(name)
+            state, packed = self._states.get(name), self._packed.get(name)
+            if packed is not None:
+                packed.copy_(PackedPart(**before["packed"])) if "packed" in before else packed.zero_()
+            if state is None:
+                continue
+            if state.residual is not None:
+                state.residual.copy_(before["residuals"]) if "residuals" in before else state.residual.zero_()
+            # In place: buffers and codecs hold references to these objects.
+            state.tensors.clear()
+            state.tensors.update(before.get("tensors", {}))
+            state.numbers.clear()
+            state.numbers.update(before["own"])
 
     def forget(self) -> None:
         """End a step whose results count: ``state_before`` would return what there is now."""
