@@ -14,6 +14,7 @@ from ..plan import FusionPlan
 from ..planning.autotune import Autotuner
 from ..planning.profile import Profile
 from ..transport import Transport
+from .backward_end import NO_BACKWARD, running_backward
 from .enrolment import listed
 from .overlap import ForwardOverlap, check_parameters
 from .reduction import WITH_RESULTS, GradientReduction, StepState, refuse_twice
@@ -56,11 +57,12 @@ class Distributed(GradientReduction):
         yield
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced; ``step`` does so by itself. With ``sync``: sync now, on all ranks.
+        """Wait until every gradient is reduced. With ``sync``: sync now, on all ranks.
 
-        Call it before you read or change gradients, for instance to clip them; then call ``step`` within
-        ``skip_synchronize``. With ``overlap_forward``, between ``step`` and the next backward, it waits until every
-        parameter is updated.
+        ``backward`` does so by itself, or where it does not, ``step``: with ``overlap_forward``, in elastic jobs and if
+        ``backward`` runs several times in a step. There call it before you read or change gradients, for instance to
+        clip them; then call ``step`` within ``skip_synchronize``. With ``overlap_forward``, between ``step`` and the
+        next backward, it waits until every parameter is updated.
 
         Raises:
             PlanMismatch: ranks disagree on model, plan or options.
@@ -71,6 +73,7 @@ class Distributed(GradientReduction):
             self._fl_overlap.flush()
             return
         self._fl_synchronize()
+        self._fl_reduced = {}
         self._fl_state = StepState.SYNCHRONIZED
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -119,6 +122,7 @@ class Distributed(GradientReduction):
                 )
             self._fl_synchronize()
         self._fl_state = StepState.IDLE
+        self._fl_reduced = {}
         with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
             return super().step(**kwargs)
 
@@ -135,22 +139,27 @@ class Distributed(GradientReduction):
                 "leave overlap_forward out"
             )
         self._fl_submit_rest(engine, sparse)
+        self._fl_refuse_changed(engine)
         self._fl_end_step(engine)
         overlap.begin(self.__dict__["param_groups"])
         self._fl_state = StepState.STEPPED
 
     def _fl_reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
+            self._fl_forget_results()
             with torch.enable_grad():
                 loss = closure()
-            self._fl_forget_results()
             self._fl_synchronize()
             return loss
 
         return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; between ``backward`` and ``step`` or ``synchronize``, raise ``UsageError``."""
+        """Clear the gradients.
+
+        Raises:
+            UsageError: they are still being reduced: ``step`` or ``synchronize`` has to wait for the results first.
+        """
         if self._fl_pending:
             raise UsageError(
                 "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
@@ -169,7 +178,7 @@ class Distributed(GradientReduction):
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Code that reads gradients through them, as GradScaler does, gets reduced gradients."""
         # In a backward hook, other gradients of the step are still to come: it is too early to end the step.
-        no_backward_runs = torch._C._current_graph_task_id() < 0
+        no_backward_runs = running_backward() == NO_BACKWARD
         if self._fl_pending and no_backward_runs and self._fl_state is not StepState.UPDATING:
             self._fl_synchronize()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]

@@ -89,6 +89,8 @@ class ElasticallyStepping(Distributed):
 
     _fl_members: Members
     _fl_facts: tuple[object, ...] = ()
+    # A step may have to be made once more, with gradients as they were: ``step`` waits for it and not backward.
+    _fl_may_end_with_backward = False
     _fl_is_attached = False
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -163,16 +165,20 @@ class ElasticallyStepping(Distributed):
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def _fl_synchronize(self) -> None:
+    def _fl_synchronize(self) -> dict[Tensor, Any]:
         """Exchange gradients, again if members were lost meanwhile, until all who are left have the results."""
         if self._fl_state in WITH_RESULTS or not self._fl_members.has_joined:
-            return
+            return {}
         results = self._fl_transact(self._fl_exchange)
+        for parameter, name in self._fl_names.items():
+            if parameter.grad is None and name in results:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
         taken = [(p.grad, results[name]) for p, name in self._fl_names.items() if name in results]
         if taken:
             gradients, averages = zip(*taken, strict=True)
             torch._foreach_copy_(gradients, averages)
         self._fl_state = StepState.REDUCED
+        return {}
 
     def _fl_transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return what ``exchange`` does, or the same results from another member; none where this is the only one.
@@ -236,17 +242,20 @@ class ElasticallyStepping(Distributed):
             parameters = {name: parameter for parameter, name in self._fl_names.items()}
             self._fl_begin(engine)
             for name in chain.from_iterable(bucket.names for bucket in self._fl_plan.buckets):
-                if name in parameters:
+                if name in parameters and parameters[name].grad is not None:
                     self._fl_hand_over(engine, parameters[name])
         self._fl_submit_rest(engine, sparse)
+        self._fl_refuse_changed(engine)
         sparse.end()
         self._fl_end_step(engine)
         results: dict[str, Tensor] = {}
         for index in sorted(engine.untaken):
             results.update(engine.take(index))
+        unused, self._fl_unused = engine.unused(), {}
+        engine.memory.restore(unused)
         if self._fl_check is not None:
             self._fl_check.settle()
-        return results
+        return {name: result for name, result in results.items() if name not in unused}
 
     # ---- a change ---------------------------------------------------------------------------------------------------
 

@@ -97,9 +97,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     Ranks begin with rank 0's parameters, whatever each of them was initialized with, and compare theirs while training
     runs.
 
-    When backward has accumulated a gradient, a background thread takes it; ``step`` waits for the results. The first
-    step learns the order of the gradients and makes the fusion plan. A parameter without a gradient counts as zeros,
-    so ranks may take different paths through the model.
+    When backward has accumulated a gradient, a background thread takes it. The end of ``backward`` waits for the
+    results: then ``.grad`` is the average, to be clipped, logged or unscaled. The first step learns the order of the
+    gradients and makes the fusion plan. A parameter that this rank does not use counts as zeros, so ranks may take
+    different paths through the model. One that no rank uses gets no gradient and is not updated.
+
+    If ``backward`` runs several times before ``step``, each time for other parameters, the first step reduces once for
+    each. Later steps reduce once, in ``step``; to clip gradients, call ``synchronize`` before. If it runs several times
+    for the same parameters, give ``backward_passes_per_step``.
 
     A step reduces what requires gradients when it begins: parameters may be frozen, unfrozen and added
     (``add_param_group``) between two steps, on all ranks alike. That step makes a new plan. A frozen parameter does not
@@ -130,7 +135,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         overlap_forward: the model. Its next forward may begin while results are still under way: ``step`` returns at
             once, and each module's parameters are updated just before it runs, to the same values. This pays off where
             the network is the bottleneck. After ``step`` the gradients are gone. Between ``step`` and the next forward,
-            call ``synchronize`` before you read parameters other than by ``state_dict()``. Every parameter must be used
+            call ``synchronize`` before you read parameters other than by ``state_dict()``. Before you clip gradients,
+            call it between ``backward`` and ``step``. Every parameter must be used
             in the forward of the module that owns it. The optimizer must be one of torch's that updates each parameter
             independently of the others.
         ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does

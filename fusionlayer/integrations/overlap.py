@@ -154,12 +154,19 @@ class ForwardOverlap:
     def deliver(self) -> None:
         """Put the results of the ended step into the gradients, without an update."""
         for index in sorted(self._engine.untaken):
-            for name, result in self._engine.take(index).items():
-                self._parameters[name].grad = result
+            for parameter, result in self._take(index).items():
+                parameter.grad = result.clone()  # the buffer keeps its memory
+
+    def _take(self, index: int) -> dict[Tensor, Tensor]:
+        """Return the results of one bucket by parameter, but of those that no rank has used."""
+        results = self._engine.take(index)
+        unused = self._engine.unused() & results.keys()
+        self._engine.memory.restore(unused)
+        return {self._parameters[name]: result for name, result in results.items() if name not in unused}
 
     def _apply(self, index: int) -> None:
         """Update the parameters of one bucket, and leave the gradients as they were."""
-        results = {self._parameters[name]: result for name, result in self._engine.take(index).items()}
+        results = self._take(index)
         kept = {parameter: parameter.grad for parameter in results}
         for parameter, result in results.items():
             parameter.grad = result

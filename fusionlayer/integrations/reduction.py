@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
@@ -18,6 +19,7 @@ from .. import context
 from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
+from .backward_end import NO_BACKWARD, at_end_of_backward, running_backward
 from .enrolment import Roster, what_changed
 from .overlap import ForwardOverlap
 from .parameters import local_part
@@ -40,7 +42,7 @@ class StepState(Enum):
     REDUCING = auto()
     """A hook has handed over the step's first gradient. Every rank has to end this step; ``zero_grad`` is refused."""
     REDUCED = auto()
-    """The gradients are reduced: a closure, or code that read ``param_groups``, has ended the engine's step."""
+    """The gradients are reduced: the end of backward, or code that read ``param_groups``, has ended the step."""
     SYNCHRONIZED = auto()
     """The user's ``synchronize`` has reduced the gradients: ``step`` warns outside ``skip_synchronize``."""
     STEPPED = auto()
@@ -67,6 +69,8 @@ class GradientReduction(Optimizer):
     _fl_plan_anew: Callable[[Engine, Mapping[Tensor, str], str], None]
     _fl_replicas: Replicas
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
+    _fl_may_end_with_backward = True
+    _fl_as_horovod = False
 
     def _attach(
         self,
@@ -96,6 +100,17 @@ class GradientReduction(Optimizer):
         self._fl_timeline = timeline
         self._fl_phases: StepPhases | None = None
         self._fl_check: ReplicaCheck | None = None
+        # Gradients as they were handed over, until their results are there; then, if backward has waited for those, as
+        # they are until ``step``. Of parameters that this rank has not used: zeros, or the sum of others.
+        self._fl_given: dict[Tensor, _Given] = {}
+        self._fl_reduced: dict[Tensor, _Given] = {}
+        self._fl_unused: dict[Tensor, Tensor] = {}
+        # Parameters whose results an earlier backward of this step has left in their gradients.
+        self._fl_settled: frozenset[Tensor] = frozenset()
+        self._fl_backward = NO_BACKWARD  # the one whose end is awaited
+        self._fl_leaves_ranks_out = context.settings().grace is not None
+        may_end = self._fl_may_end_with_backward and not self._fl_as_horovod
+        self._fl_ends_with_backward = may_end and overlap_forward is None
         if engine is None:
             return
         self._fl_check = self._fl_replicas.check(engine.put)
@@ -153,12 +168,16 @@ class GradientReduction(Optimizer):
         assert engine is not None
         if engine.failure is not None:
             raise again(engine.failure)
-        if self._fl_passes_left[parameter] <= 0:
+        if self._fl_passes_left[parameter] <= 0 or self._fl_has_added_to_result(parameter):
             name = self._fl_roster.names[parameter]
+            if self._fl_reduced:
+                self._fl_forget_results()  # this rank's gradient has been added to one of them
             raise UsageError(
                 f"gradient {name!r} was computed more than {self._fl_passes} times before step(); call step() or "
                 "synchronize() after each backward, or raise backward_passes_per_step to accumulate gradients locally"
             )
+        if self._fl_reduced:
+            self._fl_begin_again(engine)
         if self._fl_overlap is not None:
             self._fl_overlap.check_used(self._fl_roster.names[parameter])
         self._fl_passes_left[parameter] -= 1
@@ -170,8 +189,53 @@ class GradientReduction(Optimizer):
             # Not there: it was unfrozen after the step began, which step() refuses, or has left the optimizer.
             if parameter in self._fl_names:
                 self._fl_hand_over(engine, parameter)
+            if self._fl_ends_with_backward:
+                self._fl_await_end_of_backward()
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
+
+    def _fl_await_end_of_backward(self) -> None:
+        """Have the step end with the backward that runs: then gradients are results when ``backward()`` returns.
+
+        A parameter that has no gradient by then has not been used, unless another backward follows before ``step``.
+        """
+        backward = running_backward()
+        if backward not in (NO_BACKWARD, self._fl_backward):
+            self._fl_backward = backward
+            at_end_of_backward(partial(_backward_ended, weakref.ref(self)))
+
+    def _fl_end_with_backward(self) -> None:
+        """Wait for the results of the step that backward has begun; the end of that backward calls it."""
+        engine = self._fl_engine
+        if engine is not None and self._fl_state is StepState.REDUCING and self._fl_ends_with_backward:
+            if engine.failure is not None:
+                raise again(engine.failure)
+            with torch.no_grad():
+                self._fl_reduced = self._fl_synchronize()
+
+    def _fl_has_added_to_result(self, parameter: Tensor) -> bool:
+        """Return whether backward has just added to a result of the step that the backward before has ended."""
+        result = self._fl_reduced.get(parameter)
+        return result is not None and result.is_next_of(parameter.grad)
+
+    def _fl_begin_again(self, engine: Engine) -> None:
+        """Go on after a backward that has ended a step, without ``step`` in between.
+
+        If results are still there, this is another backward of the same step, with other parameters. Then ranks agree
+        that there is one, and from now on ``step`` ends all steps: which backward is the last one, it alone knows. If
+        not, the results were cleared, and a new step begins.
+        """
+        reduced, self._fl_reduced = self._fl_reduced, {}
+        self._fl_settled = frozenset(
+            parameter for parameter, given in reduced.items() if given.is_still(parameter.grad)
+        )
+        if self._fl_settled:
+            self._fl_ends_with_backward = False
+            self._fl_plan_anew(engine, self._fl_names, "backward ran twice before step(), for different parameters")
+
+    def _fl_follow_horovod(self) -> None:
+        """Keep Horovod's contract: only ``step`` and ``synchronize`` wait, and unused parameters get zeros."""
+        self._fl_as_horovod, self._fl_ends_with_backward = True, False
 
     def _fl_enlist_by(self, enlist: Callable[[GradientReduction], ByName]) -> None:
         """Use the operations by name that ``enlist`` makes, now and after each ``reconnect``."""
@@ -230,7 +294,54 @@ class GradientReduction(Optimizer):
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
             engine.submit(name, gradient)  # the fast path, which nearly all gradients take
         elif not sparse.take(name, parameter):
-            engine.submit(name, local_part(sparse.dense(name, parameter)))
+            gradient = sparse.dense(name, parameter)
+            engine.submit(name, local_part(gradient))
+        else:
+            return
+        self._fl_given[parameter] = _Given.of(gradient)
+
+    def _fl_leave_unused(self, engine: Engine, parameter: Tensor) -> None:
+        """Submit zeros for a parameter that this rank has not used; it gets no gradient unless another rank has."""
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        engine.submit_unused(self._fl_names[parameter], local_part(zeros))
+        self._fl_unused[parameter] = zeros
+
+    def _fl_refuse_changed(self, engine: Engine) -> dict[Tensor, _Given]:
+        """Fail if a gradient is not what was handed over, but for the result that may have replaced its values.
+
+        Returns what was handed over, by parameter.
+        """
+        given, self._fl_given = self._fl_given, {}
+        for parameter, each in given.items():
+            if not each.is_still(parameter.grad):
+                name = self._fl_roster.names.get(parameter)
+                engine.fail(
+                    UsageError(
+                        f"gradient {name!r} was changed or replaced while it was being reduced: call synchronize() "
+                        "before you clip, scale, clear or replace gradients, then step() within skip_synchronize(); a "
+                        "hook that changes a parameter's gradient has to be registered before the optimizer is wrapped"
+                    )
+                )
+            if each.gradient.requires_grad:
+                # backward(create_graph=True) may have saved the values that the result has replaced.
+                increment_version(each.gradient)
+                given[parameter] = _Given.of(each.gradient)
+        return given
+
+    def _fl_assign_unused(self, engine: Engine) -> dict[Tensor, _Given]:
+        """Let results be the gradients of parameters that only other ranks have used; return those.
+
+        Called when results are taken. A parameter that no rank has used keeps what it owes.
+        """
+        mine, self._fl_unused = self._fl_unused, {}
+        unused = engine.unused()
+        engine.memory.restore(unused)
+        assigned: dict[Tensor, _Given] = {}
+        for parameter, result in mine.items():
+            if self._fl_names[parameter] not in unused:
+                parameter.grad = result
+                assigned[parameter] = _Given.of(result)
+        return assigned
 
     def _fl_make_own(self, parameter: Tensor) -> None:
         """Let the wrapped optimizer put what it sends in the place of a gradient."""
@@ -274,17 +385,20 @@ class GradientReduction(Optimizer):
         self._fl_state = StepState.IDLE if before is StepState.REDUCING else before
         self._fl_count_anew()
 
-    def _fl_synchronize(self) -> None:
-        """End the engine's step and put its results into the gradients, unless they are there already."""
+    def _fl_synchronize(self) -> dict[Tensor, _Given]:
+        """End the engine's step and put its results into the gradients, unless they are there already; return those."""
         engine, sparse = self._fl_engine, self._fl_sparse
         if engine is None or sparse is None or self._fl_state in WITH_RESULTS:
-            return
+            return {}
         self._fl_submit_rest(engine, sparse)
         gathers = sparse.end()
         self._fl_end_step(engine)
         if self._fl_overlap is not None:
+            changed = self._fl_refuse_changed(engine)
             self._fl_overlap.deliver()
-        engine.take_all()
+        else:
+            engine.take_all()
+            changed = {**self._fl_refuse_changed(engine), **self._fl_assign_unused(engine)}
         for parameter, wait in gathers.items():
             parameter.grad = wait()
         if isinstance(self, SparseAdam):
@@ -292,6 +406,7 @@ class GradientReduction(Optimizer):
         self._fl_state = StepState.REDUCED
         if self._fl_check is not None:
             self._fl_check.settle()
+        return changed
 
     def _fl_submit_rest(self, engine: Engine, sparse: SparseGradients) -> None:
         """Submit every gradient that backward did not make, as zeros: other ranks may have gradients there."""
@@ -309,11 +424,21 @@ class GradientReduction(Optimizer):
             if name not in submitted:
                 sparse.take(name, parameter)  # a new hook may have come too late to note a sparse gradient
         sparse.agree()
+        finds_unused = self._fl_finds_unused
         for parameter, name in self._fl_names.items():
             if name not in submitted and parameter not in sparse.under_way:
-                self._fl_hand_over(engine, parameter)
+                if finds_unused and (parameter.grad is None or parameter in self._fl_settled):
+                    self._fl_leave_unused(engine, parameter)
+                else:
+                    self._fl_hand_over(engine, parameter)
+        self._fl_settled = frozenset()
         self._fl_state = StepState.IDLE
         self._fl_count_anew()
+
+    @property
+    def _fl_finds_unused(self) -> bool:
+        """Whether ranks find out which parameters none of them has used; those are not updated."""
+        return self._fl_sent is None and not self._fl_as_horovod and not self._fl_leaves_ranks_out
 
     def _fl_refuse_unreduced(self) -> None:
         """Raise ``UsageError`` if a parameter of the optimizer has a gradient that this step does not reduce."""
@@ -322,7 +447,7 @@ class GradientReduction(Optimizer):
 
     def _fl_end_step(self, engine: Engine) -> None:
         """End the engine's step, and begin to compare parameters, which nothing changes now."""
-        engine.end_step()
+        engine.end_step(self._fl_finds_unused)
         if self._fl_check is not None:
             self._fl_check.begin()
 
@@ -362,8 +487,35 @@ class GradientReduction(Optimizer):
 
     def _fl_forget_results(self) -> None:
         """Note that the gradients no longer hold reduced values."""
+        self._fl_reduced = {}
         if self._fl_state in WITH_RESULTS:
             self._fl_state = StepState.IDLE
+
+
+class _Given(NamedTuple):
+    """A gradient with its version, which each change of its values raises, and the place of its memory."""
+
+    gradient: Tensor
+    version: int
+    place: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _Given:
+        return cls(gradient, gradient._version, gradient.data_ptr() if type(gradient) is Tensor else 0)
+
+    def is_still(self, gradient: Tensor | None) -> bool:
+        """Return whether ``gradient`` is this one, unchanged."""
+        return gradient is self.gradient and _Given.of(gradient)[1:] == self[1:]
+
+    def is_next_of(self, gradient: Tensor | None) -> bool:
+        """Return whether ``gradient`` is this one, changed once since."""
+        return gradient is self.gradient and gradient._version == self.version + 1
+
+
+def _backward_ended(optimizer: weakref.ref[GradientReduction]) -> None:
+    self = optimizer()
+    if self is not None:
+        self._fl_end_with_backward()
 
 
 _live: weakref.WeakSet[GradientReduction] = weakref.WeakSet()

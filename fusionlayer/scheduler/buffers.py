@@ -80,7 +80,9 @@ class Buffer(ABC):
 
     def put(self, name: str, gradient: Tensor, step: int) -> None:
         """Take a gradient (any shape of the slot's size) of a step; the last step's results must have been taken."""
-        self._gradients[name] = gradient.detach()
+        # Not ``detach()``: results that replace gradients must not raise the version of the caller's tensor, by which
+        # changes that others make show.
+        self._gradients[name] = gradient.data
         self.full = len(self._gradients) == len(self.bucket.slots)
         if gradient.is_cuda:
             stream = torch.cuda.current_stream(self._device)

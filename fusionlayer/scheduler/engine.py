@@ -28,6 +28,7 @@ from .memory import Memory
 from .plan_controller import PlanController
 from .planners import Planner
 from .traffic import Traffic
+from .usage import Usage
 
 __all__ = ["Engine"]
 
@@ -82,7 +83,7 @@ class Engine:
         rank, size: this rank, and the number of ranks.
         memory: as given.
         switch, enrol, leave_out: change plan or tensors between two steps; see ``Course``.
-        put, take, take_all, awaits, drain, close, give_up, abandon: deal with what is under way; see ``Traffic``.
+        put, take, take_all, awaits, drain, close, give_up, abandon, fail: deal with what is under way; see ``Traffic``.
     """
 
     def __init__(
@@ -179,7 +180,9 @@ class Engine:
         self.switch, self.enrol, self.leave_out = course.switch, course.enrol, course.leave_out
         self.put, self.take, self.take_all, self.awaits = traffic.put, traffic.take, traffic.take_all, traffic.awaits
         self.drain, self.close, self.give_up = traffic.drain, traffic.close, traffic.give_up
-        self.abandon = traffic.abandon
+        self.abandon, self.fail = traffic.abandon, traffic.fail
+        self._unused: list[str] = []
+        self._usage: Usage | None = None
         # Guards what ``submit`` and ``submit_bucket`` change: what has arrived and been put, what the sender has sent,
         # and what a step begins with: plan and buffers of the course. Hooks call them, and hooks may run on several
         # threads of backward at once. The end of a step takes no lock, because no hook runs then. Lanes never take it,
@@ -303,8 +306,33 @@ class Engine:
             except BaseException as error:
                 traffic.fail(error)
 
-    def end_step(self) -> None:
+    def submit_unused(self, name: str, zeros: Tensor) -> None:
+        """Take zeros, or what counts as such, for a tensor that this rank has not used; else as ``submit``.
+
+        ``end_step(find_unused=True)`` then finds out whether any rank has used it.
+        """
+        self.memory.remember((name,))  # what it owes stays as it is if no rank has
+        self.submit(name, zeros)
+        self._unused.append(name)
+
+    def unused(self) -> frozenset[str]:
+        """Return the tensors of the last step that no rank has used, if ``end_step`` was to find out.
+
+        Their results mean nothing. Once those are taken, ``memory.restore`` gives them their error feedback back.
+
+        Raises:
+            TransportError: a peer was lost, stopped or late.
+        """
+        try:
+            return frozenset() if self._usage is None else self._usage.unused()
+        except BaseException as error:
+            self.fail(error)
+
+    def end_step(self, find_unused: bool = False) -> None:
         """End the step without waiting for its results.
+
+        Args:
+            find_unused: ranks exchange, in one small message, which tensors they have used; the same on all ranks.
 
         Raises:
             UsageError: tensors are missing, or results that were sent under another plan have not been taken.
@@ -333,6 +361,8 @@ class Engine:
                 traffic.queue(sender.order.agree).wait()
             if self._overlap_forward:
                 sender.order.end_step()
+            if find_unused:
+                self._find_unused()
         except BaseException as error:
             traffic.fail(error)
         cadence.arrived.clear()
@@ -391,6 +421,13 @@ class Engine:
         """Raise what a step has failed with, or that a step has begun while ``what``, a clause, happens."""
         self._traffic.check(what)
         self._cadence.refuse_begun(what)
+
+    def _find_unused(self) -> None:
+        names = [*self._course.layout.bucket_of]
+        at_once = self._traffic.sends_at_once
+        self._usage = Usage(names, {*self._unused}, self._device if at_once else torch.device("cpu"))
+        self._usage.begin(self._traffic.put_next)
+        self._unused = []
 
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 

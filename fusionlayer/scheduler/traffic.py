@@ -96,14 +96,26 @@ class Traffic:
         """Queue ``work`` on the first lane; no lane sends what is put later before it has ended well."""
         return put_first(self._lanes, work)
 
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether lanes only queue work on the device: they wait for no other rank."""
+        return self._lanes[0].is_at_once
+
     def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
         """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
 
         All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
         """
+        return self._put(self._lanes[0], work)
+
+    def put_next(self, work: Callable[[Transport], None]) -> Callable[[], None]:
+        """Do as ``put``, on the lane that would take the next bucket: it waits for the last one least."""
+        return self._put(self._lanes[len(self.sender.jobs) % len(self._lanes)], work)
+
+    def _put(self, lane: Lane, work: Callable[[Transport], None]) -> Callable[[], None]:
         self.check()
         try:
-            job = self.queue(work)
+            job = lane.put(work)
         except BaseException as error:
             self.fail(error)
 

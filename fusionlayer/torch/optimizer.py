@@ -98,6 +98,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         group=transport,
         **{"broadcast": False, **options},
     )
+    distributed._fl_follow_horovod()
     distributed._fl_enlist_by(partial(_by_name, process_set, chosen))
     return distributed
 

@@ -159,14 +159,25 @@ def test_zero_grad_between_backward_and_step(set_to_none: bool) -> None:
     def rank_main(rank: int) -> None:
         model = make_model()
         optimizer = wrap(model)
+        before = weights(model)
+        for clear in (optimizer.zero_grad, model.zero_grad):
+            backward(model, rank, 5)
+            clear(set_to_none=set_to_none)
+            optimizer.step()
+            assert torch.equal(weights(model), before), "as without fusionlayer"
         for step in range(2):
             backward(model, rank, step)
-            with pytest.raises(fl.UsageError, match=r"zero_grad\(\) was called after backward\(\) but before step\(\)"):
-                optimizer.zero_grad(set_to_none=set_to_none)
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
             assert all((p.grad is None) == set_to_none for p in model.parameters())
         assert torch.equal(weights(model), reference(2, 2, lambda p: SGD(p, lr=0.1, momentum=0.9)))
+        optimizer.close()
+        optimizer = wrap(model, overlap_forward=model)
+        backward(model, rank)
+        with pytest.raises(fl.UsageError, match=r"zero_grad\(\) was called after backward\(\) but before step\(\)"):
+            optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+        optimizer.close()
 
 
 def test_zero_grad_within_an_accumulation_starts_it_anew() -> None:
@@ -252,11 +263,12 @@ def test_skip_synchronize_without_synchronize_is_refused() -> None:
     @on_ranks()
     def rank_main(rank: int) -> None:
         model = make_model()
-        optimizer = wrap(model)
+        optimizer = wrap(model, overlap_forward=model)
         backward(model, rank)
         with pytest.raises(fl.UsageError, match=r"call synchronize\(\) first"), optimizer.skip_synchronize():
             optimizer.step()
         optimizer.step()
+        optimizer.close()
 
 
 def test_step_hooks_run_once_also_after_loading_state() -> None:
