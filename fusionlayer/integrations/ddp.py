@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.futures import Future
@@ -25,6 +24,7 @@ from ..planning.autotune import Autotune
 from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
 from ..timeline import Timeline
+from .backward_end import NO_BACKWARD, running_backward
 from .construction import GradientOptions, autotuning, make_engine
 from .parameters import describe, one_device
 from .replicas import ReplicaCheck, Replicas, check_interval
@@ -299,7 +299,7 @@ class CommHook:
         index, self._buckets = self._buckets, self._buckets + 1
         self._arrived += len(parameters)
         is_last = self._arrived == len(self._names)
-        in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+        in_backward = running_backward() != NO_BACKWARD
         if is_last:
             self._buckets = self._arrived = 0
             if in_backward:
@@ -443,10 +443,6 @@ class CommHook:
             dtype = str(flat.dtype).removeprefix("torch.")
             layout = self._layouts[key] = replace(template, slots=slots, numel=flat.numel(), dtype=dtype)
         return layout
-
-
-_NO_BACKWARD = -1
-"""What torch has as the number of the running backward where none runs."""
 
 
 def _discard(unused: set[str], name: str, parameter: Tensor) -> None:

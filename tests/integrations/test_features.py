@@ -10,7 +10,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -180,6 +180,9 @@ class Feature:
     Attributes:
         in_full: whether gradients add up, so that nothing that codecs hold back is lost.
         types: of the three layers.
+        compiled: whether the model is compiled.
+        set_to_none: of ``zero_grad``.
+        plain: other layers with the same gradients, where plain DDP refuses ``run``.
     """
 
     run: Callable[..., Tensor] = straight
@@ -189,12 +192,13 @@ class Feature:
     types: tuple[torch.dtype, ...] = (torch.float32,) * 3
     compiled: bool = False
     set_to_none: bool = True
+    plain: Callable[..., Any] | None = None
 
-    def make(self) -> Any:
+    def net(self) -> Net:
         net = Net(self.run)
         for layer, dtype in zip((net.first, net.second, net.third), self.types, strict=True):
             layer.to(dtype)
-        return DistributedDataParallel(net, **{"bucket_cap_mb": 0.001, **self.ddp})
+        return net
 
 
 UNUSED = {"find_unused_parameters": True}
@@ -247,25 +251,97 @@ FAST = (  # those that reach code of ours that no other case reaches
 )
 
 
-def outcome(
-    feature: Feature, rank: int, options: dict[str, Any] | None
-) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return each step's gradients by name, and what is held back at the end; without ``options``, of plain DDP."""
-    model = feature.make()
+NOT_OF_DDP = {
+    "reused layers in reentrant checkpoints, no_sync": Feature(
+        in_two_segments(True), accumulated, plain=in_two_segments(False)
+    ),
+}
+OPTIMIZED = (  # those that are not of DDP alone
+    "none",
+    "zeros in place of None",
+    "no_sync",
+    "find_unused_parameters",
+    "find_unused_parameters, zeros",
+    "reentrant checkpoints",
+    "reentrant checkpoints, no_sync",
+    "checkpoints",
+    "reused layers",
+    "reused layers in checkpoints",
+    "reused layers in reentrant checkpoints, static_graph",
+    "reused layers in reentrant checkpoints, no_sync",
+    "two forwards",
+    "types",
+    "torch.compile",
+    "clipping",
+)
+FAST_OPTIMIZED = (
+    "reentrant checkpoints",
+    "reused layers in reentrant checkpoints, static_graph",
+    "reused layers in reentrant checkpoints, no_sync",
+    "two forwards",
+    "types",
+)
+
+Outcome = tuple[list[dict[str, Any]], dict[str, Tensor]]
+"""Each step's gradients by name, and what is held back at the end."""
+
+
+def with_ddp(feature: Feature, rank: int, options: dict[str, Any] | None) -> Outcome:
+    """Take the steps with DDP and the hook; without ``options``, with plain DDP."""
+    model = DistributedDataParallel(feature.net(), **{"bucket_cap_mb": 0.001, **feature.ddp})
     hook = None if options is None else fl.ddp.register(model, **options)
     used = torch.compile(model, backend="eager") if feature.compiled else model
     seen = []
     for _ in feature.steps(used, rank):
-        gradients = {name: p.grad for name, p in model.module.named_parameters()}
-        seen.append({name: None if grad is None else grad.clone() for name, grad in gradients.items()})
+        seen.append(gradients(model.module))
         model.zero_grad(set_to_none=feature.set_to_none)
-    held: dict[str, Tensor] = {}
+    state = {} if hook is None else hook.state_dict()
     if hook is not None:
-        memory = Memory()
-        memory.load_state_dict(hook.state_dict())
-        held = memory.state_dict()["residuals"]
         hook.close()
-    return seen, held
+    return seen, residuals(state)
+
+
+def with_optimizer(feature: Feature, rank: int, options: dict[str, Any]) -> Outcome:
+    """Take the steps with ``DistributedOptimizer``, at a learning rate of zero."""
+    net = feature.net()
+    passes = 2 if feature.steps is accumulated else 1
+    named = net.named_parameters()
+    optimizer = fl.DistributedOptimizer(
+        SGD(net.parameters(), lr=0.0), named, backward_passes_per_step=passes, **options
+    )
+    model = Accumulating(torch.compile(net, backend="eager") if feature.compiled else net)
+    seen = []
+    for _ in feature.steps(model, rank):
+        seen.append(gradients(net))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=feature.set_to_none)
+    state = optimizer.state_dict()["fusionlayer"]
+    optimizer.close()
+    return seen, residuals(state)
+
+
+class Accumulating(nn.Module):
+    """A model with DDP's ``no_sync``, for an optimizer that counts backward passes."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given: Any) -> Any:
+        return self.module(*given)
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+
+def gradients(net: nn.Module) -> dict[str, Any]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+
+
+def residuals(state: dict[str, Any]) -> dict[str, Tensor]:
+    memory = Memory()
+    memory.load_state_dict(state)
+    return memory.state_dict()["residuals"]
 
 
 def assert_same_on_all_ranks(mine: Tensor) -> None:
@@ -278,12 +354,18 @@ def added(seen: list[dict[str, Any]], name: str) -> Tensor | float:
     return sum((step[name].double() for step in seen if step[name] is not None), start=0.0)
 
 
-def check_feature(name: str, rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> None:
-    feature = FEATURES[name]
-    plain, _ = outcome(feature, rank, None)
+def check_feature(
+    name: str,
+    rank: int,
+    world: int,
+    codecs: dict[str, dict[str, Any]],
+    front: Callable[[Feature, int, dict[str, Any]], Outcome] = with_ddp,
+) -> None:
+    feature = (FEATURES | NOT_OF_DDP)[name]
+    plain, _ = with_ddp(replace(feature, run=feature.plain or feature.run), rank, None)
     for codec, options in codecs.items():
         print(name, codec)
-        seen, held = outcome(feature, rank, options)
+        seen, held = front(feature, rank, options)
         assert len(seen) == len(plain)
         for number, (ours, theirs) in enumerate(zip(seen, plain, strict=True)):
             for parameter in theirs:
@@ -317,13 +399,19 @@ def last_shape(seen: list[dict[str, Any]], parameter: str) -> torch.Size:
     return shapes[0] if shapes else torch.Size([-1])
 
 
-def check_features(rank: int, world: int, names: tuple[str, ...], codecs: dict[str, dict[str, Any]]) -> None:
+def check_features(
+    rank: int, world: int, names: tuple[str, ...], codecs: dict[str, dict[str, Any]], front: Any = with_ddp
+) -> None:
     for name in names:
-        check_feature(name, rank, world, codecs)
+        check_feature(name, rank, world, codecs, front)
 
 
 def test_features() -> None:
     run_ranks(check_features, 2, FAST, CODECS, timeout=120)
+
+
+def test_features_of_models_with_an_optimizer() -> None:
+    run_ranks(check_features, 2, FAST_OPTIMIZED, CODECS, with_optimizer, timeout=120)
 
 
 @exhaustive(guarded_by="tests/integrations/test_features.py::test_features")
@@ -332,32 +420,42 @@ def test_all_features(world: int) -> None:
     run_ranks(check_features, world, tuple(FEATURES), MORE_CODECS, timeout=600)
 
 
-def perturbed(model: Any, optimizer: SGD, rank: int, *, alone: bool) -> None:
+@exhaustive(guarded_by="tests/integrations/test_features.py::test_features_of_models_with_an_optimizer")
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_features_with_an_optimizer(world: int) -> None:
+    run_ranks(check_features, world, OPTIMIZED, MORE_CODECS, with_optimizer, timeout=600)
+
+
+def make_ddp() -> Any:
+    return DistributedDataParallel(Net(straight), bucket_cap_mb=0.001)
+
+
+def perturbed(model: Any, optimizer: Any, rank: int, *, alone: bool = False) -> None:
     """Take three steps of SAM; with ``alone`` each rank climbs by its own gradient."""
     for step in range(3):
         with model.no_sync() if alone else nullcontext():
             loss(model, rank, step).backward()
-        before = copy.deepcopy(model.module.state_dict())
+        before = copy.deepcopy(model.state_dict())
         with torch.no_grad():
             norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
             for parameter in model.parameters():
                 parameter += parameter.grad * (0.05 / norm)
         optimizer.zero_grad()
         loss(model, rank, step).backward()
-        model.module.load_state_dict(before)
+        model.load_state_dict(before)
         optimizer.step()
         optimizer.zero_grad()
 
 
 def check_two_passes(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> None:
     def trained(alone: bool, options: dict[str, Any] | None) -> Tensor:
-        model = Feature().make()
+        model = make_ddp()
         if options is not None:
             fl.ddp.register(model, **options)
         perturbed(model, SGD(model.parameters(), lr=1e-3), rank, alone=alone)
         return weights(model)
 
-    start = weights(Feature().make())
+    start = weights(make_ddp())
     for alone in (False, True):
         plain = trained(alone, None)
         for name, options in codecs.items():
@@ -369,10 +467,36 @@ def check_two_passes(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -
         trained(True, {"codec": "raw", "check_replicas": 1})
 
 
+def check_optimizer(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> None:
+    """SAM gives plain DDP's weights, and copies of the model have nothing of the optimizer."""
+    model = make_ddp()
+    perturbed(model, SGD(model.parameters(), lr=1e-3), rank)
+    for name, options in codecs.items():
+        net = Net(straight)
+        optimizer = fl.DistributedOptimizer(SGD(net.parameters(), lr=1e-3), net.named_parameters(), **options)
+        perturbed(net, optimizer, rank)
+        assert_same_on_all_ranks(weights(net))
+        bound = 1e-5 if name == "raw" else 1.0
+        moved = (weights(model) - weights(Net(straight))).norm()
+        assert (weights(net) - weights(model)).norm() < bound * moved, name
+        average, file = AveragedModel(net), io.BytesIO()
+        torch.save(net, file)
+        file.seek(0)
+        copies: list[Any] = [copy.deepcopy(net), torch.load(file, weights_only=False), average.module]
+        for other in copies:
+            loss(other, rank, 0).backward()
+            loss(other, rank, 1).backward()  # a copy with the hooks would refuse it
+        loss(net, rank, 3).backward()
+        optimizer.step()
+        average.update_parameters(net)
+        assert_same_on_all_ranks(weights(average))
+        optimizer.close()
+
+
 def check_copies(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> None:
     """A copy of a model with a hook is plain DDP and may get a hook of its own; the original goes on with its hook."""
     for options in codecs.values():
-        model = Feature().make()
+        model = make_ddp()
         hook = fl.ddp.register(model, **options)
         optimizer = SGD(model.parameters(), lr=1e-3)
 
@@ -407,6 +531,7 @@ def check_refusals(rank: int, world: int) -> None:
     def register(net: nn.Module, codec: str = "int4", **ddp: Any) -> None:
         fl.ddp.register(DistributedDataParallel(net, **ddp), codec)
 
+    net: Any
     layers = nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(fl.ConfigError, match="layer '0' makes sparse gradients; give the layer sparse=False"):
         register(layers)
@@ -439,7 +564,15 @@ def check_refusals(rank: int, world: int) -> None:
     frozen.bias.requires_grad_(False)
     with pytest.raises(fl.ConfigError, match="1 parameters require gradients, 2 when it was wrapped"):
         fl.ddp.register(model, "int4")
-    model = Feature().make()
+    # Layers are reused from the second step on, so the first part is sent before the next one comes.
+    net = Net(lambda net, x, again: (in_two_segments(True) if again else checkpointed(True))(net, x))
+    optimizer = fl.DistributedOptimizer(SGD(net.parameters(), lr=0.1), net.named_parameters(), codec="raw")
+    loss(net, rank, 0, False).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(fl.UsageError, match="'first.*computed again after it had been sent.*use_reentrant=False"):
+        loss(net, rank, 1, True).backward()
+    model = make_ddp()
     fl.ddp.register(model, "int4")
     with (
         pytest.raises(fl.UsageError, match="divide_by_initial_world_size=False.*leave"),
@@ -455,4 +588,5 @@ def test_two_passes_copies_and_refusals() -> None:
 def check_all_else(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> None:
     check_two_passes(rank, world, codecs)
     check_copies(rank, world, codecs)
+    check_optimizer(rank, world, codecs)
     check_refusals(rank, world)
