@@ -414,6 +414,62 @@ def test_features_of_models_with_an_optimizer() -> None:
     run_ranks(check_features, 2, FAST_OPTIMIZED, CODECS, with_optimizer, timeout=120)
 
 
+def check_rest(rank: int, world: int, codecs: list[dict[str, Any]]) -> None:
+    """What is kept of a parameter is the same to the bit after steps in which no rank has used it."""
+    for options in codecs:
+        print(options)
+        model = DistributedDataParallel(Net(branching), bucket_cap_mb=0.001, find_unused_parameters=True)
+        hook = fl.ddp.register(model, **options)
+
+        def kept(hook: Any = hook) -> dict[str, Any]:
+            state = hook.state_dict()
+            parts = {key: state[key].get("second.weight", {}) for key in ("residuals", "packed", "tensors")}
+            return {key: part if isinstance(part, dict) else {"": part} for key, part in parts.items()}
+
+        for step, used in enumerate((True, True, False, False, True, False)):
+            before = kept()
+            model.zero_grad()
+            loss(model, rank, step, used).backward()
+            after = kept()
+            same = all(before[key].keys() == after[key].keys() for key in after) and all(
+                torch.equal(value, after[key][name]) for key, part in before.items() for name, value in part.items()
+            )
+            assert same != used, f"{options}: step {step}"
+        hook.close()
+
+
+KEEPING = [
+    {"codec": "int4"},
+    {"codec": "topk", "density": 0.1},
+    {"codec": "powersgd"},
+    {"codec": "dgc", "density": 0.1},
+    {"codec": "int4", "feedback_bits": 8},
+]
+KEEPING_TOO = [
+    *({"codec": "int4", "algorithm": algorithm} for algorithm in ("two_shot", "ring", "butterfly")),
+    {"codec": "thc", "error_feedback": True},
+    {"codec": "dynamiq", "algorithm": "ring", "error_feedback": True},
+    {"codec": "mxfp4", "scale": "auto", "error_feedback": True},
+    {"codec": "onebit"},
+    {"codec": "topk", "density": 0.1, "algorithm": "oktopk"},
+    {"codec": "topk", "density": 0.1, "feedback_bits": 8},
+    {"codec": "gaussiank"},
+    {"codec": "redsync"},
+    {"codec": "sidco"},
+    {"codec": "omnireduce", "error_feedback": True},
+    {"codec": "int4", "autotune": True},
+]
+
+
+def test_what_an_unused_parameter_owes_is_kept_to_the_bit() -> None:
+    run_ranks(check_rest, 2, KEEPING, timeout=120)
+
+
+@exhaustive(guarded_by="tests/integrations/test_features.py::test_what_an_unused_parameter_owes_is_kept_to_the_bit")
+def test_what_an_unused_parameter_owes_is_kept_to_the_bit_with_every_codec() -> None:
+    run_ranks(check_rest, 3, KEEPING + KEEPING_TOO, timeout=600)
+
+
 @exhaustive(guarded_by="tests/integrations/test_features.py::test_features")
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_features(world: int) -> None:
