@@ -4,12 +4,31 @@ So a program that only names the backend finds it. This module is not in the pac
 is made: whoever imports torch pays for no more than a line in a table.
 """
 
+import os
+import sys
 from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import Any
 
 
+def register_with_torch() -> None:
+    """Have the backend registered as soon as torch is imported; ``import fusionlayer`` calls it.
+
+    Torch that is imported later calls ``register`` by the entry point. Without that entry point, as in a source tree
+    that is not installed, nothing would call it, so torch is imported here.
+    """
+    if "torch" in sys.modules or not _torch_will_register():
+        register()
+
+
+def _torch_will_register() -> bool:
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return False
+    return any(point.value == f"{__name__}:register" for point in entry_points(group="torch.backends"))
+
+
 def register() -> None:
-    """Register the backend with torch; ``import torch`` calls it, and so does ``import fusionlayer``."""
+    """Register the backend with torch, once."""
     import torch
     import torch.distributed as dist
 

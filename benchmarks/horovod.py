@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from fusionlayer.launch import VARIABLES
 
 from .arguments import comma_separated, count, one_of
+from .lab.ports import hold_port
 from .report import Environment, table, write
 from .training.summary import interval
 from .training.workloads import make_workload
@@ -215,9 +215,8 @@ class Side:
 def meet(side: str, ranks: int) -> tuple[Any, dict[str, str]]:
     """Return what keeps the meeting of a side's processes on this host, and the variables that tell them of it."""
     if side != PEER:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        return None, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        held = hold_port()
+        return held, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
     from horovod.runner.common.util.hosts import (  # type: ignore[import-not-found]
         get_host_assignments,
         parse_hosts,

@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import fusionlayer as fl
+from fusionlayer import records
 from fusionlayer.codecs import Codec
 from fusionlayer.errors import ConfigError
 from fusionlayer.planning.codec_rules import AUTO, FIDELITIES
@@ -97,9 +97,9 @@ class Variant:
                 continue
             key, equals, value = word.partition("=")
             if key in _KEYS and equals:
-                found[key] = yaml.safe_load(value)
+                found[key] = records.parse(value)
             elif equals:
-                options[key] = yaml.safe_load(value)
+                options[key] = records.parse(value)
             elif word in _WORDS:
                 found[word] = True
             elif word in fl.planners.names():
@@ -213,6 +213,6 @@ def _local(name: str, word: str) -> Any:
         raise ValueError(f"{name!r}: fusionlayer.Local has no preset {preset!r}")
     pairs = [option.partition("=") for option in options]
     try:
-        return make(**{key: yaml.safe_load(value) for key, _, value in pairs})
+        return make(**{key: records.parse(value) for key, _, value in pairs})
     except (ConfigError, TypeError) as error:
         raise ValueError(f"{name!r}: {error}") from None

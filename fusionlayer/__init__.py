@@ -1,50 +1,53 @@
 """fusionlayer: fused, compressed, overlapped communication for PyTorch training."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from . import backend, codecs, collectives, libraries, transport
-from .context import init, is_initialized, local_rank, local_size, membership, rank, shutdown, size
-from .errors import (
-    ConfigError,
-    FusionLayerError,
-    PlanMismatch,
-    ReplicaMismatch,
-    TransportError,
-    UsageError,
-    WireError,
-)
-from .functional import (
-    Average,
-    ReduceOp,
-    Sum,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    reduce_scatter,
-    switcher,
-)
-from .integrations import ddp
-from .integrations.distributed import Distributed
-from .integrations.local import Local
-from .integrations.onebit_adam import OneBitAdam
-from .integrations.optimizer import DistributedOptimizer
-from .integrations.publication import Publisher, publish
-from .integrations.sends import FollowsSyncs, SendsItsOwn
-from .integrations.sharded import ShardedOptimizer
-from .plan import FusionPlan
-from .planning.autotune import Autotune
-from .planning.codec_rules import CodecRule, CodecRules
-from .publishing import Follower, subscribe
-from .scheduler import planners
-from .watching import watch
+import importlib
+from typing import TYPE_CHECKING
+
+import _fusionlayer_autoload
+
+from . import forks as _forks  # noqa: F401 - its exit handler is registered before the program's, so it runs after them
 
 if TYPE_CHECKING:
-    from . import metrics
-    from .integrations import checkpoint, deepspeed, fsdp, megatron, moe, pipeline, tensor_parallel
+    from . import backend, codecs, collectives, libraries, metrics, transport
+    from .context import init, is_initialized, local_rank, local_size, membership, rank, shutdown, size
+    from .errors import (
+        ConfigError,
+        FusionLayerError,
+        PlanMismatch,
+        ReplicaMismatch,
+        TransportError,
+        UsageError,
+        WireError,
+    )
+    from .functional import (
+        Average,
+        ReduceOp,
+        Sum,
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        reduce_scatter,
+        switcher,
+    )
+    from .integrations import checkpoint, ddp, deepspeed, fsdp, megatron, moe, pipeline, tensor_parallel
+    from .integrations.distributed import Distributed
+    from .integrations.local import Local
+    from .integrations.onebit_adam import OneBitAdam
+    from .integrations.optimizer import DistributedOptimizer
+    from .integrations.publication import Publisher, publish
+    from .integrations.sends import FollowsSyncs, SendsItsOwn
+    from .integrations.sharded import ShardedOptimizer
+    from .plan import FusionPlan
+    from .planning.autotune import Autotune
+    from .planning.codec_rules import CodecRule, CodecRules
+    from .publishing import Follower, subscribe
+    from .scheduler import planners
+    from .watching import watch
 
 __version__ = "0.1.0"
 
@@ -109,18 +112,55 @@ __all__ = [
     "watch",
 ]
 
-backend.register()
+_HOMES = {
+    "context": "init is_initialized local_rank local_size membership rank shutdown size",
+    "errors": "ConfigError FusionLayerError PlanMismatch ReplicaMismatch TransportError UsageError WireError",
+    "functional": "Average ReduceOp Sum all_gather all_reduce "
+    "all_to_all broadcast_object broadcast_optimizer_state broadcast_parameters reduce_scatter switcher",
+    "integrations": "checkpoint ddp deepspeed fsdp megatron moe pipeline tensor_parallel",
+    "integrations.distributed": "Distributed",
+    "integrations.local": "Local",
+    "integrations.onebit_adam": "OneBitAdam",
+    "integrations.optimizer": "DistributedOptimizer",
+    "integrations.publication": "Publisher publish",
+    "integrations.sends": "FollowsSyncs SendsItsOwn",
+    "integrations.sharded": "ShardedOptimizer",
+    "plan": "FusionPlan",
+    "planning.autotune": "Autotune",
+    "planning.codec_rules": "CodecRule CodecRules",
+    "publishing": "Follower subscribe",
+    "scheduler": "planners",
+    "watching": "watch",
+}
+"""The public names by their modules, which are imported when a name is first used: torch alone takes seconds."""
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+_fusionlayer_autoload.register_with_torch()
 
 
 def build_info() -> libraries.BuildInfo:
     """Return how this installation was built: version, instruction sets, compiler, CUDA architectures."""
+    from . import libraries
+
     return libraries.build_info(__version__)
 
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use: the parts of torch that they need take more than a second, and most jobs do without them.
-    if name in ("checkpoint", "deepspeed", "fsdp", "megatron", "moe", "pipeline", "tensor_parallel"):
-        return importlib.import_module(f".integrations.{name}", __name__)
-    if name == "metrics":
-        return importlib.import_module(".metrics", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers see the imports above, and report all other names
+
+    def __getattr__(name: str) -> object:
+        if name in _HOME:
+            module = __import__(f"{__name__}.{_HOME[name]}", fromlist=[name])  # imports `name` too if it is a module
+            value = globals()[name] = getattr(module, name)
+            return value
+        missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name.startswith("_"):
+            raise missing
+        try:
+            return importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise missing from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

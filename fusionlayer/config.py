@@ -227,7 +227,9 @@ def _value(variable: str, text: str, hint: Any) -> Any:
             return int(text) if int in kinds else float(text)
         if typing.get_origin(hint) is tuple:
             return [name.strip() for name in text.strip("[]").split(",")]
-        return yaml.safe_load(text)
+        return records.parse(text)
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(f"{variable}={text!r}: {error.problem}") from None
     except (ValueError, KeyError, yaml.YAMLError):
         # Every setting with a fraction is a time.
         expected = {bool: "1 or 0", int: "a whole number", float: "a number of seconds"}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from . import config, forks, launch, libraries, watching
 from .elastic import Members
 from .errors import ConfigError, UsageError, require
+from .last_error import leave_to_launcher
 from .transport import Transport, local
 from .transport._socket_options import chosen
 from .transport.c10d import C10dTransport, make_default_group
@@ -90,6 +91,7 @@ def init(
         if _job is not None or local.current() is not None:
             return
         libraries.check()  # one rank alone may need it only much later
+        leave_to_launcher()
         if _is_parents and dist.is_initialized():
             raise forks.refuse("torch.distributed and fusionlayer belong to its parent")
         if settings is not None:

@@ -139,11 +139,14 @@ def _seed(transport: Transport) -> int:
 
 
 def _travelling(
-    tensor: Tensor, codec: str | Codec | None, options: Mapping[str, Any], transport: Transport
+    call: str, tensor: Tensor, codec: str | Codec | None, options: Mapping[str, Any], transport: Transport
 ) -> tuple[Codec, Switcher | None]:
-    """Return the codec for ``tensor``, without header; with "auto", also the switcher that decides on its use."""
+    """Return the codec for a call, without header; with "auto", also the switcher that decides on its use."""
     if tensor.dtype not in DTYPE_CODES:
-        raise ConfigError(f"got a {tensor.dtype} tensor; expected float32, bfloat16 or float16")
+        raise ConfigError(
+            f"{call} got a {tensor.dtype} tensor; expected float32, bfloat16 or float16: convert it, or call "
+            "torch.distributed for other types"
+        )
     if codec == AUTO:
         chosen = codecs.get("zip", **options).bare
         return chosen, switcher_of(transport, chosen)
@@ -200,7 +203,7 @@ def all_reduce(
     if average and not tensor.dtype.is_floating_point:
         raise ConfigError(f"op=Average of a {tensor.dtype} tensor; expected op=Sum for integers")
     if tensor.dtype in DTYPE_CODES:
-        chosen, chooser = _travelling(tensor, codec, codec_options, transport)
+        chosen, chooser = _travelling("all_reduce", tensor, codec, codec_options, transport)
     else:
         if codec != AUTO:
             _configured(codec, codec_options)  # a wrong name is an error, though this type travels as it is
@@ -240,7 +243,7 @@ def all_gather(
     require(tensor, Tensor, "all_gather", "a tensor")
     refuse_unknown(all_gather, codec, codec_options)
     transport = context.transport(group)
-    chosen, chooser = _travelling(tensor, codec, codec_options, transport)
+    chosen, chooser = _travelling("all_gather", tensor, codec, codec_options, transport)
     part = tensor.detach().contiguous() if tensor.dim() else tensor.detach().view(1)
     rest = part.shape[1:]
     facts = [tuple(rest), tensor.dtype, chosen, chooser is None]
@@ -293,7 +296,7 @@ def reduce_scatter(
     average = check_op(op) is Average
     refuse_unknown(reduce_scatter, codec, codec_options)
     transport = context.transport(group)
-    chosen, chooser = _travelling(tensor, codec, codec_options, transport)
+    chosen, chooser = _travelling("reduce_scatter", tensor, codec, codec_options, transport)
     size = transport.size
     if algorithm not in (None, "ring"):
         raise ConfigError(f"reduce_scatter: algorithm={algorithm!r}; expected None or 'ring'")
@@ -340,7 +343,7 @@ def all_to_all(
     require(tensor, Tensor, "all_to_all", "a tensor")
     refuse_unknown(all_to_all, codec, codec_options)
     transport = context.transport(group)
-    chosen, chooser = _travelling(tensor, codec, codec_options, transport)
+    chosen, chooser = _travelling("all_to_all", tensor, codec, codec_options, transport)
     rank, size = transport.rank, transport.size
     if not tensor.dim():
         raise ConfigError("all_to_all of a scalar; give a tensor with a first dimension to be cut")
@@ -462,8 +465,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if context.transport(group).rank == root_rank:
         state = optimizer.state_dict()
         if "fusionlayer" in state:
-            kept = ("step", "local")  # what is the same on all ranks
-            state["fusionlayer"] = {key: value for key, value in state["fusionlayer"].items() if key in kept}
+            own = {key: value for key, value in state["fusionlayer"].items() if key in ("step", "local")}
+            if "local" in own:
+                own["local"] = {k: v for k, v in own["local"].items() if k not in ("parameters", "buffers")}
+            state["fusionlayer"] = own
         torch.save(state, buffer)
     data = broadcast_bytes(buffer.getvalue(), root_rank, group)
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -14,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from . import meeting, outages, ray_train, slurm
+from . import allocations, meeting, outages, ray_train, slurm
 from .bounded import Overdue, bounded
 from .errors import ConfigError, TransportError
 from .meeting import Board
@@ -32,8 +33,7 @@ class Place:
         size: number of processes of the job.
         local_rank: rank among the processes of this host.
         local_size: number of processes of this host.
-        launcher: where the numbers come from: "torchrun", "mpirun", "mpich", "horovodrun", "srun", "ray" or
-            "single".
+        launcher: where the numbers come from: one of ``VARIABLES``, "srun", "ray" or "single".
     """
 
     rank: int = 0
@@ -52,6 +52,20 @@ VARIABLES = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    "jsrun": (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_LOCAL_SIZE"),  # the last is not set
+    "mvapich": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 """Where each launcher writes rank, size, local rank and local size."""
@@ -69,7 +83,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     """
     places, halves = [], []
     for launcher, names in VARIABLES.items():
-        if launcher == "mpich" and slurm.speaks_pmi(environ):
+        if "PMI_SIZE" in names and slurm.speaks_pmi(environ):
             continue
         there = [name for name in names[:2] if name in environ]
         if len(there) == 2:
@@ -77,7 +91,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
         elif there:
             halves.append(f"{there[0]} is set and {next(n for n in names[:2] if n not in there)} is not")
     if not places and halves:
-        raise ConfigError(f"{halves[0]}: set both, as a launcher does, or none")
+        raise ConfigError(f"{halves[-1]}: set both, as a launcher does, or none")
     if not places:
         return _place_without_launcher(environ)
     # The first launcher in the list wins, but it must not see fewer processes than another one. A launcher that starts
@@ -104,11 +118,8 @@ def _place_without_launcher(environ: Mapping[str, str]) -> Place:
             "script by torchrun in place of python"
         )
     task = slurm.find_task(environ)
-    if task is None and "PMIX_RANK" in environ:
-        raise ConfigError(
-            f"PMIX_RANK={environ['PMIX_RANK']} and no number of processes: this launcher is not known; set RANK "
-            "and WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, as torchrun does"
-        )
+    if task is None:
+        allocations.refuse_alone(environ)
     return Place() if task is None or task.size == 1 else Place(*task, "srun")
 
 
@@ -116,7 +127,8 @@ def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mappin
     try:
         rank, size = int(environ[names[0]]), int(environ[names[1]])
         local_rank = int(environ.get(names[2], rank))
-        local_size = int(environ.get(names[3], max(1, local_rank + 1 if names[2] in environ else size)))
+        on_one_host = names[2] not in environ or launcher == "flux" and environ.get("FLUX_JOB_NNODES") == "1"
+        local_size = int(environ.get(names[3], max(1, size if on_one_host else local_rank + 1)))
     except ValueError:
         given = {name: environ.get(name) for name in names}
         raise ConfigError(f"{launcher} variables {given}; expected whole numbers") from None
@@ -161,8 +173,9 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
         _store, store = bounded(meet, deadline + _LAST_LOOK, name="meeting of ranks")
     except Overdue:
         raise TransportError(
-            f"rank {place.rank}: the store by which the ranks meet does not answer within {timeout:g} s; is rank 0, or "
-            "the launcher that keeps it, stopped or overloaded?",
+            f"rank {place.rank}: the store by which the ranks meet{_where(environ)} does not answer within "
+            f"{timeout:g} s; is rank 0, or the launcher that keeps it, stopped or overloaded, or has another program "
+            "that port?",
             [] if _kept_by_launcher(environ) else [0],
         ) from None
     meeting.clear()
@@ -185,7 +198,7 @@ def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str
     names = VARIABLES.get(place.launcher)
     if names is None:
         return place
-    counts = names[2] not in environ
+    counts = not environ.keys() >= {*names[2:]}
 
     def meet() -> list[bytes]:
         store.set(f"node/{place.rank}", node_name())
@@ -194,12 +207,13 @@ def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str
     try:
         nodes = bounded(meet, time.monotonic() + timeout + _LAST_LOOK, name="count of ranks")
     except RuntimeError as error:
-        text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
+        text = f"rank {place.rank}: the store by which the ranks meet was lost: {outages.first_line(error)}"
         raise TransportError(text, [] if _kept_by_launcher(environ) else [0]) from error
     if not counts:
         return place
     here = [rank for rank, node in enumerate(nodes) if node == nodes[place.rank]]
-    return replace(place, local_rank=here.index(place.rank), local_size=len(here))
+    local_rank = place.local_rank if names[2] in environ else here.index(place.rank)
+    return replace(place, local_rank=local_rank, local_size=max(local_rank + 1, len(here)))
 
 
 def _meeting(kept: Store) -> Store:
@@ -216,8 +230,18 @@ def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> N
     me = Identity.own()
     here = {rank: f"here/{rank}" for rank in range(place.size)}
     seen: dict[int, Identity] = {}
-    store.set(here[place.rank], me.encode())
     try:
+        # Whoever is first says how many there are.
+        said = store.compare_set("size", "", f"{place.rank} {place.size}").decode().split()
+        if int(said[1]) != place.size:
+            name = VARIABLES.get(place.launcher, ("", "the number of processes"))[1]
+            raise TransportError(
+                f"rank {place.rank} has {name}={place.size}, and rank {said[0]}, which has come to the same "
+                f"store{_where(os.environ)}, has {said[1]}; give all ranks of a job the same number, and each job a "
+                "port of its own",
+                [place.rank, int(said[0])],
+            )
+        store.set(here[place.rank], me.encode())
         while not store.check(list(here.values())):
             time.sleep(_POLL)
             if store.check(["failed"]):
@@ -242,7 +266,7 @@ def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> N
         raise
     except RuntimeError as error:
         ranks = [] if _kept_by_launcher(os.environ) else [0]
-        text = f"rank {place.rank}: the store by which the ranks meet was lost: {str(error).splitlines()[0]}"
+        text = f"rank {place.rank}: the store by which the ranks meet was lost: {outages.first_line(error)}"
         raise TransportError(text, ranks) from error
 
 
@@ -253,6 +277,12 @@ def _announce(store: Store, place: Place, error: TransportError, others: int) ->
         end = time.monotonic() + _LAST_LOOK / 2
         while place.rank == 0 and store.add("heard", 0) < others and time.monotonic() < end:
             time.sleep(_POLL)
+
+
+def _where(environ: Mapping[str, str]) -> str:
+    """Return where the variables say that ranks meet, for a message."""
+    there = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
+    return f" at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if there else ""
 
 
 def _kept_by_launcher(environ: Mapping[str, str]) -> bool:
@@ -345,6 +375,11 @@ def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: boo
         cause = outages.explain(error, host, port)
         if serve and not cause.here:
             cause = outages.explain(error)  # of course nobody listens there now
+        if not serve and re.search("Ping failed|closed|reset|validat", cause.text):
+            text = (
+                f"a program that is no store of torch listens there ({cause.text}); end it, or give all ranks another"
+            )
+            cause = cause._replace(text=f"{text} MASTER_PORT")
         ranks = [place.rank if cause.here else 0]
         raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from error
 

@@ -13,8 +13,6 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from .errors import ConfigError, FusionLayerError
 
 __all__ = [
@@ -218,6 +216,15 @@ def _facts(library: ctypes.CDLL) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def cpu() -> ctypes.CDLL:
     """Return the CPU library; ``FUSIONLAYER_ISA`` chooses its instruction set (default: the best one)."""
+    import torch  # here, so that ``fusionlayer --version`` need not wait for it
+
+    library = _cpu_on_one_thread()
+    library.fl_set_threads(max(1, min(torch.get_num_threads(), 8)))
+    return library
+
+
+@lru_cache(maxsize=1)
+def _cpu_on_one_thread() -> ctypes.CDLL:
     library = _open("cpu")
     library.fl_crc32c.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
     library.fl_crc32c.restype = ctypes.c_uint32
@@ -237,7 +244,6 @@ def cpu() -> ctypes.CDLL:
     library.fl_link_states.argtypes = library.fl_link_sent.argtypes = [_POINTER, _POINTER]
     library.fl_link_close.argtypes = [_POINTER, _I32]
     library.fl_link_forget.argtypes = library.fl_link_free.argtypes = [_POINTER]
-    library.fl_set_threads(max(1, min(torch.get_num_threads(), 8)))
     wanted = os.environ.get("FUSIONLAYER_ISA")
     if wanted:
         _select_isa(library, wanted, "FUSIONLAYER_ISA=")
@@ -273,7 +279,7 @@ def select_isa(name: str) -> None:
 
 def isa() -> str:
     """Return the instruction set in use."""
-    return str(cpu().fl_isa().decode())
+    return str(_cpu_on_one_thread().fl_isa().decode())
 
 
 def set_threads(count: int) -> None:
@@ -315,7 +321,7 @@ class BuildInfo:
 
 def build_info(version: str) -> BuildInfo:
     """Return how the libraries were built. This opens the CUDA one if it is installed, which needs no driver."""
-    facts = _facts(cpu())
+    facts = _facts(_cpu_on_one_thread())
     of_cuda = _facts(cuda()) if library_path("cuda").exists() else {}
     shown = {key: value for key, value in of_cuda.items() if key in ("archs", "compiler")}
     return BuildInfo(version, isa(), tuple(facts.get("isas", "").split(",")), facts.get("compiler", "unknown"), shown)

@@ -8,7 +8,7 @@ import resource
 import socket
 from typing import NamedTuple
 
-__all__ = ["Outage", "between_hosts", "explain"]
+__all__ = ["Outage", "between_hosts", "explain", "first_line"]
 
 # A connection of gloo takes a few descriptors at a time. With fewer than these left, some call has failed for want of
 # them, though others may have been freed since.
@@ -36,7 +36,7 @@ def explain(error: BaseException, host: str | None = None, port: int | None = No
         host: where this process has tried to connect to, or to listen, if it was one place.
         port: there.
     """
-    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    text = first_line(error)
     if _few_files_left(text):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return Outage(f"too many open files: this process may have {limit}; raise that, as by 'ulimit -n 4096'", True)
@@ -52,6 +52,13 @@ def explain(error: BaseException, host: str | None = None, port: int | None = No
     if host is not None and port is not None:
         return _probe(host, port) or Outage(text, False)
     return Outage(text, False)
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error of torch or gloo in one line, without places in their source and advice to their developers."""
+    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    text = re.sub(r"^(\[[^]\s]*\.(cc|cpp|h|hpp):\d+\] *)+", "", text)
+    return re.split(r"\. (?:This is typically caused|Check the logs)", text)[0]
 
 
 def between_hosts() -> str:

@@ -15,9 +15,14 @@ import yaml
 from . import records
 from .errors import ConfigError
 
-__all__ = ["Bucket", "FusionPlan", "Slot", "TensorInfo"]
+__all__ = ["Bucket", "FusionPlan", "Slot", "TensorInfo", "plain_name"]
 
 PLAN_VERSION = 1
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what ``torch.compile`` puts before the names of each module it has compiled."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 @dataclass(frozen=True)

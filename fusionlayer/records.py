@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ import yaml
 from .errors import ConfigError, require
 from .registry import nearest
 
-__all__ = ["build", "check", "load", "read", "save"]
+__all__ = ["build", "check", "load", "parse", "read", "save"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,27 @@ _WORDS = {
     Sequence: "a list",
 }
 # The C parser is many times faster, but not every PyYAML has it. Both make plain data only.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SPECIAL = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """Refuses a mapping that has a key twice: YAML forbids it, and PyYAML would keep the last value."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        # PyYAML calls this for each mapping before it replaces "<<" by another mapping's keys, and may call it again.
+        if not getattr(node, "checked", False):
+            node.checked = True
+            seen: set[object] = set()
+            for key_node, _ in node.value:
+                key = key_node.value if key_node.tag in _SPECIAL else self.construct_object(key_node, deep=True)
+                if not isinstance(key, Hashable):
+                    continue  # PyYAML refuses it
+                if key in seen:
+                    problem = f"the mapping has the key {key!r} twice; expected one value"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.add(key)
+        super().flatten_mapping(node)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -50,13 +70,18 @@ def read(path: str | Path, what: str) -> Any:
     """Return the data of a YAML file; ``ConfigError`` if it cannot be read. ``what`` says what the file holds."""
     require(path, (str, Path), what, "the path of a file")
     try:
-        return yaml.load(Path(path).read_text(), Loader=_Loader)
+        return parse(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path} cannot be read: it is no text; expected YAML") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} {path} cannot be read: {_why(error)}") from error
+
+
+def parse(text: str) -> Any:
+    """Return the data of a YAML text; ``yaml.YAMLError`` if it is none, or has a key twice."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def _why(error: yaml.YAMLError) -> str:

@@ -11,6 +11,11 @@ from .errors import ConfigError
 __all__ = ["Task", "find_task", "meeting_point", "speaks_pmi", "step_of"]
 
 
+# What srun alone sets, and what a batch script has as well.
+_OF_A_STEP = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
+_OF_A_JOB = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE"}
+
+
 class Task(NamedTuple):
     """Ranks and sizes of a task of srun in its step and on its node."""
 
@@ -29,19 +34,20 @@ def find_task(environ: Mapping[str, str]) -> Task | None:
     size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     rank = _number(environ, "SLURM_PROCID")
     if size is None:
-        if rank:
+        left = [f"{name}={environ[name]}" for name in ("SLURM_PROCID", "SLURM_STEP_ID") if name in environ]
+        if rank or "SLURM_STEP_ID" in environ:
             raise ConfigError(
-                f"SLURM_PROCID={rank} and no SLURM_NTASKS: a container or a wrapper has dropped variables of srun; "
+                f"{left[0]} and no SLURM_NTASKS: a container or a wrapper has dropped variables of srun; "
                 "let it pass on all that begin with SLURM_"
             )
         return None
     if size == 1:
         return Task(0, 1, 0, 1)  # an interactive shell, too, which no srun need have started
     # A batch script has the number of its first task, and no step.
-    if rank is None or "SLURM_JOB_ID" in environ and not environ.keys() & {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}:
+    if rank is None or environ.keys() & _OF_A_JOB and not environ.keys() & _OF_A_STEP:
         raise ConfigError(
             f"this job of Slurm has {size} tasks, and this process is none of them: start it by srun or torchrun; "
-            "for one process alone unset SLURM_NTASKS and SLURM_NPROCS"
+            "for one process alone set RANK=0 and WORLD_SIZE=1"
         )
     local_rank = _number(environ, "SLURM_LOCALID")
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))

@@ -11,8 +11,9 @@
         assert run_ranks(total, 4, 2.0) == [12.0] * 4
 
 Processes are forked, in a hundredth of a second each, from a server that has imported torch and fusionlayer already: a
-test has processes of its own and pays for no import. They meet by a file or a port of the system's choice, have a
-deadline, and are all gone when the call returns. ``outcomes_of`` is the form for ranks that are meant to fail.
+test has processes of its own and pays for no import. They meet by a file or a port of the system's choice, call the
+function once all are up, and are all gone when the call returns. ``outcomes_of`` is the form for ranks that are meant
+to fail.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _context.set_forkserver_preload(["tests.preload"])
 
 _report: Connection | None = None
 
+# Seconds that ranks have to start, and from then on to end. They only end a hang: a busy machine needs a tenth.
+START, DEADLINE = 120.0, 180.0
+# Seconds that a rank has to leave once it has returned or raised.
+_LEAVING = 60.0
+
 
 @dataclass
 class Outcome:
@@ -55,8 +61,8 @@ class Outcome:
         trace: its traceback.
         attributes: what the exception had in its ``__dict__``, of plain types.
         exit_code: of the process, as multiprocessing gives it.
-        at: seconds from the start of the first rank's function to this end.
-        checkpoints: name of each checkpoint that was reached, and when.
+        at: seconds from the start of the ranks' functions to this end.
+        checkpoints: names of the checkpoints that were reached.
     """
 
     kind: str = "hung"
@@ -66,13 +72,13 @@ class Outcome:
     attributes: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
     at: float = 0.0
-    checkpoints: dict[str, float] = field(default_factory=dict)
+    checkpoints: set[str] = field(default_factory=set)
 
 
 def checkpoint(name: str) -> None:
     """Tell the test, from within a rank, that this point is reached; a signal set for it arrives before the return."""
     assert _report is not None
-    _report.send(("checkpoint", name, time.monotonic()))
+    _report.send(("checkpoint", name))
     _report.recv()
 
 
@@ -87,17 +93,17 @@ def run_ranks(
     fn: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = DEADLINE,
     backend: str | None = "gloo",
     store: str = "file",
 ) -> list[Any]:
-    """Return ``[fn(0, world, *args), fn(1, world, *args), ...]``, called at once in one process each.
+    """Return ``[fn(0, world, *args), fn(1, world, *args), ...]``, called in one process each once all of them are up.
 
     Args:
         fn: function at the top level of a module.
         world: number of processes.
         args: further arguments; pickled.
-        timeout: seconds until the processes are killed.
+        timeout: seconds after which processes that have not ended are killed; no test should come near them.
         backend: of the default process group, None for no process group.
         store: by which they meet: "file", or "tcp", which rank 0 keeps.
 
@@ -122,7 +128,7 @@ def outcomes_of(
     world: int,
     *args: Any,
     signals: dict[tuple[int, str], signal.Signals] | None = None,
-    timeout: float = 60.0,
+    timeout: float = DEADLINE,
     backend: str | None = "gloo",
     store: str = "file",
 ) -> list[Outcome]:
@@ -154,9 +160,10 @@ class _Run:
         self._signals = signals
         self._stopped: set[int] = set()
         self._last: set[Connection] = set()
+        self._up: set[Connection] = set()
         _begin_server()
-        self._start = time.monotonic()
-        self._deadline = self._start + timeout
+        self._start, self._timeout = time.monotonic(), timeout
+        self._deadline = self._start + START
         self._ends: dict[Connection, int] = {}
         self._processes = []
         for rank in range(world):
@@ -188,16 +195,28 @@ class _Run:
                     if self.outcomes[rank].kind == "hung":
                         self.outcomes[rank].kind = "died"
                         self.outcomes[rank].at = time.monotonic() - self._start
+                    if not self._began():
+                        return  # the others would wait for it in vain
                     continue
-                if kind == "checkpoint":
+                if kind == "up":
+                    self._up.add(ours)
+                    if self._began():
+                        self._start = time.monotonic()
+                        self._deadline = self._start + self._timeout
+                        for each in self._up:
+                            each.send(None)
+                elif kind == "checkpoint":
                     self._reached(rank, *news, ours)
                 elif kind == "last":
                     self._last.add(ours)
                 else:
                     self._ended(rank, kind, *news)
 
-    def _reached(self, rank: int, name: str, at: float, ours: Connection) -> None:
-        self.outcomes[rank].checkpoints[name] = at - self._start
+    def _began(self) -> bool:
+        return len(self._up) == len(self.outcomes)
+
+    def _reached(self, rank: int, name: str, ours: Connection) -> None:
+        self.outcomes[rank].checkpoints.add(name)
         chosen = self._signals.get((rank, name))
         if chosen is not None:
             pid = self._processes[rank].pid
@@ -218,8 +237,8 @@ class _Run:
 
     def _end_all(self) -> None:
         for process, outcome in zip(self._processes, self.outcomes, strict=True):
-            if outcome.kind == "returned":
-                process.join(5)
+            if outcome.kind in ("returned", "raised"):
+                process.join(_LEAVING)
             if process.is_alive():
                 process.kill()
             process.join()
@@ -230,7 +249,7 @@ class _Run:
 
 @functools.cache
 def _begin_server() -> None:
-    """Return when the server has imported what ranks need: on a busy machine that takes longer than many a deadline."""
+    """Return when the server has imported what ranks need: no rank's start includes that."""
     first = _context.Process(target=_context.get_start_method)
     first.start()
     first.join()
@@ -250,7 +269,7 @@ def _rank_main(
     global _report
     _report = report
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
+    faulthandler.dump_traceback_later(START - 2, exit=False)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     tempfile.tempdir = None  # the server has looked for it; a rank that sets TMPDIR looks again
@@ -263,6 +282,9 @@ def _rank_main(
                 world_size=world,
                 timeout=datetime.timedelta(seconds=timeout / 2),
             )
+        report.send(("up",))
+        report.recv()
+        faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
         value = fn(rank, world, *args)
         ended = time.monotonic()
         if backend is not None:

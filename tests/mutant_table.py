@@ -407,6 +407,8 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "scheduler/",
+        ("usage.py", "compress(self._names, used == 0)", "()", "unused parameters are updated"),
+        ("buffers.py", "= gradient.data\n", "= gradient.detach()\n", "results count as changes of the user"),
         ("agreement.py", "plan = self.shared(plan)", "plan.digest()", "a learned plan has equal shares"),
         ("memory.py", "= spare.copy_(state.residual)", "= state.residual", "a step's feedback cannot be taken back"),
         ("layout.py", "if self._undoable:", "if not self._undoable:", "nothing is remembered before a step"),
@@ -520,6 +522,16 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "integrations/",
+        ("backward_end.py", "if outer is None:", "if True:", "a backward within a backward ends the step"),
+        ("reduction.py", "if not each.is_still(parameter.grad):", "if False:", "gradients change while in flight"),
+        (
+            "reduction.py",
+            "_Given.of(gradient)[1:] == self[1:]",
+            "True",
+            "a clipped gradient is taken for the given one",
+        ),
+        ("reduction.py", "engine.memory.restore(unused)", "pass", "what an unused parameter owes is lost"),
+        ("reduction.py", "self._fl_ends_with_backward = False\n            self", "self", "every step reduces twice"),
         (
             "elastic_optimizer.py",
             "self._fl_held = receive_results(transport, giver)",
@@ -638,8 +650,17 @@ MUTANTS: list[Mutant] = [
         ),
         ("deepspeed/weights.py", ".detach().clone()", ".detach()", "differences from what the step has overwritten"),
         ("deepspeed/one_bit.py", "= not self.frozen", "= True", "averaged gradients go into momenta"),
-        ("ddp.py", "                self._sent += 1\n", "", "buckets of DDP share noise"),
         ("ddp.py", "for name in unused if not used[name]", "for name in ()", "what an unused parameter owes is lost"),
+        (
+            "ddp.py",
+            "flat, seed, done)\n                self._sent += 1\n",
+            "flat, seed, done)\n",
+            "buckets of DDP share noise",
+        ),
+        ("ddp.py", "elif self._resumed:", "elif False:", "a resumed step has other buckets"),
+        ("own_state.py", 'if "rank" in saved and', "if False and", "another rank's error feedback is loaded"),
+        ("rank_states.py", "range(place.rank, saved.size, place.size)", "[0]", "error feedback is lost or doubled"),
+        ("sharded.py", "if overflown.item():", "if False:", "one rank skips a step"),
         (
             "replicas.py",
             "if any(theirs != records[0][2]",

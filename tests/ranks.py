@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def over_threads(
-    world: int, body: Callable[[Transport], Result], timeout: float = 30, ranks_per_node: int | None = None
+    world: int, body: Callable[[Transport], Result], timeout: float = 180, ranks_per_node: int | None = None
 ) -> list[Result]:
     """Return what ``body`` returns on each of ``world`` ranks; it is given the rank's transport."""
 

@@ -35,7 +35,7 @@ def test_the_process_ends_after_the_deadline_of_the_test_itself(
     pytester.makeini(INI)
     pytester.makepyfile(test_it=TESTS)
     plugins = [word for name in ("tests.deadlines", "no:cacheprovider", "no:xdist") for word in ("-p", name)]
-    done = pytester.runpytest_subprocess("-v", *plugins, timeout=50)
+    done = pytester.runpytest_subprocess("-v", *plugins)
     told = done.stdout.str() + done.stderr.str()
     assert "test_of_something_that_is_built PASSED" in told
     assert "in test_of_signals_that_do_not_help" in told and "test_that_nobody_sees" not in told

@@ -128,9 +128,9 @@ def _planned(**options: Any) -> Callable[[int], Tensor]:
 
 def _both(world: int, body: Callable[[int], Tensor]) -> None:
     """Run ``body`` on ranks that are threads, without a default device and with one; results must be the same."""
-    expected = local.run(body, world, timeout=60)
+    expected = local.run(body, world)
     with default_device():
-        found = local.run(body, world, timeout=60)
+        found = local.run(body, world)
     assert all(map(torch.equal, expected, found))
 
 
@@ -183,7 +183,7 @@ def test_transports_conform() -> None:
 @looped("name", CHECKS)
 def test_horovods_behaviours(name: str) -> None:
     with default_device():
-        local.run(on_this_rank([name]), 2, timeout=30)
+        local.run(on_this_rank([name]), 2)
 
 
 def _named(value: Any) -> str:
@@ -201,5 +201,5 @@ LAST = {body: options for body, options in TRAINERS if body not in (trainers.opt
 @pytest.mark.medium
 @pytest.mark.parametrize("body, options", tiered(TRAINERS, lambda body, options: LAST.get(body) is options), ids=_named)
 def test_trainers_in_processes_get_the_same(body: Any, options: dict[str, Any]) -> None:
-    expected, found = (run_ranks(trained, 2, body, options, way, timeout=55) for way in (False, True))
+    expected, found = (run_ranks(trained, 2, body, options, way) for way in (False, True))
     assert expected == found

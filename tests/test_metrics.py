@@ -70,7 +70,7 @@ def test_callbacks_are_called_again_and_one_that_fails_too() -> None:
         raise ValueError("the user's")
 
     meter = metrics.every(0.01, take)
-    assert twice.wait(60)
+    assert twice.wait(180)
     meter.close()
     assert "bytes_sent" in calls[0]  # type: ignore[operator]
 
@@ -84,7 +84,7 @@ def test_a_writer_of_tensorboard_gets_scalars_by_step() -> None:
             done.set()
 
     meter = metrics.to_tensorboard(Writer(), 0.01)
-    assert done.wait(60)
+    assert done.wait(180)
     meter.close()
     assert written[0][0].startswith("fusionlayer/")
     with pytest.raises(ConfigError, match="add_scalar"):

@@ -28,6 +28,14 @@ def test_what_is_not_known_is_told_as_it_is(port: int) -> None:
     assert explain(ERROR) == explain(ERROR, "127.0.0.1", port) == Outage("The client socket has timed out", False)
 
 
+def test_gloos_own_text_is_left_out_but_for_what_happened() -> None:
+    text = (
+        "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:10139: "
+        "Connection reset by peer. This is typically caused by a remote worker hanging or bugs in it. GLHF!"
+    )
+    assert explain(RuntimeError(text)).text == "Read error [127.0.0.1]:10139: Connection reset by peer"
+
+
 def test_too_many_open_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))

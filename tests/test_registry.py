@@ -75,11 +75,11 @@ def test_a_taken_name_is_refused(animals: Registry[str]) -> None:
 def test_threads_that_come_first_together_all_see_every_name(animals: Registry[str], tmp_path: Path) -> None:
     entered, go_on = threading.Event(), threading.Event()
     sys.modules["animals"].gate = (entered, go_on)  # type: ignore[attr-defined]
-    gated = "from . import gate\ngate[0].set()\nassert gate[1].wait(20)\n" + PACKAGE["cat.py"]
+    gated = "from . import gate\ngate[0].set()\nassert gate[1].wait(180)\n" + PACKAGE["cat.py"]
     (tmp_path / "animals" / "cat.py").write_text(gated)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(animals.names)
-        assert entered.wait(20)
+        assert entered.wait(180)
         second = pool.submit(animals.names)
         go_on.set()
         assert first.result() == second.result() == ["cat", "kitten"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from torch.distributed import TCPStore
 
 import fusionlayer as fl
 from benchmarks.lab import Network, launch
+from benchmarks.lab.ports import hold_port
 
 from .connection import accept, listen
 from .job import Job, Outcome, Phase
@@ -28,7 +28,7 @@ from .job import Job, Outcome, Phase
 __all__ = ["Attack", "Field", "NotReached", "Run", "by_ranks", "lab_field", "local_field", "nothing"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0
+PATIENCE = 180.0
 """Seconds in which a point must be reached, and in which a host must start."""
 
 Attack = Callable[["Run"], None]
@@ -165,7 +165,9 @@ class Field:
         self._run = run = Run(job, self._number, self, scratch, [Outcome() for _ in range(job.world)])
         keeper = _agent_store(job) if job.keeper == "agent" else None
         run.store = keeper
-        port = keeper.port if keeper else _free_port() if self._address is None else 29500 + self._number % 1000
+        held = hold_port()
+        here = keeper.port if keeper else held.getsockname()[1]
+        port = here if keeper or self._address is None else 29500 + self._number % 1000
         try:
             for rank in range(job.world):
                 variables = environment(job, rank, folder, self._address, port)
@@ -175,6 +177,7 @@ class Field:
             run.await_ends(awaited, time.monotonic() + job.deadline)
         finally:
             self._end_all(run)
+            held.close()
         run.strayed = sorted(path.name for path in scratch.iterdir())
         for rank, outcome in enumerate(run.outcomes):
             log = folder / str(rank)
@@ -333,10 +336,3 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 def _agent_store(job: Job) -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

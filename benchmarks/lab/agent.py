@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from benchmarks.lab.hosts import Host, existing_hosts, make_hosts  # noqa: E402
 from benchmarks.lab.job import TIMED_OUT, Job  # noqa: E402
 from benchmarks.lab.mpi import mpirun  # noqa: E402
 from benchmarks.lab.network import Obstacle  # noqa: E402
+from benchmarks.lab.ports import hold_port  # noqa: E402
 
 __all__ = ["main"]
 
@@ -131,7 +131,7 @@ def supervise(
     return first.status or 1
 
 
-def starting(job: Job, hosts: Sequence[Host], scratch: Path | None, events: Path | None) -> Iterable[Worker]:
+def starting(job: Job, hosts: Sequence[Host], scratch: Path | None, events: Path | None, port: int) -> Iterable[Worker]:
     """Yield the workers of ``job`` as they start, with the environment that torchrun, or Open MPI, would give them."""
     size = len(hosts) * job.workers
     common = {
@@ -139,7 +139,7 @@ def starting(job: Job, hosts: Sequence[Host], scratch: Path | None, events: Path
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses of such a network have no names, and torch warns of it
         **os.environ,
         "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(29500 if job.network.isolated else _free_port()),
+        "MASTER_PORT": str(port),
         "PYTHONFAULTHANDLER": "1",
         **({EVENTS: str(events)} if events else {}),
     }
@@ -159,13 +159,6 @@ def starting(job: Job, hosts: Sequence[Host], scratch: Path | None, events: Path
         yield Worker(f"worker {rank}", [*host.enter, *job.command], {**common, **place})
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _sent(host: Host) -> int:
     command = [*host.enter, "ip", "-json", "-statistics", "link", "show"]
     links = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -180,6 +173,7 @@ def _run(job: Job) -> int:
         hosts, switch = make_hosts(job.network)
     used = hosts if job.host is None else [hosts[job.host]]
     with ExitStack() as stack:
+        held = stack.enter_context(hold_port())
         before = [_sent(host) for host in used] if job.count_bytes else []
         scratch = events = None
         if job.flaps:
@@ -189,7 +183,7 @@ def _run(job: Job) -> int:
             stack.callback(_end_all)  # before the folder goes: what Open MPI has started elsewhere may write there
         flapping = Flapping(job.flaps, hosts, events)
         status = supervise(
-            starting(job, used, scratch, events),
+            starting(job, used, scratch, events, 29500 if job.network.isolated else held.getsockname()[1]),
             job.timeout,
             broken=lambda: switch is not None and switch.poll() is not None,
             flap=lambda: [print(told, file=sys.stderr, flush=True) for told in flapping.step()],

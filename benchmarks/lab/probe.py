@@ -121,7 +121,7 @@ def _datagrams(address: str) -> socket.socket:
     with suppress(OSError):
         listening.setsockopt(socket.SOL_SOCKET, getattr(socket, "SO_RCVBUFFORCE", 33), 1 << 24)
     listening.bind((address, _PORT))
-    listening.settimeout(20)
+    listening.settimeout(120)
     return listening
 
 
@@ -160,10 +160,10 @@ def _answer(listener: socket.socket, datagrams: socket.socket) -> None:
 
 
 def _connect(address: str) -> socket.socket:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while True:
         try:
-            return socket.create_connection((address, _PORT), timeout=20)
+            return socket.create_connection((address, _PORT), timeout=120)
         except (ConnectionRefusedError, TimeoutError):
             if time.monotonic() > end:
                 raise

@@ -52,7 +52,7 @@ from .worker import main as work
 __all__ = ["main", "run"]
 
 _context = mp.get_context("forkserver")
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 # Steps of a job that is only timed.
 _TIMED, _TIMED_SMOKE = 320, 30
 

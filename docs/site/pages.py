@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from benchmarks.pages import tables
-from fusionlayer import cli, codecs, collectives, config, launch
+from fusionlayer import allocations, cli, codecs, collectives, config, launch
 from fusionlayer.cli import environment, fusionrun
 from fusionlayer.codecs import Codec, PartsCodec, StatefulCodec, TensorState, VariableSizeCodec
 from fusionlayer.errors import ConfigError
@@ -101,6 +101,10 @@ def variables() -> str:
         "Where none is set Ray Train is asked, if the program has imported it. `PET_NNODES` and `PET_NPROC_PER_NODE`,\n"
         "which Kubeflow sets for torchrun, only tell that torchrun was forgotten. `PMI_RANK` and `PMI_SIZE` that srun\n"
         "itself has set do not count.",
+        "A process that has no rank by these would train alone. It is refused where one of the following tells of\n"
+        "several hosts or tasks: it was not started by a launcher, or a container has dropped variables. `RANK=0` and\n"
+        "`WORLD_SIZE=1` let it train alone.",
+        as_code(allocations.VARIABLES),
         "## Horovod's",
         "`fusionlayer.torch` reads these, so that jobs of Horovod keep their settings.",
         table(["variable", "meaning"], ([f"`{n}`", m] for n, m in environment.HOROVOD.items())),
@@ -132,8 +136,8 @@ def commands() -> str:
     return as_page(
         "# Commands",
         "What the package installs. Each command has `--help`. [Operations](operations.md) and\n"
-        "[planning](planning.md) show them at work. Their exit status is 0; or 1 for what they cannot do; or 2 for a\n"
-        "command line that makes no sense.",
+        "[planning](planning.md) show them at work. The exit status is 0; 1 after a failure; 2 for an argument, a\n"
+        "file or a setting that cannot be used.",
         table(["command", "what it does"], overview),
         *parts,
     )

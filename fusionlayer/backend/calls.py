@@ -1,4 +1,4 @@
-"""Compressed collectives on the arguments of torch's process groups: tensors of any shape, and lists of them.
+"""Compressed collectives on the arguments of torch's process groups: contiguous tensors, and lists of them.
 
 Each function checks nothing and sends nothing. It returns a ``Call``, which a ``CallQueue`` runs later on its thread.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..codecs import Codec
 from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
+from ..errors import ConfigError
 from ..seeds import derive_seed
 from ..transport import Transport
 from .hints import Differences
@@ -30,6 +31,7 @@ __all__ = [
     "gather_differences",
     "is_sum",
     "reduce_scatter",
+    "refuse_average",
     "scaling_of",
 ]
 
@@ -66,6 +68,16 @@ def _text(name: str, op: str | None, shapes: tuple[torch.Size, ...], dtype: torc
         digest = zlib.crc32(" ".join(each).encode())
         each = [f"{len(each)} tensors with {sum(shape.numel() for shape in shapes)} elements, shapes {digest:08x},"]
     return " ".join(filter(None, [name, op, "of", *each, str(dtype).removeprefix("torch.")]))
+
+
+def refuse_average(name: str, xs: Sequence[Tensor], op: Any) -> None:
+    """Raise ``ConfigError`` for an average of integers by gloo, whose own error names neither call nor type."""
+    given = xs[0] if op == dist.ReduceOp.AVG and xs else None
+    if given is not None and given.device.type == "cpu" and not (given.is_floating_point() or given.is_complex()):
+        raise ConfigError(
+            f"{name} with op=AVG got a {given.dtype} tensor; expected floats: sum integers by op=SUM and divide them, "
+            "or convert them to float32"
+        )
 
 
 def scaling_of(op: Any, dtype: torch.dtype, size: int) -> Scaling:
@@ -106,10 +118,8 @@ def reduce_scatter(
 
     def call(transport: Transport) -> None:
         rows = _flat(inputs).view(transport.size, -1)
-        total = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
         scaling = scaling_of(op, rows.dtype, transport.size)
-        reduce_scatter_flat(rows, total, codec, transport, scaling, algorithm=algorithm, seed=seed(transport))
-        _spread(total, [out])
+        reduce_scatter_flat(rows, out.view(-1), codec, transport, scaling, algorithm=algorithm, seed=seed(transport))
 
     return call
 
@@ -118,8 +128,7 @@ def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: Seed) -> C
     """Return a call that fills ``outs`` with all ranks' ``x``; ``outs`` is one tensor for all ranks or one for each."""
 
     def call(transport: Transport) -> None:
-        whole = len(outs) == 1 and outs[0].is_contiguous()
-        every = outs[0].view(-1) if whole else x.new_empty(transport.size * x.numel())
+        every = outs[0].view(-1) if len(outs) == 1 else x.new_empty(transport.size * x.numel())
         rows = every.view(transport.size, -1)
         halves.all_gather(_flat([x]), rows, codec, transport, seed=seed(transport))
         _spread(every, outs)
@@ -168,7 +177,7 @@ def all_to_all(
     def call(transport: Transport) -> None:
         rank = transport.rank
         given = [_flat([x]) for x in inputs]
-        taken = [x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for x in outs]
+        taken = [x.view(-1) for x in outs]
         sends, recvs = ([codecs.get(x.numel() * x.element_size()) for x in side] for side in (given, taken))
         outgoing = _messages("outgoing", given, sends, zips, transport)
         incoming = _messages("incoming", taken, recvs, zips, transport)
@@ -183,8 +192,6 @@ def all_to_all(
         for zipping in zips:
             _exchange_zipped(given, taken, sends, recvs, zipping, transport)
         taken[rank].copy_(given[rank])
-        for x, part in zip(outs, taken, strict=True):
-            _spread(part, [x])
 
     return call
 
@@ -229,14 +236,13 @@ def _exchange_zipped(
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of ``tensors`` as one flat tensor; a single contiguous tensor is not copied."""
-    if len(tensors) == 1:
-        return tensors[0].detach().contiguous().view(-1)
-    return torch.cat([x.detach().reshape(-1) for x in tensors])
+    """Return the elements of ``tensors`` as one flat tensor; a single tensor is not copied."""
+    flat = [x.detach().view(-1) for x in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _spread(whole: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the elements of ``whole`` into ``tensors`` in their order, except into those that share its memory."""
     for x, part in zip(tensors, whole.split([x.numel() for x in tensors]), strict=True):
-        if x.data_ptr() != part.data_ptr() or not x.is_contiguous():
+        if x.data_ptr() != part.data_ptr():
             x.detach().copy_(part.view(x.shape))

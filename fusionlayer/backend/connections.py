@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -17,10 +14,6 @@ from ..transport._socket_options import chosen
 from ..transport.c10d import C10dTransport
 
 __all__ = ["connect"]
-
-_made: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
-# Guards _made, which counts the connections made for each group name. Each group connects on its queue's own thread.
-_made_lock = threading.Lock()
 
 
 def connect(
@@ -37,7 +30,7 @@ def connect(
 
     Args:
         ranks: the members' ranks in the default group.
-        name: of the group.
+        name: of these connections alone.
         timeout: the longest time that a call may wait.
         settings: of the group.
         device: the CUDA device whose tensors travel by NCCL; None: there is none.
@@ -45,16 +38,11 @@ def connect(
     """
     if device is not None:
         torch.cuda.set_device(device)
-    store = dist.distributed_c10d._get_default_store() if alone is None else alone[0]
     rank = dist.get_rank() if alone is None else alone[1]
-    with _made_lock:
-        made = _made.setdefault(store, Counter())
-        made[name] += 1
-        number = made[name]
     each = settings.ranks_per_node
     return C10dTransport.among(
         ranks if alone is None else range(len(ranks)),
-        f"group/{name}/{number}",
+        name,
         timeout.total_seconds(),
         stall_warning=settings.stall_warning,
         node=None if each is None else f"node {rank // each}",

@@ -23,9 +23,11 @@ from . import arguments, calls, hints, profiling
 from .call_queue import CallQueue
 from .choices import CallChoices
 from .connections import connect
+from .meeting import part
 from .messages import PointToPoint
 from .native import Native
 from .policy import CallPolicy
+from .regular import Copies, in_place, into
 from .work import JoinedWork
 
 __all__ = ["NAME", "CompressingGroup", "Traffic"]
@@ -52,6 +54,10 @@ class Traffic:
 class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group that compresses the calls that its policy names, and leaves other calls to gloo and NCCL.
 
+    Every operation has a method here, even if no rule applies to it. Without one, torch holds the GIL while it queues
+    the call. A gloo thread that drops the last reference to a tensor waits for the GIL while it holds the queue's lock,
+    and the two would wait for each other.
+
     Compressed collectives run one after the other, in the order of the calls, on a thread and connections of the
     group's own. Calls that pass go to the native backend directly. Compressed sends and receives travel as messages of
     the native backend.
@@ -69,10 +75,12 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     Raises:
         ConfigError: the settings cannot be used.
+        TransportError: not all ranks came in time.
         PlanMismatch: ranks have other policies.
 
     Attributes:
         watcher: of the job, where this is the default group; it ends with the group.
+        is_default: whether it is the default group.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self.policy = policy
         self.watcher: Watcher | None = None
+        self.is_default = False
         self._rank, self._size = rank, size
         self._ranks = tuple(ranks)
         self._store = store
@@ -97,9 +106,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout = min(timeout, timedelta(seconds=self._settings.timeout))
         self._devices = devices
         self._was_made_alone = alone
-        self._native = Native(store, rank, size, ranks, self._timeout, options)
+        self._native = Native(store, rank, size, ranks, self._timeout, policy.facts, options)
         self._native.register_with(self)
-        self._native.agree(policy.facts)
         self._chosen: CallChoices | None = None
         self._calls: Counter[str] = Counter()
         self._seed = derive_seed(self._ranks[0])
@@ -118,6 +126,11 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def get_group_store(self) -> dist.Store:
         """Return the store of this group alone."""
         return self._store
+
+    @property
+    def token(self) -> str:
+        """A text that no other group has, equal on all ranks of this one."""
+        return self._native.token
 
     @property
     def options(self) -> Any:
@@ -186,6 +199,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         if self._queue is not None:
             self._queue.close(wait=True)
         self._native.shut(abort=False)
+        if self.is_default:
+            part(self._native.store, self._rank, self._size)
 
     def abort(self) -> None:
         """End the group at once; calls under way fail."""
@@ -197,17 +212,20 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
+    @in_place
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Sum a tensor over ranks."""
         xs = arguments.tensors(tensors)
         work = self._sum(xs, arguments.reduction(args, kwargs)) if len(xs) == 1 else None
         return work or self._native.group.allreduce(tensors, *args, **kwargs)
 
+    @in_place
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Sum several tensors over ranks; if they are compressed, they travel as one."""
         work = self._sum(arguments.tensors(tensors), arguments.reduction(args, kwargs))
         return work or self._native.group.allreduce_coalesced(tensors, *args, **kwargs)
 
+    @into
     def reduce_scatter(self, output: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Give this rank the sum of all ranks' tensors for it."""
         outs, ins = arguments.tensors(output), arguments.tensors(inputs)
@@ -215,12 +233,14 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         work = self._scatter(outs[0], ins, arguments.reduction(args, kwargs)) if even else None
         return work or self._native.group.reduce_scatter(output, inputs, *args, **kwargs)
 
+    @into
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         """Give this rank the sum of all ranks' pieces for it."""
         even = input.numel() == output.numel() * self._size
         work = self._scatter(output, [input], arguments.reduction(args, kwargs)) if even else None
         return work or self._native.named("reduce_scatter_single")(output, input, *args, **kwargs)
 
+    @into
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
@@ -232,6 +252,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._several("reduce_scatter_single_coalesced", one, outputs, inputs, *args, **kwargs)
 
+    @into
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Give every rank all ranks' tensors."""
         outs, ins = arguments.tensors(outputs), arguments.tensors(inputs)
@@ -239,12 +260,14 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         work = self._gather(outs, ins[0]) if even else None
         return work or self._native.group.allgather(outputs, inputs, *args, **kwargs)
 
+    @into
     def all_gather_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         """Give every rank all ranks' tensors in one."""
         even = output.numel() == input.numel() * self._size
         work = self._gather([output], input) if even else None
         return work or self._native.named("all_gather_single")(output, input, *args, **kwargs)
 
+    @into
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
@@ -255,12 +278,14 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._several("all_gather_single_coalesced", one, outputs, inputs, *args, **kwargs)
 
+    @into
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
         """Send each rank this rank's tensor for it."""
         even = len(outputs) == len(inputs) == self._size
         work = self._exchange(outputs, inputs, inputs) if even else None
         return work or self._native.group.alltoall(outputs, inputs, *args, **kwargs)
 
+    @into
     def all_to_all_single(
         self,
         output: Tensor,
@@ -278,14 +303,35 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             output, input, output_split_sizes, input_split_sizes, *args, **kwargs
         )
 
+    @in_place
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Give all ranks the root's tensor.
-
-        It always passes. The method must exist all the same: without it, torch holds the GIL while it queues the call,
-        and a gloo thread that drops the last reference to a tensor waits for the GIL while it holds the queue's lock.
-        The two would wait for each other.
-        """
+        """Give all ranks the root's tensor."""
         return self._native.group.broadcast(tensors, *args, **kwargs)
+
+    @in_place
+    def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Give the root the sum of all ranks' tensors."""
+        return self._native.group.reduce(tensors, *args, **kwargs)
+
+    @into
+    def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Give the root all ranks' tensors."""
+        return self._native.group.gather(outputs, inputs, *args, **kwargs)
+
+    @into
+    def gather_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+        """Give the root all ranks' tensors in one; since torch 2.14."""
+        return self._native.named("gather_single")(output, input, *args, **kwargs)
+
+    @into
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Give each rank the root's tensor for it."""
+        return self._native.group.scatter(outputs, inputs, *args, **kwargs)
+
+    @into
+    def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Do ``allgather`` several times, as one call."""
+        return self._native.group.allgather_coalesced(outputs, inputs, *args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Wait for all ranks, and for the calls that were made before."""
@@ -299,18 +345,24 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    gather_into_tensor = gather_single
 
     # ---- from rank to rank ------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Send a tensor to a rank of the group."""
         native = self._between(tensors[0].device, self._rank, dstRank)
-        choice = self._choices.of("send", tensors) if len(tensors) == 1 else None
-        if choice is None:
-            return native.send(tensors, dstRank, tag)
-        self._calls["send"] += 1
-        on = self._native.carried_on(tensors[0].device)
-        return self._messages.send(tensors[0], choice.codec, lambda xs: native.send(xs, dstRank, tag), on)
+        copies = Copies("send")
+        xs = copies.read(tensors)
+        choice = self._choices.of("send", xs) if len(xs) == 1 else None
+
+        def send(ys: list[Tensor]) -> dist.Work:
+            return native.send(ys, dstRank, tag)
+
+        if choice is not None:
+            self._calls["send"] += 1
+            return self._messages.send(xs[0], choice.codec, send, self._native.carried_on(xs[0].device))
+        return self._messages.send_copy(xs[0], send, tensors) if copies else send(tensors)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Receive a tensor from a rank of the group."""
@@ -326,11 +378,15 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._native.group if self._messages.is_batch else self._native.between(device, source, to)
 
     def _receive(self, tensors: list[Tensor], receive: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
-        choice = self._choices.of("send", tensors) if len(tensors) == 1 else None
+        copies = Copies("recv")
+        xs = copies.write(tensors)
+        choice = self._choices.of("send", xs) if len(xs) == 1 else None
         if choice is None:
-            return receive(tensors)
-        self._calls["recv"] += 1
-        return self._messages.receive(tensors[0], choice.codec, receive, self._native.carried_on(tensors[0].device))
+            work = receive(xs)
+        else:
+            self._calls["recv"] += 1
+            work = self._messages.receive(xs[0], choice.codec, receive, self._native.carried_on(xs[0].device))
+        return self.after(work, copies, tensors) if copies else work
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._native.group._start_coalescing(device)
@@ -339,10 +395,19 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         return self._messages.end_batch(self._native.group._end_coalescing(device))
 
+    def after(self, work: dist.Work, copies: Copies, results: Any) -> dist.Work:
+        """Return ``work`` with a last step: it copies from ``copies`` to ``results``, the caller's tensors."""
+        return self._messages.after(work, copies.restore, arguments.tensors(results))
+
+    # The names that C++ callers look for, where they differ.
+    recvAnysource, splitGroup = recv_anysource, split_group  # noqa: N815
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
     # ---- the compressed calls ---------------------------------------------------------------------------------------
 
     def _sum(self, xs: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed all-reduce of several tensors as one, None if it passes."""
+        calls.refuse_average("all_reduce", xs, op)
         choice = self._choices.of("all_reduce", xs) if calls.is_sum(op) else None
         if choice is None:
             return None
@@ -352,6 +417,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _scatter(self, out: Tensor, ins: list[Tensor], op: Any) -> dist.Work | None:
         """Return a compressed reduce-scatter, None if it passes."""
+        calls.refuse_average("reduce_scatter", ins, op)
         choice = self._choices.of("reduce_scatter", ins) if calls.is_sum(op) and out.dtype == ins[0].dtype else None
         if choice is None:
             return None
@@ -419,7 +485,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
                 name, nccl = self.group_name, self._native.serves.get("cuda") == "nccl"
                 device = torch.cuda.current_device() if nccl else None
                 alone = (self._store, self._rank) if self._is_alone else None
-                opens = partial(connect, self._ranks, name, self._timeout, self._settings, device, alone)
+                unique = f"group/{name}/{self.token}"
+                opens = partial(connect, self._ranks, unique, self._timeout, self._settings, device, alone)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
                 at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors travel by gloo

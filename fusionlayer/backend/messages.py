@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ class PointToPoint:
         self.bytes_sent = 0
         self._seed = seed
         self._count = 0
+        self._copies = itertools.count()
         self._leaving: dict[int, Tensor] = {}
         self._batch: list[dist.Work | Callable[[], Any]] | None = None
 
@@ -40,17 +42,21 @@ class PointToPoint:
         """Encode ``x`` now, and call ``send`` with the message, which travels from device ``on``."""
         message = _room(codec, x, x.device)
         self._count += 1
-        number = self._count
-        codec.encode(x.detach().contiguous().view(-1), message, seed=derive_seed(self._seed, number))
+        codec.encode(x.detach().view(-1), message, seed=derive_seed(self._seed, self._count))
         message = message.to(on)
         self.bytes_sent += message.numel()
-        self._leaving[number] = message  # native backends do not keep a tensor alive while it is being sent
-        return self._then(send([message]), partial(self._leaving.pop, number, None), x)
+        return self.send_copy(message, send, [x])
+
+    def send_copy(self, x: Tensor, send: Native, results: Sequence[Tensor]) -> dist.Work:
+        """Call ``send`` with a tensor that the caller does not keep; ``results`` are those of the returned work."""
+        number = next(self._copies)
+        self._leaving[number] = x  # native backends do not keep a tensor alive while it is being sent
+        return self.after(send([x]), partial(self._leaving.pop, number, None), results)
 
     def receive(self, out: Tensor, codec: Codec, receive: Native, on: torch.device) -> dist.Work:
         """Call ``receive`` with room for a message on device ``on``; a wait for the returned work decodes it."""
         message = _room(codec, out, on)
-        return self._then(receive([message]), partial(_decode, codec, message, out.detach()), out)
+        return self.after(receive([message]), partial(_decode, codec, message, out.detach()), [out])
 
     def begin_batch(self) -> None:
         """Begin a batch. Until ``end_batch``, the works of single messages cannot be waited for."""
@@ -71,15 +77,15 @@ class PointToPoint:
         batch, self._batch = self._batch or [], None
         works = [each for each in batch if isinstance(each, dist.Work)]
         rest = [each for each in batch if not isinstance(each, dist.Work)]
-        if rest:
-            work = DecodedWork(work, lambda: [each() for each in rest], ())
-        return JoinedWork([work, *works], ()) if works else work
+        joined = JoinedWork([work, *works], ()) if works else work
+        return DecodedWork(joined, lambda: [each() for each in rest], ()) if rest else joined
 
-    def _then(self, work: dist.Work, then: Callable[[], Any], x: Tensor) -> dist.Work:
+    def after(self, work: dist.Work, then: Callable[[], Any], results: Sequence[Tensor]) -> dist.Work:
+        """Return a work that ends with ``then``, once: at a wait for it or, in a batch, at a wait for the batch."""
         if self._batch is not None:
             self._batch.append(then)
             return work
-        return DecodedWork(work, then, [x])
+        return DecodedWork(work, then, results)
 
 
 def _room(codec: Codec, x: Tensor, on: torch.device) -> Tensor:
@@ -87,7 +93,4 @@ def _room(codec: Codec, x: Tensor, on: torch.device) -> Tensor:
 
 
 def _decode(codec: Codec, message: Tensor, out: Tensor) -> None:
-    flat = out.view(-1) if out.is_contiguous() else out.new_empty(out.numel())
-    codec.decode(message.to(out.device), flat)
-    if not out.is_contiguous():
-        out.copy_(flat.view(out.shape))
+    codec.decode(message.to(out.device), out.view(-1))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..errors import PlanMismatch
 from ..wire import digest
+from .meeting import Meeting
 
 __all__ = ["Native"]
 
@@ -33,9 +34,16 @@ class Native:
         size: number of processes.
         ranks: their ranks in the default group.
         timeout: the longest time that a call may wait.
+        facts: text that must be equal on all ranks.
         options: options of gloo or NCCL, of which the other takes no notice; None: torch's own.
 
+    Raises:
+        TransportError: not all ranks came in time.
+        PlanMismatch: ranks have other ``facts``.
+
     Attributes:
+        token: a text that no other group has, equal on all ranks.
+        store: of this group, whose keys no other group has.
         group: the group that takes calls that pass.
         serves: the name of the backend for each type of device.
     """
@@ -47,31 +55,44 @@ class Native:
         size: int,
         ranks: Sequence[int],
         timeout: timedelta,
+        facts: str,
         options: Any = None,
     ) -> None:
         self._rank = rank
         self._size = size
-        self._store = store
-        kinds = dist.ProcessGroup.BackendType
-        self._gloo: Any = _gloo(dist.PrefixStore("gloo/", store), rank, size, timeout, options)
-        backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, self._gloo)}
         self._make_nccl = partial(_nccl, rank=rank, size=size, ranks=ranks, timeout=timeout, options=options)
+        self._meeting = Meeting(store, rank, ranks, timeout)
+        try:
+            self.token = self._meeting.begin()
+            self.store = dist.PrefixStore(f"{self.token}/", store)
+            self._gloo: Any = _gloo(dist.PrefixStore("gloo/", self._meeting), rank, size, timeout, options)
+            self._backends = self._make_all(timeout)
+            self.agree(facts)  # all ranks are connected then, so nobody needs the keys any more
+        finally:
+            self._meeting.forget()
+        # Once a rank returns, no rank has left a key that the next group of the same name would read.
+        self.group = self._make(self._backends)
+        self.group.barrier().wait()
+        self.serves = {device: kind.name.lower() for device, (kind, _) in self._backends.items()}
+        self._downward: dist.ProcessGroup | None = None
+        self._met: set[int] = set()
+
+    def _make_all(self, timeout: timedelta) -> dict[str, tuple[Any, Any]]:
+        """Return the kind and the backend for each type of device."""
+        kinds = dist.ProcessGroup.BackendType
+        backends: dict[str, tuple[Any, Any]] = {"cpu": (kinds.GLOO, self._gloo)}
         if torch.cuda.is_available():
             backends["cuda"] = (kinds.GLOO, self._gloo)
             if dist.is_nccl_available():
-                backends["cuda"] = (kinds.NCCL, self._make_nccl(dist.PrefixStore("nccl/", store)))
+                backends["cuda"] = (kinds.NCCL, self._make_nccl(dist.PrefixStore("nccl/", self.store)))
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             # torch does this for its own groups only: ranks compare each call before they make it.
             for device, (kind, backend) in backends.items():
                 wrapped = dist.distributed_c10d._create_process_group_wrapper(
-                    backend, f"{device} checked", store, rank, size, timeout
+                    backend, f"{device} checked", self._meeting, self._rank, self._size, timeout
                 )
                 backends[device] = (kind, wrapped)
-        self._backends = backends
-        self.serves = {device: kind.name.lower() for device, (kind, _) in backends.items()}
-        self.group = self._make(backends)
-        self._downward: dist.ProcessGroup | None = None
-        self._met: set[int] = set()
+        return backends
 
     @property
     def options(self) -> Any:
@@ -79,7 +100,7 @@ class Native:
         return list(self._backends.values())[-1][1].options
 
     def _make(self, backends: dict[str, tuple[Any, Any]]) -> dist.ProcessGroup:
-        group = dist.ProcessGroup(self._store, self._rank, self._size)
+        group = dist.ProcessGroup(self.store, self._rank, self._size)
         self._register(group, backends)
         return group
 
@@ -95,7 +116,8 @@ class Native:
 
     def named(self, name: str) -> Callable[..., dist.Work]:
         """Return a method of the group; ``name`` is its name since torch 2.13, and older torch is looked up too."""
-        method: Callable[..., dist.Work] = getattr(self.group, name, None) or getattr(self.group, _NEW_NAMES[name])
+        method: Callable[..., dist.Work]
+        method = getattr(self.group, name, None) or getattr(self.group, _NEW_NAMES.get(name, name))
         return method
 
     def carried_on(self, device: torch.device) -> torch.device:
@@ -112,7 +134,7 @@ class Native:
         if device.type != "cuda" or self.serves["cuda"] != "nccl" or source == to:
             return self.group
         if self._downward is None:
-            down = self._make_nccl(dist.PrefixStore("nccl down/", self._store))
+            down = self._make_nccl(dist.PrefixStore("nccl down/", self.store))
             self._downward = self._make({**self._backends, "cuda": (dist.ProcessGroup.BackendType.NCCL, down)})
         peer = to if source == self._rank else source
         if peer not in self._met:
@@ -139,11 +161,14 @@ class Native:
         differ = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]
         if not differ:
             return
-        if self._rank == 0:
-            self._store.set("policy", facts)
-        theirs = self._store.get("policy").decode()
+        text = torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)
+        length = torch.tensor([text.numel()], device="cpu")
+        self._gloo.broadcast(length, 0).wait()
+        text = text if self._rank == 0 else text.new_empty(int(length))
+        self._gloo.broadcast(text, 0).wait()
         raise PlanMismatch(
-            f"the policy of a process group differs over ranks: {differ} differ from rank 0. Rank 0 has\n{theirs}\n"
+            f"the policy of a process group differs over ranks: {differ} differ from rank 0. Rank 0 has\n"
+            f"{bytes(text.tolist()).decode()}\n"
             f"and this rank, {self._rank},\n{facts}\nGive all ranks the same rules and the same version of fusionlayer",
             ranks=differ,
         )
@@ -165,7 +190,7 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, options: 
         gloo = kind(store, rank, size, options)
     else:
         gloo = kind(store, rank, size, timeout)
-    gloo._set_sequence_number_for_group()
+    _begin_numbers(gloo)
     return gloo  # type: ignore[no-any-return]
 
 
@@ -178,5 +203,11 @@ def _nccl(
     options._timeout = timeout
     options.global_ranks_in_group = list(ranks)
     nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-    nccl._set_sequence_number_for_group()
+    _begin_numbers(nccl)
     return nccl
+
+
+def _begin_numbers(backend: Any) -> None:
+    """Number the calls of a backend alike on all ranks. Since torch 2.14 backends do so themselves, and warn."""
+    if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
+        backend._set_sequence_number_for_group()

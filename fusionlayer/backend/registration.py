@@ -79,8 +79,11 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
     native = arguments.native_options(given)
     policy = _policy_of(None if native is not None else given)
     group = CompressingGroup(options.store, options.group_rank, ranks, options.timeout, policy, native)
-    if not dist.is_initialized():  # it becomes the default group
-        group.watcher = watching.begin(options.store, options.group_rank, len(ranks), config.load(), asked=False)
+    if not dist.is_initialized():
+        group.is_default = True
+        store = group.get_group_store()
+        place = options.group_rank, len(ranks)
+        group.watcher = watching.begin(store, *place, config.load(), asked=False, name=group.token)
     return group
 
 

@@ -183,7 +183,7 @@ class JoinedWork(dist.Work):
 
 
 class DecodedWork(dist.Work):
-    """A native work with a last step, mostly to decode a message; the first thread that waits for it does this step."""
+    """A work with a last step, such as to decode a message; the first thread that waits for it does this step."""
 
     def __init__(self, work: dist.Work, decode: Callable[[], object], results: Sequence[Tensor]) -> None:
         super().__init__()
@@ -224,6 +224,11 @@ class DecodedWork(dist.Work):
     def is_success(self) -> bool:
         """Return whether the message has come."""
         return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """Return what the call raised."""
+        error: BaseException | None = self._work.exception()
+        return error
 
     def source_rank(self) -> int:
         """Return the rank that has sent it."""

@@ -1,22 +1,19 @@
-"""The command ``fusionlayer``: one module for each of its subcommands."""
+"""The command ``fusionlayer``: for each subcommand a module with its options in ``parsers``, and one that runs it."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-import torch
-
-from .. import __version__, libraries
-from ..errors import FusionLayerError
-from . import autotune, bench, doctor, explain, plan, profile, simulate, status, trace
+from .. import __version__
+from ..errors import ConfigError, FusionLayerError
 from .arguments import Parser
 from .outputs import drop_output
+from .parsers import COMMANDS
 
 __all__ = ["main", "make_parser"]
-
-_COMMANDS = (doctor, bench, profile, plan, explain, simulate, trace, autotune, status)
 
 _EPILOG = """\
 What works here, and how fast is it?
@@ -49,7 +46,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="store_true", help="tell versions and what the libraries were built for")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in _COMMANDS:
+    for command in COMMANDS:
         command.add_parser(commands)
     return parser
 
@@ -59,16 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.version:
-        options.command, options.run = "--version", _print_version
+        options.command = "--version"
     elif options.command is None:
         parser.error("the following arguments are required: COMMAND")
     options.arguments = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
-        code: int = options.run(options) or 0
+        code = _run(options)
         sys.stdout.flush()
     except FusionLayerError as error:
         print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         drop_output()
         return 141
@@ -81,7 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _print_version(_: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
+    if options.version:
+        _print_version()
+        return 0
+    if "check" in options:
+        options.check(options)
+    module = importlib.import_module(f".{options.command}", __name__)  # here torch is imported
+    return module.run(options) or 0
+
+
+def _print_version() -> None:
+    from importlib import metadata  # slow, and only needed here
+
+    from .. import libraries
+
     info = libraries.build_info(__version__)
-    print(f"fusionlayer {info.version}, torch {torch.__version__}")
+    print(f"fusionlayer {info.version}, torch {metadata.version('torch')}")
     print(f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {info.cuda.get('archs', 'none')}")

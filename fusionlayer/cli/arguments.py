@@ -1,24 +1,19 @@
-"""Argument types and options that several subcommands share."""
+"""Argument types and options that several subcommands share.
+
+Nothing here and in ``parsers`` imports torch, so that ``--help`` and what is wrong with a command line come at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-import yaml
-
-from .. import codecs, context
-from ..codecs import Codec
 from ..errors import ConfigError
-from ..planning.cluster import Scenario
-from ..planning.profile import Profile
 from ..registry import nearest
-from ..scheduler import planners
 
 __all__ = [
     "Parser",
@@ -27,19 +22,15 @@ __all__ = [
     "add_cluster",
     "add_device",
     "as_options",
-    "check_device",
     "check_file",
     "check_folder",
     "count",
-    "device_of",
-    "get_codec",
     "join",
     "key_value",
     "names",
     "numbers",
     "planner",
     "positive",
-    "scenario_of",
     "seconds",
 ]
 
@@ -75,6 +66,8 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 def planner(text: str) -> str:
     """Return the name of a planner; another package is asked for it only if it is none of ours."""
+    from ..scheduler import planners
+
     if not planners.knows(text):
         raise argparse.ArgumentTypeError(f"unknown {text!r}; {nearest(text, planners.names())}")
     return text
@@ -143,13 +136,32 @@ def names(text: str) -> list[str]:
     return found
 
 
+def some_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a type that reads names of a kind from "a,b", all of which are known."""
+
+    def read(text: str) -> list[str]:
+        found = names(text)
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown {kind} {name!r}; {nearest(name, [*known])}")
+        return found
+
+    return read
+
+
 def key_value(text: str) -> tuple[str, Any]:
     """Read an option from "key=value"; the value is YAML."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise argparse.ArgumentTypeError(f"{text!r}; expected key=value")
+    import yaml  # takes longer than all else of --help, as records does, which imports it
+
+    from .. import records
+
     try:
-        return key, yaml.safe_load(value)
+        return key, records.parse(value)
+    except yaml.constructor.ConstructorError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.problem}") from None
     except yaml.YAMLError:
         return key, value
 
@@ -157,12 +169,6 @@ def key_value(text: str) -> tuple[str, Any]:
 def as_options(pairs: Sequence[tuple[str, Any]] | None) -> dict[str, Any]:
     """Return the options that ``key_value`` has read; a later value replaces an earlier one."""
     return dict(pairs or ())
-
-
-def get_codec(name: str, options: Sequence[tuple[str, Any]] | None, density: float | None) -> Codec:
-    """Return the codec that a command line names; raise ``ConfigError`` for an unknown name or option."""
-    more = {} if density is None else {"density": density}
-    return codecs.get(name, **more, **as_options(options))
 
 
 def check_file(path: str | Path, flag: str) -> None:
@@ -193,21 +199,6 @@ def add_device(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=f"{what} (default cpu)")
 
 
-def check_device(options: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` unless this machine has the device of ``add_device``."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, and torch sees no CUDA device; leave it out")
-
-
-def device_of(options: argparse.Namespace) -> torch.device:
-    """Return this rank's device. Ranks of a host take its devices in turn, and the rank's becomes the current one."""
-    if options.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", context.local_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the cluster of a plan."""
     parser.add_argument("--profile", type=str, required=True, metavar="PROFILE.yaml", help="measured costs")
@@ -217,8 +208,3 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         "else the profile's highest rate)",
     )
     parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
-
-
-def scenario_of(options: argparse.Namespace, profile: Profile, rate: str | None = None) -> Scenario:
-    """Return the cluster that ``add_cluster``'s options describe; ``rate`` replaces its rate."""
-    return Scenario(rate or options.rate or profile.fastest_rate, options.per_host)

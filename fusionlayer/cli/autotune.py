@@ -7,50 +7,17 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
 from ..planning.autotune.log import TrialRow, read_log
-from .outputs import add_plot, check_picture, keep_picture
+from .outputs import check_picture, keep_picture
 from .pictures import draw_trials
-from .tables import Column, Table, add_columns, print_text, show
+from .tables import Column, Table, print_text, show
 from .units import SECONDS, in_one_unit, in_words
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
 _LOOK = "look"
-
-_EPILOG = """\
-examples:
-    fusionlayer autotune tried.csv
-    fusionlayer autotune tried.csv --plot tried.svg
-
-The log is what fl.Autotune(log="tried.csv") names, or HOROVOD_AUTOTUNE_LOG, or
-`fusionrun --autotune --autotune-log-file tried.csv`. It may be read while
-training goes on.
-
-shape     how bytes are dealt out to the buckets: even, tapered (small ones at
-          both ends of backward), tensors (equal counts), or planned, by which
-          training began
-to best   the plan's step / the best plan's step just before and after, median
-          over trials: below 1 it was faster
-"""
-
-
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
-    parser = commands.add_parser(
-        "autotune",
-        help="show which plans autotuning has tried, from its log",
-        description="Show which plans autotuning has tried while training ran, and which one won.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("log", type=Path, metavar="LOG.csv", help="as autotuning writes it")
-    add_columns(parser)
-    add_plot(parser, "all trials against steps")
-    parser.add_argument("--json", action="store_true", help="print the rows of the log as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -28,37 +28,24 @@ from ..collectives._base import gathers as gathers_known
 from ..collectives._base import registry as collectives_known
 from ..errors import FusionLayerError
 from ..functional import Sum, all_reduce
+from ..interfaces import ipv4_addresses
 from ..planning.profiler import describe_machine
 from ..registry import Registry
 from ..scheduler.planners._base import registry as planners_known
 from ..transport import local
-from ..transport._interfaces import ipv4_addresses
 from . import environment
+from .parsers.doctor import COLUMNS
 from .progress import Progress
 from .spawn import run_on_ranks, without_launcher
-from .tables import Column, Table, add_columns, print_text, show
+from .tables import Column, Table, print_text, show
 
-__all__ = ["Finding", "add_parser", "diagnose", "report"]
+__all__ = ["Finding", "diagnose", "report", "run"]
 
 _PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "horovod", "deepspeed", "matplotlib", "rich")
 _NEEDED = ("numpy", "scipy", "PyYAML")
 _PROBE = ["-c", "from fusionlayer.cli.probes import sum_over_ranks; sum_over_ranks()"]
 _PATIENCE = 120.0
 _ELEMENTS = 5000
-
-_EPILOG = """\
-examples:
-    fusionlayer doctor
-    fusionlayer doctor --json
-
-ok     it works
-none   not installed, or not asked for: nothing depends on it
-note   worth a look
-FAIL   installed or asked for, and does not work
-
-A codec's error is the share of a Gaussian tensor's energy that it loses.
-The exit status is 0, or 1 if anything has failed.
-"""
 
 
 @dataclass(frozen=True)
@@ -78,20 +65,6 @@ class Finding:
     detail: str
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
-    parser = commands.add_parser(
-        "doctor",
-        help="tell what is installed and what of it works here",
-        description="Look at this installation, machine and environment, and try every codec\n"
-        "and transport for a moment.",
-        epilog=_EPILOG,
-    )
-    add_columns(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> int:
     """Print what ``options`` ask for; return the exit status."""
     return report(options.json, options.columns)
@@ -107,7 +80,7 @@ def report(as_json: bool, columns: Sequence[str] | None = None) -> int:
     else:
         table = [
             Column(name, [getattr(finding, name) for finding in findings], text=True, wraps=name == "detail")
-            for name in ("section", "name", "state", "detail")
+            for name in COLUMNS
         ]
         show([Table(f"fusionlayer {__version__}", table)], columns)
         print_text("all that is installed works" if not failed else f"{len(failed)} failed: " + _names(failed))

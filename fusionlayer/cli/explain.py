@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from .. import codecs
 from ..plan import FusionPlan
@@ -17,50 +15,16 @@ from ..planning.profile import Profile
 from ..planning.simulation import Step
 from ..planning.zipped_costs import expected_costs
 from ..scheduler.fusing import check_pairs
-from .arguments import add_cluster, scenario_of
 from .lanes import draw
-from .outputs import add_plot, check_picture, keep_picture
-from .tables import Column, Table, add_columns, print_text, show
+from .outputs import check_picture, keep_picture
+from .resolve import scenario_of
+from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
 _ZIP = "zip"
 _SWITCH_SIZES = (1 << 20, 16 << 20)
-
-_EPILOG = """\
-examples:
-    fusionlayer explain plan.yaml --profile profile.yaml
-    fusionlayer explain plan.yaml --profile profile.yaml --rate 1gbit \\
-        --plot plan.svg
-
-Times count from the start of backward. They are predicted for one thread that
-communicates and has a core of its own, or for one stream of a GPU that does.
-
-ready    the bucket's gradients are there, encoded if that is done ahead
-start    the communication thread takes the bucket
-end      the sum is there
-idle     how long the communication thread had nothing to send before that
-F, C     what SAFusion (section 3.3) calls so: the time until the bucket's
-         gradients are there, and its time on the communication thread
-alone    a tensor by itself, from encoding to the sum; what raw would take
-         above that is what the codec saves
-"""
-
-
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
-    parser = commands.add_parser(
-        "explain",
-        help="show a plan's buckets, and when each is predicted to travel",
-        description="Explain a fusion plan by a measured profile of its model.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="as `fusionlayer plan` writes it")
-    add_cluster(parser)
-    add_columns(parser)
-    add_plot(parser, "the timeline")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

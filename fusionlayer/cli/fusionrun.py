@@ -11,17 +11,19 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import __version__, codecs
+from .. import __version__
 from ..errors import ConfigError, FusionLayerError
-from ..plan import FusionPlan
-from ..planning.codec_rules import AUTO
-from ..transport._interfaces import ipv4_addresses, reachable_names
-from . import doctor, horovodrun
+from ..interfaces import ipv4_addresses, reachable_names
+from ..planning.fidelities import AUTO
+from . import horovodrun
+from .agent import REPORT
 from .arguments import Parser, check_file, check_folder, count, positive
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
@@ -31,6 +33,9 @@ __all__ = ["Agent", "main", "make_parser", "plan"]
 # Seconds that agents get to end their processes once the job has failed.
 _GRACE = 10.0
 _DEFAULT_RESTARTS = 3
+
+# Sockets that hold the ports of this process's jobs until it ends.
+_held: list[socket.socket] = []
 
 _EPILOG = """\
     fusionrun -np 4 python train.py
@@ -43,7 +48,7 @@ along. Flags of horovodrun that are not listed change nothing, or are refused wi
 
 @dataclass(frozen=True)
 class Agent:
-    """The torchrun of one host: the command that starts it, and the host's name for messages.
+    """What starts the ranks of one host (``agent``): the command that starts it, and the host's name for messages.
 
     ``is_here``: whether that is this host.
     """
@@ -59,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         if options.check_build:
+            from . import doctor  # needs torch, for which no start of a job waits
+
             return doctor.report(as_json=False)
         _check_names(options)
         agents = plan(options)
@@ -73,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(agents, least=_nodes_needed(options, len(agents)))
     except FusionLayerError as error:
         print(f"fusionrun: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -131,7 +138,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     hosts = _elastic_hosts(options) if elastic else assign(options.num_proc, _hosts(options))
     several = len(hosts) > 1
     address = _meeting_point(hosts, options.network_interface)
-    port = _free_port() if hosts[0].is_here else 20000 + secrets.randbelow(40000)
+    port = _held_port() if hosts[0].is_here else 20000 + secrets.randbelow(12000)
     job = secrets.token_hex(4)
     agents = []
     for rank, host in enumerate(hosts):
@@ -149,7 +156,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
             where += ["--rdzv-conf", f"timeout={options.start_timeout}"]
         if options.output_filename:
             where += ["--log-dir", options.output_filename, "--tee", "3"]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(host.slots)]
+        command = [sys.executable, "-m", "fusionlayer.cli.agent", *where, "--nproc-per-node", str(host.slots)]
         # Without "--" torchrun takes options of the program that begin like its own for ambiguous ones: --max 5.
         command += ["--no-python", "--", *options.command]
         if host.is_here:
@@ -252,8 +259,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that flags stand for."""
     if options.codec is not None and options.codec != AUTO:
+        from .. import codecs
+
         codecs.get(options.codec)
     if options.plan is not None:
+        from ..plan import FusionPlan
+
         FusionPlan.from_yaml(options.plan)
     threshold = options.fusion_threshold_mb
     if threshold is not None and not threshold >= 0:
@@ -334,20 +345,26 @@ def _meeting_point(hosts: Sequence[Host], interface: str | None) -> str:
     return ipv4_addresses().get(chosen) or reachable_names()[0]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _held_port() -> int:
+    """Return a port at which a child of this process can listen. Until it does, the system gives it to nobody else."""
+    _held.append(socket.socket())
+    _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does, so that both may have it
+    _held[-1].bind(("", 0))
+    return int(_held[-1].getsockname()[1])
 
 
 def _run(agents: Sequence[Agent], least: int) -> int:
     """Start all agents; end them once fewer than ``least`` can succeed. Return the exit status of the job."""
     started: list[subprocess.Popen[bytes]] = []
+    reports = tempfile.mkdtemp(prefix="fusionrun-")
+    last = ""
     try:
-        for agent in agents:
+        for rank, agent in enumerate(agents):
+            report = {REPORT: os.path.join(reports, str(rank))} if agent.is_here else {}
             try:
                 # An open pipe tells an agent on another host that this process lives.
-                started.append(subprocess.Popen(agent.command, env=agent.environment, stdin=subprocess.PIPE))
+                environment = {**agent.environment, **report}
+                started.append(subprocess.Popen(agent.command, env=environment, stdin=subprocess.PIPE))
             except OSError as error:
                 raise ConfigError(f"cannot run {agent.command[0]}: {error.strerror}") from error
         while True:
@@ -356,7 +373,9 @@ def _run(agents: Sequence[Agent], least: int) -> int:
             if len(agents) - len(failed) < least:
                 worst = failed[0]
                 state = states[worst]
-                print(f"fusionrun: the processes on {agents[worst].host} ended with status {state}", file=sys.stderr)
+                last = f"fusionrun: the processes on {agents[worst].host} ended with status {state}\n"
+                with suppress(OSError):
+                    last = Path(reports, str(worst)).read_text()
                 return state if state is not None and state > 0 else 1
             if None not in states:
                 return 0
@@ -365,6 +384,8 @@ def _run(agents: Sequence[Agent], least: int) -> int:
         return 130
     finally:
         _end(started)
+        shutil.rmtree(reports, ignore_errors=True)
+        print(last, end="", file=sys.stderr, flush=True)  # after all that other ranks have to say
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

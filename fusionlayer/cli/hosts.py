@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..transport._interfaces import ipv4_addresses
+from ..interfaces import ipv4_addresses
 from .spawn import without_launcher
 
 __all__ = ["Host", "assign", "parse_hosts", "read_hostfile", "remote_command"]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from .. import __version__
-from ..planning.profiler import describe_machine
 from .tables import Column, Table, layout
 from .units import MEMORY, RATES, SECONDS, in_one_unit
 
@@ -38,6 +37,8 @@ class Row:
 
 
 def _as_json(rows: Sequence[Row], columns: Sequence[str] | None, width: int | None) -> str:
+    from ..planning.profiler import describe_machine  # needs torch, and ``--help`` needs this module
+
     environment = {**describe_machine(), "fusionlayer": __version__}
     return json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
 

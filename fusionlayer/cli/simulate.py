@@ -6,104 +6,24 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..planning.cluster import Scenario
-from ..planning.collective_phases import ALGORITHMS
-from ..planning.connections import CONGESTION_CONTROLS
 from ..planning.cost_model import parse_rate
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import Step
-from .arguments import above_zero, chance, join, names, numbers, planner, positive, seconds
-from .outputs import add_plot, check_picture, keep_picture
+from .outputs import check_picture, keep_picture
+from .parsers.simulate import WORKERS
 from .pictures import draw_speedups
 from .progress import Progress
-from .tables import Column, Table, add_columns, print_text, show
+from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
-_WORKERS = (2, 8, 64, 256, 1024, 4096)
 _LATENCY_FACTORS = (0.25, 1.0, 4.0)
-
-_EPILOG = """\
-examples:
-    fusionlayer simulate profile.yaml --workers 2,8,64 --codec int8,int4
-    fusionlayer simulate profile.yaml --rate 1gbit --overlap-forward \\
-        --plot scaling.svg
-    fusionlayer simulate profile.yaml --rate 100mbit --rtt 0.05 --loss 0.0005 \\
-        --connections 8
-
-exposed  what of the step is not computing: training waits for the network
-band     the range of measured over projected steps when the profile was
-         validated, times the projected step
-
-EXTRAPOLATION names what lies outside of what was validated: there the band
-says nothing. The model and its assumptions are in docs/simulation.md.
-"""
-
-
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
-    parser = commands.add_parser(
-        "simulate",
-        help="project steps to more workers or another network, from a measured profile",
-        description="Project training steps of several methods to more workers or another network.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("profile", type=Path, metavar="PROFILE.yaml", help="measured costs (profiles/README.md)")
-    parser.add_argument(
-        "--workers", type=numbers, metavar="N,N", help=f"default {join(_WORKERS)}, or one on each host of --rates"
-    )
-    parser.add_argument("--rate", help="of each host's link, such as 1gbit (default: the profile's highest)")
-    parser.add_argument(
-        "--rates",
-        type=names,
-        metavar="RATE,RATE",
-        help="of the hosts' links, where they differ; two_shot gets shares by them",
-    )
-    parser.add_argument(
-        "--codec", type=names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
-    )
-    parser.add_argument(
-        "--algorithm",
-        choices=list(ALGORITHMS),
-        metavar="NAME",
-        help=f"collective: {', '.join(ALGORITHMS)} (default: as the engine chooses)",
-    )
-    parser.add_argument("--planner", type=planner, metavar="NAME", help="how gradients are fused (default: configured)")
-    parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
-    parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
-    parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")
-    parser.add_argument("--latency", type=seconds, metavar="SECONDS", help="of a message (default: as measured)")
-    parser.add_argument("--rtt", type=seconds, default=0.0, metavar="SECONDS", help="round trip between hosts, on top")
-    parser.add_argument(
-        "--loss",
-        type=chance,
-        default=0.0,
-        metavar="P",
-        help="of a TCP segment between hosts, such as 0.001 (default 0)",
-    )
-    parser.add_argument(
-        "--congestion",
-        choices=sorted(CONGESTION_CONTROLS),
-        default="reno",
-        help="control of TCP, which says what a connection carries after a loss (default reno)",
-    )
-    parser.add_argument(
-        "--connections",
-        type=positive,
-        metavar="K",
-        help="of our own to each other rank, transport sockets (default: gloo's one)",
-    )
-    parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
-    add_columns(parser)
-    add_plot(parser, "speed-ups against workers")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -111,8 +31,6 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         check_picture(options.plot)
     profile = Profile.from_yaml(options.profile)
-    if options.rates and options.rate:
-        raise ConfigError("--rate and --rates; give one of them")
     slowest = min(options.rates, key=parse_rate) if options.rates else profile.fastest_rate
     rate = options.rate or slowest
     scenario = Scenario(
@@ -129,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     )
     if options.cores is not None and profile.machine.on_device:
         raise ConfigError(f"--cores {options.cores:g} with a profile of {profile.machine.device}; leave it out")
-    default = [len(options.rates) * options.per_host] if options.rates else list(_WORKERS)
+    default = [len(options.rates) * options.per_host] if options.rates else list(WORKERS)
     workers = [count for count in options.workers or default if count % options.per_host == 0]
     if not workers:
         raise ConfigError(f"--workers: none is a multiple of --per-host {options.per_host}")

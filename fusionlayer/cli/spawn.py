@@ -19,7 +19,10 @@ RANKS_PREFIX = "fusionlayer-ranks-"
 """With which the name of the ranks' temporary folder begins; it goes when they have ended."""
 
 # Variables that tell a process that a launcher has started it.
-LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_", "GROUP_", "ROLE_")
+LAUNCHER_PREFIXES = (
+    *("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_", "GROUP_", "ROLE_"),
+    *("FLUX_TASK_", "FLUX_JOB_", "JSM_NAMESPACE_", "MV2_COMM_", "PALS_"),
+)
 _LAUNCHER_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),

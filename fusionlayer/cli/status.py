@@ -8,50 +8,23 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from ..errors import ConfigError
+from ..errors import FusionLayerError
 from ..watching import Report, read
 from ..watching import reports as known
 from ..watching._states import State
-from .arguments import above_zero
 from .tables import Column, Table, print_text, show
 from .units import BYTES, in_words
 
-__all__ = ["add_parser", "page"]
+__all__ = ["page", "run"]
 
-_DESCRIPTION = "What the ranks of a running job do, who is late, and what a job that has failed died of."
-_EPILOG = """\
-It reads the file that rank 0 of a watched job keeps: of a job with `fl.watch()`, with the
-default process group "fusionlayer", or with FUSIONLAYER_WATCH=1. Run it on rank 0's host, as
-the same user. On a terminal the table is drawn anew every second until the job ends.
-
-    fusionlayer status
-    fusionlayer status --once --json
-    fusionlayer status /tmp/fusionlayer-1000/job-4711.json
-"""
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
 _SHOWN = 8
 """Lines of the log that are shown."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser("status", help="what the ranks of a job do", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument(
-        "file",
-        type=Path,
-        nargs="?",
-        metavar="FILE",
-        help="that rank 0 keeps, as FUSIONLAYER_STATUS names it (default: this user's newest on this host)",
-    )
-    parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
-    parser.add_argument("--json", action="store_true", help="print all that is known as JSON, once")
-    parser.add_argument("--every", type=above_zero, default=1.0, metavar="SECONDS", help="between two tables (1)")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Print the state of a job, again and again on a terminal; return the exit status."""
     path = options.file or _newest()
     report = read(path)
     if options.json:
@@ -77,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
 def _newest() -> Path:
     found = known()
     if not found:
-        raise ConfigError(
+        raise FusionLayerError(
             "no job of this user is watched on this host; start it with FUSIONLAYER_WATCH=1, call fl.watch() in it, or "
             "name the file of another job"
         )

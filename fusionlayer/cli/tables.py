@@ -10,15 +10,12 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..registry import nearest
-from .arguments import names
+from .arguments import some_of
 
 __all__ = [
     "Column",
     "Table",
     "add_columns",
-    "check_columns",
     "layout",
     "print_table",
     "print_text",
@@ -26,6 +23,7 @@ __all__ = [
     "show",
 ]
 
+_ALL = "all"
 _GAP = 2
 _NARROWEST = 24
 """Characters that a column of text keeps while less important columns can give way to it."""
@@ -94,11 +92,11 @@ def screen_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def add_columns(parser: argparse.ArgumentParser) -> None:
-    """Add the option that chooses columns of the printed tables."""
+def add_columns(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
+    """Add the option that chooses columns of the printed tables, which have columns of these names."""
     parser.add_argument(
         "--columns",
-        type=names,
+        type=some_of("column", [*known, _ALL]),
         metavar="NAME,NAME",
         help="of the tables, or all (default: what fits the terminal, or COLUMNS; all in a pipe or a file)",
     )
@@ -116,22 +114,10 @@ def layout(tables: Sequence[Table], chosen: Sequence[str] | None, width: int | N
         tables: in their order. One that has none of the chosen columns is left out.
         chosen: names of columns, or "all", whatever room there is; None: what fits.
         width: characters of a line; None: any.
-
-    Raises:
-        ConfigError: no table has a column that was chosen.
     """
-    check_columns(tables, chosen)
-    if chosen is not None and list(chosen) != ["all"]:
+    if chosen is not None and _ALL not in chosen:
         tables = [part for part in (table.only(chosen) for table in tables) if part.columns]
     return "".join(table.format(width if chosen is None else None) + "\n\n" for table in tables)
-
-
-def check_columns(tables: Sequence[Table], chosen: Sequence[str] | None) -> None:
-    """Raise ``ConfigError`` if no table has a column that was chosen."""
-    known = list(dict.fromkeys(column.name for table in tables for column in table.columns))
-    for name in [] if chosen is None or list(chosen) == ["all"] else chosen:
-        if name not in known:
-            raise ConfigError(f"--columns {name}: no such column; {nearest(name, known)}")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:

@@ -7,47 +7,18 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
 from . import timelines
-from .arguments import check_file, count
+from .arguments import check_file
 from .breakdown import CODEC, KINDS, LATE, NETWORK, OTHER, PACKING, Breakdown, break_down
 from .tables import print_table
 from .timelines import Recording
 from .verdict import predicted, told, verdict
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
-_EPILOG = """\
-Write the timelines with FUSIONLAYER_TIMELINE=trace.json; each rank makes a file trace.json.RANK, which Perfetto
-(ui.perfetto.dev) and chrome://tracing show as well. "other" is what lies between the spans: data, gradient clipping,
-whatever else the training loop does. The loss counts as backward.
-"""
 _WIDTH = 80
-
-
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
-    parser = commands.add_parser(
-        "trace",
-        help="tell from timelines what steps wait for, and break them down",
-        description="Tell what the mean step of a run waits for, and break it down, from the timelines of its ranks.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument(
-        "timelines", nargs="+", metavar="FILE", help="timelines, or what FUSIONLAYER_TIMELINE was, for all ranks"
-    )
-    parser.add_argument(
-        "--skip", type=count, default=3, metavar="N", help="first steps to leave out: they plan and warm up (default 3)"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--plot", type=Path, metavar="OUT.svg", help="draw one step of all ranks (needs matplotlib)")
-    parser.add_argument(
-        "--merge", type=Path, metavar="OUT.json", help="write one timeline of all ranks, by the clock of rank 0"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,8 +15,8 @@ from torch.distributed import TCPStore
 
 from ..bounded import Aside, bounded
 from ..errors import TransportError
+from ..interfaces import reachable_names
 from ..processes import node_name
-from ..transport._interfaces import reachable_names
 from .generation import Address
 
 __all__ = ["DistantStore", "is_reachable", "is_refused", "open_store", "reach"]

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
+from .. import outages
 from ..errors import TransportError
 from ..processes import Identity
 from .desk import DistantStore, is_reachable, is_refused
@@ -30,8 +31,9 @@ _POLL = 0.004
 _LOOK, _PROBE = 0.05, 0.5
 # Seconds that a member has to report which others blame for the change and which nobody can see to have ended.
 _BLAMED = 5.0
-# Seconds that a request to a desk may take. One on another host takes a millisecond.
-PATIENCE = 2.0
+# Seconds that a request to a desk may take. One on another host takes a millisecond, but no member is left out because
+# its host is busy.
+PATIENCE = _BLAMED
 # Keys of a desk: the newest generation that its member knows; how many processes have come, and have said who they are.
 ROSTER, TICKETS, KNOCKS = "roster", "tickets", "knocks"
 
@@ -265,7 +267,7 @@ def ask_to_join(me: Member, desks: Callable[[], Sequence[Address]], timeout: flo
                     time.sleep(_POLL)
                 why = "the members did not end a step"
             except (TransportError, RuntimeError) as error:
-                why = str(error).splitlines()[0]
+                why = outages.first_line(error)
         time.sleep(_PROBE)
     raise Final(f"cannot join the job within {timeout:g} s: {why}; does it run, and was its address given?")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
+from .. import outages
 from ..bounded import bounded
 from ..config import Config
 from ..errors import ConfigError, PlanMismatch, TransportError, kind_of
@@ -347,7 +348,7 @@ def _newest(address: str, timeout: float) -> tuple[Generation, Address]:
             try:
                 return Generation.decode(DistantStore(desk, PATIENCE).get(ROSTER)), desk
             except (TransportError, RuntimeError) as error:
-                why = str(error).splitlines()[0]
+                why = outages.first_line(error)
         if time.monotonic() > end:
             raise TransportError(f"FUSIONLAYER_JOIN={address}: no member was found within {timeout:g} s, as {why}")
         time.sleep(0.1)

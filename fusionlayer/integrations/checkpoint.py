@@ -3,7 +3,7 @@
     fl.checkpoint.save_delta({"model": model.state_dict(), "step": step}, "checkpoints")
     state = fl.checkpoint.load("checkpoints")
 
-A folder belongs to one process. Ranks whose states differ save them into folders of their own.
+A folder belongs to one process. Ranks whose states differ save them with ``save_ranks``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ..errors import ConfigError, FusionLayerError, WireError, kind_of, require
 from ..publishing.tensors import Message, decode, encode
 from ..wire import DTYPE_CODES
+from .rank_states import load_ranks, rank_state, save_ranks
 
-__all__ = ["load", "save_delta", "versions"]
+__all__ = ["load", "load_ranks", "rank_state", "save_delta", "save_ranks", "versions"]
 
 _FORM = "fusionlayer checkpoint 1"
 _NAME = re.compile(r"(\d{8})\.pt")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.futures import Future
@@ -19,14 +20,17 @@ from ..codecs import Codec, CodecOptions
 from ..config import Config, blame
 from ..errors import ConfigError, UsageError, kind_of
 from ..functional import make_codec, refuse_unknown
-from ..plan import Bucket, FusionPlan, Slot
+from ..plan import Bucket, FusionPlan, Slot, plain_name
 from ..planning.autotune import Autotune
 from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
 from ..timeline import Timeline
+from .averaging import refuse_averaged
 from .backward_end import NO_BACKWARD, running_backward
 from .construction import GradientOptions, autotuning, make_engine
+from .own_state import check_place
 from .parameters import describe, one_device
+from .reduction import refuse_twice
 from .replicas import ReplicaCheck, Replicas, check_interval
 
 if TYPE_CHECKING:
@@ -114,10 +118,13 @@ def register(
     context.refuse_elastic("ddp.register", "DDP's own state is of one number of ranks; use DistributedOptimizer")
     # DDP looks for a parameter of the outermost module by a name with a dot in front.
     ignored = model.parameters_to_ignore
-    parameters = {p: n for n, p in model.module.named_parameters() if (n if "." in n else f".{n}") not in ignored}
+    named = model.module.named_parameters()
+    parameters = {p: plain_name(name) for name, p in named if (name if "." in name else f".{name}") not in ignored}
     _refuse_features(model, parameters)
     names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
     frozen = {parameter: name for parameter, name in parameters.items() if not parameter.requires_grad}
+    refuse_twice(names)
+    refuse_averaged(names, modules=False)
     every = check_interval(check_replicas)
     settings = context.settings()
     if codec is None and settings.policy is not None:
@@ -272,6 +279,11 @@ class CommHook:
         self._check = check
         self._layouts: dict[tuple[str, ...], Bucket] = {}
         self._waiting: list[Callable[[], None]] = []
+        # DDP lays its buckets out anew after its first step, so a resumed step has the buckets that were saved.
+        self._last: dict[int, Bucket] = {}
+        self._resumed: list[Bucket] = []
+        self._gradients: dict[str, Tensor] = {}
+        self._ended = False
         self._error: BaseException | None = None
         self._sent = 0
         # How many buckets, with how many parameters, have come in this step. DDP's own numbers are all 0 in the first
@@ -310,6 +322,8 @@ class CommHook:
                 # backwards of their own, and an earlier bucket's has callbacks of its own.
                 queue = Variable._execution_engine.queue_callback
                 queue(lambda: queue(self._end_step))
+        if index == 0 and not self._resumed:
+            self._last = {}
         try:
             if index == 0:
                 self._begin_step()
@@ -317,13 +331,16 @@ class CommHook:
             self._engine.memory.remember(self._unused.intersection(names))
             if self._template is None:
                 self._fuse(bucket, names, is_last, done)
+            elif self._resumed:
+                self._resume(bucket, names, is_last, done)
             else:
                 layout, seed = self._layout(bucket, names, self._template), derive_seed(self._sent)
                 self._engine.submit_bucket(index, layout, flat, seed, done)
                 self._sent += 1
+                self._last[index] = layout
         except BaseException as error:
             self._error = self._error or error
-            if self._template is not None:
+            if self._template is not None and not future.done():
                 done()
         if is_last and not in_backward:
             self._end_step(present=False)
@@ -340,20 +357,53 @@ class CommHook:
         return self._engine.plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's error feedback by parameter name, and how many of DDP's buckets and steps there were.
+        """Return this rank's error feedback by parameter name, and the numbers of DDP's buckets and steps so far.
+
+        It differs over ranks: each rank saves and loads its own.
 
         Raises:
             FusionLayerError: a step has failed; weights and error feedback are worthless.
         """
         self._engine.drain()
         self._decide()
-        return {"sent": self._sent, "step": self._engine.step, **self._engine.memory.state_dict()}
+        engine = self._engine
+        place = {"rank": engine.rank, "size": engine.size}
+        layouts = self._resumed or [layout for _, layout in sorted(self._last.items())]
+        buckets = [
+            {
+                "slots": [(slot.name, slot.numel, slot.offset) for slot in each.slots],
+                "numel": each.numel,
+                "dtype": each.dtype,
+            }
+            for each in layouts
+        ]
+        return {**place, "buckets": buckets, "sent": self._sent, "step": engine.step, **engine.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same rank returned."""
+        """Restore what ``state_dict`` of the same rank returned.
+
+        The next step sums the buckets of the last one that was saved, so training continues bit for bit, unless it was
+        the first step of a model: DDP lays its buckets out anew after that.
+
+        Raises:
+            ConfigError: the state holds error feedback of another rank, or of another number of ranks.
+        """
+        check_place(state, self._engine.rank, self._engine.size, "the hook of fl.ddp")
         self._undecided = None
         self._sent, self._engine.step = state.get("sent", 0), state.get("step", 0)
         self._engine.memory.load_state_dict(state)
+        self._resumed = []
+        template, saved = self._template, state.get("buckets", [])
+        if template is not None and {name for each in saved for name, _, _ in each["slots"]} == {*self._names.values()}:
+            self._resumed = [
+                replace(
+                    template,
+                    slots=tuple(Slot(*slot) for slot in each["slots"]),
+                    numel=each["numel"],
+                    dtype=each["dtype"],
+                )
+                for each in saved
+            ]
 
     def close(self) -> None:
         """End the engine's threads and close its transport; backward fails from then on.
@@ -389,6 +439,33 @@ class CommHook:
                 for each in waiting:
                     each()
 
+    def _resume(self, bucket: GradBucket, names: Sequence[str], is_last: bool, done: Callable[[], None]) -> None:
+        """Keep the gradients of a bucket; with the last one, reduce all in the buckets that were saved, and wait."""
+        self._gradients.update(zip(names, bucket.gradients(), strict=True))
+        self._waiting.append(done)
+        if not is_last:
+            return
+        layouts, self._resumed, self._last = self._resumed, [], {}
+        gradients, self._gradients = self._gradients, {}
+        places: list[tuple[Tensor, Tensor]] = []
+        try:
+            for index, layout in enumerate(layouts):
+                flat = bucket.buffer().new_zeros(layout.numel, dtype=getattr(torch, layout.dtype))
+                for slot in layout.slots:
+                    place = flat[slot.offset : slot.offset + slot.numel].view_as(gradients[slot.name])
+                    places.append((place.copy_(gradients[slot.name]), gradients[slot.name]))
+                self._engine.submit_bucket(index, layout, flat, derive_seed(self._sent), lambda: None)
+                self._sent += 1
+                self._last[index] = layout
+            self._ended = True
+            self._engine.synchronize()
+            for place, gradient in places:
+                gradient.copy_(place)
+        finally:
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                each()
+
     def _end_step(self, present: bool = True) -> None:
         """End the step, after DDP has waited for its results, or raise what has failed in it.
 
@@ -399,7 +476,8 @@ class CommHook:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if self._template is not None:
+        ended, self._ended = self._ended, False
+        if self._template is not None and not ended:
             self._engine.synchronize()
         model = self._model()
         if self._unused and model is not None:

@@ -17,6 +17,7 @@ from ..transport import Transport
 from .backward_end import NO_BACKWARD, running_backward
 from .enrolment import listed
 from .overlap import ForwardOverlap, check_parameters
+from .own_state import check_place
 from .reduction import WITH_RESULTS, GradientReduction, StepState, refuse_twice
 from .replicas import Replicas
 
@@ -209,7 +210,9 @@ class Distributed(GradientReduction):
         super().add_param_group(param_group)
         try:
             new = self._fl_roster.newcomers(groups)
-            refuse_twice({p: name for p, name in new.items() if p.requires_grad}, but=self)
+            trained = {p: name for p, name in new.items() if p.requires_grad}
+            refuse_twice(trained, but=self)
+            self._fl_refuse_averaged(trained)
             if self._fl_forward_of is not None:
                 check_parameters(new, self._fl_forward_of)
         except ConfigError:
@@ -238,26 +241,41 @@ class Distributed(GradientReduction):
         state = super().state_dict()
         if engine is not None:
             place = {"rank": engine.rank, "size": engine.size, "step": engine.step}
-            state["fusionlayer"] = {**place, **engine.memory.state_dict()}
+            state["fusionlayer"] = {**place, "factor": engine.scaling.after, **engine.memory.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned.
+        """Restore what ``state_dict`` returned on the same rank.
 
-        Error feedback is restored only if the same rank of a job of the same size saved it. A state that was broadcast
-        holds only the step.
+        A state that was broadcast holds only the step; error feedback stays as it is then. So it does where this rank
+        has just loaded its own state of the same step, as before a framework loads rank 0's on all ranks.
+
+        Raises:
+            ConfigError: the state holds error feedback or local steps of another rank, or of another number of ranks.
         """
         state = dict(state_dict)
         saved = state.pop("fusionlayer", None)
+        engine = self._fl_engine
+        restored = self._fl_has_restored(saved)
+        if saved is not None and not restored:
+            rank, size = (0, 1) if engine is None else (engine.rank, engine.size)
+            check_place(saved, rank, size, "DistributedOptimizer")
         self._fl_flush()
         super().load_state_dict(state)
-        engine = self._fl_engine
         self._fl_count_anew()
-        if engine is not None and saved is not None:
+        if engine is not None and saved is not None and not restored:
             if "rank" in saved:
-                mine = (saved["rank"], saved["size"]) == (engine.rank, engine.size)
-                engine.memory.load_state_dict(saved if mine else {})
+                engine.memory.load_state_dict(saved)
+                self._fl_restored = saved["step"]
             engine.step = saved["step"]
+
+    def _fl_has_restored(self, saved: Mapping[str, Any] | None) -> bool:
+        """Return whether this rank has loaded its own state of the step of ``saved``, and made no step since."""
+        engine = self._fl_engine
+        if engine is None or saved is None or self._fl_restored is None or "local" in saved:
+            return False
+        place = saved.get("rank"), saved.get("size")
+        return self._fl_restored == engine.step == saved["step"] and place != (engine.rank, engine.size)
 
     def close(self) -> None:
         """End the background threads; gradients are no longer reduced. For programs that go on after training.

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .. import context
 from ..codecs import ChangeCodec, Codec
 from ..errors import ConfigError
 from ..functional import AUTO
+from ..plan import plain_name
 from .codec_or_auto import CodecOrAuto
 from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
 from .fsdp_shards import Shards
@@ -102,25 +104,37 @@ class FSDPCompression:
             travelled = -1
             if module.replica:
                 travelled, of_module = module.replica.state()
-                parts |= {f"replica.{name}": part for name, part in of_module.items()}
+                # Copies, as parts of one row would share a storage, which torch.save does not take in DTensors.
+                parts |= {f"replica.{name}": part.clone() for name, part in of_module.items()}
             row.copy_(
                 torch.tensor(
                     [module.shards.version, travelled, module.scatter.sums if module.scatter else 0], device="cpu"
                 )
             )
-        return {"counts": counts, **parts}
+        rows = self._rows() if parts else None
+        return {"counts": counts, **({} if rows is None else {"rows": rows}), **parts}
+
+    def _rows(self) -> DTensor | None:
+        found = [rows for module in self._modules if (rows := module.shards.rows()) is not None]
+        return max(found, key=len, default=None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` has returned in a job of the same size, before or after the weights are loaded.
 
         Raises:
-            ConfigError: the state is of another model or of other codecs.
+            ConfigError: the state is of another model, of other codecs, or of another rank.
         """
         missing = sorted(self.state_dict().keys() - state_dict.keys())
         if missing or len(state_dict["counts"]) != len(self._modules):
             raise ConfigError(
                 f"the state of fsdp.compress lacks {missing[:3] or 'modules'}; load what was saved of the same model, "
                 "compressed alike"
+            )
+        rows, theirs = self._rows(), state_dict.get("rows")
+        if isinstance(theirs, DTensor) and rows is not None and not torch.equal(rows.to_local(), theirs.to_local()):
+            raise ConfigError(
+                f"the state of fsdp.compress is that of another rank: it has rows {_span(theirs)} of the longest "
+                f"weight, this rank {_span(rows)}; save with torch.distributed.checkpoint, or on every rank its own"
             )
         for row, module in zip(state_dict["counts"].tolist(), self._modules, strict=True):
             module.shards.version, travelled, sums = row
@@ -208,7 +222,9 @@ def compress(
         native = baseline == "native"
         reducing = Direction("gradients", _choice("gradients", gradients), ranks_per_node=nodes, native=native)
     names = {
-        (m, p): f"{n}.{p}".lstrip(".") for n, m in model.named_modules() for p, _ in m.named_parameters(recurse=False)
+        (m, p): plain_name(f"{n}.{p}".lstrip("."))
+        for n, m in model.named_modules()
+        for p, _ in m.named_parameters(recurse=False)
     }
     known: dict[int, Shards] = {}
     by_shards: dict[Shards, _Module] = {}
@@ -232,6 +248,11 @@ def compress(
     if broadcast:
         _unite(by_shards)
     return FSDPCompression(list(by_shards.values()), gathering, reducing)
+
+
+def _span(rows: DTensor) -> str:
+    local = rows.to_local().tolist()
+    return f"{local[0]} to {local[-1]}" if local else "none"
 
 
 def _describe(name: str, parameter: Tensor) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..errors import ConfigError, UsageError
@@ -130,6 +130,31 @@ class Shards:
             local = part.to_local() if isinstance(part, DTensor) else part
             row[start : start + local.numel()].copy_(local.flatten())
         return row
+
+    def rows(self) -> DTensor | None:
+        """Return the numbers of the rows that this rank has of the longest parameter, sharded as the parameter is.
+
+        They tell a state of this rank from that of another one. None: no parameter is sharded along one dimension.
+        """
+        longest: DTensor | None = None
+        for p, (of_mesh, along) in self._sharded_once():
+            local = p.to_local().shape[along]
+            size, rank = p.device_mesh.size(of_mesh), p.device_mesh.get_local_rank(of_mesh)
+            start = min(p.shape[along], -(-p.shape[along] // size) * rank)
+            if longest is None or p.shape[along] > len(longest):
+                numbers = torch.arange(start, start + local, device=p.device_mesh.device_type)
+                placements = [Shard(0) if each.is_shard() else each for each in p.placements]
+                longest = DTensor.from_local(
+                    numbers, p.device_mesh, placements, run_check=False, shape=p.shape[along : along + 1], stride=(1,)
+                )
+        return longest
+
+    def _sharded_once(self) -> Iterator[tuple[DTensor, tuple[int, int]]]:
+        """Yield parameters that are sharded along one dimension, with those of the mesh and of the parameter."""
+        for p in self.parameters:
+            found = [(i, each.dim) for i, each in enumerate(p.placements) if type(each) is Shard]
+            if len(found) == 1 == sum(each.is_shard() for each in p.placements):
+                yield p, found[0]
 
     def _starts(self) -> Sequence[int]:
         lengths = [each._sharded_param_data.numel() for each in self._group.fsdp_params]

@@ -16,6 +16,7 @@ from ..scheduler import Engine
 from .distributed import Distributed
 from .local import state_name
 from .local_steps import Flight, LocalSteps, compare
+from .own_state import check_place
 from .parameters import local_part
 from .reduction import StepState
 from .sends import FollowsSyncs, sent_by
@@ -58,6 +59,9 @@ class LocallyStepping(Distributed):
         if engine is not None:
             if engine.failure is not None:
                 raise again(engine.failure)
+            self._fl_refuse_later()
+            if local.restored:
+                local.check_restored(self._fl_roster.names)
             self._fl_anchor()
             for parameter in chain.from_iterable(group["params"] for group in self.__dict__["param_groups"]):
                 if not parameter.requires_grad:
@@ -105,21 +109,23 @@ class LocallyStepping(Distributed):
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """Let parameters be the anchors within the block, as ``Distributed.anchored`` says."""
-        anchors = self._fl_local.anchors
-        parts = [local_part(parameter.detach()) for parameter in anchors]
-        kept = [part.clone() for part in parts]
-        for part, anchor in zip(parts, anchors.values(), strict=True):
-            part.copy_(anchor)
+        local = self._fl_local
+        parts = {parameter: local_part(parameter.detach()) for parameter in local.anchors}
+        local.own = {parameter: part.clone() for parameter, part in parts.items()}
+        for parameter, part in parts.items():
+            part.copy_(local.anchors[parameter])
         try:
             yield
         finally:
-            for part, own in zip(parts, kept, strict=True):
-                part.copy_(own)
+            own, local.own = local.own, {}
+            for parameter, part in parts.items():
+                part.copy_(own[parameter])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under "fusionlayer" also anchors, outer momentum and what is under way.
 
-        Between two syncs parameters differ over ranks: to go on exactly, each rank saves and loads its own.
+        Between two syncs the states, parameters and buffers of ranks differ: each rank saves and loads its own. The
+        state holds this rank's parameters and buffers too, also within ``anchored``.
 
         Raises:
             FusionLayerError: a sync has failed; the last state that was saved before it is the one to go on from.
@@ -127,27 +133,37 @@ class LocallyStepping(Distributed):
         steps = self._fl_local.state_dict(self._fl_roster.names)  # first: what is under way changes error feedback
         state = super().state_dict()
         if self._fl_engine is not None:
+            buffers = self._fl_replicas.buffers if steps["parameters"] else {}
+            steps["buffers"] = {name: buffer.clone() for name, buffer in buffers.items()}
             state["fusionlayer"]["local"] = steps
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. Error feedback is restored as ``Distributed.load_state_dict`` says.
+        """Restore what ``state_dict`` returned on the same rank, in the middle of a round parameters and buffers too.
 
-        From a state of an optimizer without local steps a new round begins: its anchors are the parameters at the next
-        ``step``, which have to be equal on all ranks.
+        Load the model before. A state of an optimizer without local steps begins a new round: its anchors are the
+        parameters at the next ``step``, which have to be equal on all ranks.
+
+        Raises:
+            ConfigError: the state holds error feedback or local steps of another rank, or of another number of ranks.
         """
         engine = self._fl_engine
+        own = state_dict.get("fusionlayer", {})
+        if engine is not None:
+            check_place(own, engine.rank, engine.size, "DistributedOptimizer")
         if engine is not None and engine.failure is None:
             for flight in self._fl_local.flights:
                 flight.take()  # the engine takes nothing new of a fragment before that
-            if "step" in state_dict.get("fusionlayer", {}):
-                self._fl_enter(engine, state_dict["fusionlayer"]["step"])
+            if "step" in own:
+                self._fl_enter(engine, own["step"])
         super().load_state_dict(state_dict)
         if engine is None:
             return
         self._fl_go_on(engine)
-        saved = state_dict.get("fusionlayer", {}).get("local")
-        self._fl_local.load_state_dict(saved, self._fl_roster.by_name())
+        self._fl_local.load_state_dict(own.get("local"), self._fl_roster.by_name())
+        for name, buffer in own.get("local", {}).get("buffers", {}).items():
+            if name in self._fl_replicas.buffers:
+                self._fl_replicas.buffers[name].copy_(buffer)
 
     def reconnect(self) -> None:
         """Sync over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
@@ -209,7 +225,7 @@ class LocallyStepping(Distributed):
         self._fl_plan_anew(engine, self._fl_names, f"step {step} {'averages gradients' if averages else 'is local'}")
         self._fl_sent = sent_by(self)
         self._fl_compared = {}
-        self._fl_check = self._fl_replicas.check(engine.put) if averages else None
+        self._fl_check = self._fl_replicas.check(engine.put, optimizer=self) if averages else None
         self._fl_go_on(engine)
 
     # ---- a sync: on the training thread, or on the thread of ``join`` that stands in for it --------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from ..clock import HOST, Clock
-from ..errors import PlanMismatch
+from ..errors import PlanMismatch, UsageError
 from ..transport import Transport
 from .local import Local
 from .pace import Pace
@@ -61,6 +61,8 @@ class LocalSteps:
         moved: whether a parameter may differ from its anchor.
         anchors: of each parameter that is trained, the value that all ranks had after the last sync.
         flights: in the order in which they left.
+        own: of each parameter that holds its anchor for the moment, the rank's own value.
+        restored: of each parameter that was loaded in the middle of a round, its value, until the next local step.
     """
 
     def __init__(self, sync: Local, clock: Clock = HOST) -> None:
@@ -86,6 +88,8 @@ class LocalSteps:
         self.moved = False
         self.anchors: dict[Tensor, Tensor] = {}
         self.flights: list[Flight] = []
+        self.own: dict[Tensor, Tensor] = {}
+        self.restored: dict[Tensor, Tensor] = {}
         self._carried: dict[Tensor, Tensor] = {}  # outer momentum of parameters that have no anchor yet
         if self.pace is not None:
             self.pace.begin_anew()
@@ -153,13 +157,17 @@ class LocalSteps:
             "count": self.count,
             "moved": self.moved,
             "anchors": {names[p]: anchor.clone() for p, anchor in self.anchors.items()},
+            "parameters": {names[p]: self._own_part(p).clone() for p in self.anchors} if self.moved else {},
             "momentum": {name: kept.clone() for name, kept in momenta.items() if kept is not None},
             "under_way": flights,
             "pace": None if self.pace is None else self.pace.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, named: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state_dict`` returned; from None, begin anew. Parameters are the caller's to load."""
+        """Go on from what ``state_dict`` returned; from None, begin anew.
+
+        In the middle of a round, parameters get the values that they had. Otherwise they are the caller's to load.
+        """
         self.begin_anew()
         if saved is None:
             return
@@ -170,6 +178,10 @@ class LocalSteps:
         for name, values in saved["anchors"].items():
             if name in named:
                 self._add(named[name], _like(named[name], values))
+        for name, values in saved.get("parameters", {}).items():
+            if name in named:
+                part = local_part(named[name].detach())
+                self.restored[named[name]] = part.copy_(values.view(part.shape)).clone()
         for each in saved["under_way"]:
             parameters = {name: named[name] for name in each["averages"] if name in named}
             averages = {name: _like(p, each["averages"][name]) for name, p in parameters.items()}
@@ -177,6 +189,20 @@ class LocalSteps:
             sent = each.get("left_with")  # there is none in a state of an earlier version
             flight.left_with = {name: _like(p, sent[name]) for name, p in parameters.items()} if sent else None
             self.flights.append(flight)
+
+    def check_restored(self, names: Mapping[Tensor, str]) -> None:
+        """Raise ``UsageError`` if a parameter was changed since a state of the middle of a round was loaded."""
+        restored, self.restored = self.restored, {}
+        for parameter, value in restored.items():
+            if not torch.allclose(local_part(parameter.detach()), value, rtol=0, atol=0, equal_nan=True):
+                raise UsageError(
+                    f"parameter {names[parameter]!r} was changed after the optimizer's state was loaded; the state is "
+                    "of the middle of a round of local steps, and holds this rank's parameters: load the model first, "
+                    "then the optimizer"
+                )
+
+    def _own_part(self, parameter: Tensor) -> Tensor:
+        return self.own[parameter] if parameter in self.own else local_part(parameter.detach())
 
     def _add(self, parameter: Tensor, anchor: Tensor) -> None:
         self.anchors[parameter] = anchor

@@ -28,6 +28,7 @@ from ..scheduler import Engine, Scaling
 from ..scheduler.planners import Planner
 from ..timeline import Timeline
 from . import overlap
+from .averaging import refuse_averaged, refuse_wrapper
 from .construction import GradientOptions, make_engine, make_planning
 from .distributed import Distributed
 from .elastic_local import ElasticallyLocal
@@ -168,6 +169,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
         TransportError: a peer was lost, stopped or late; also from ``step`` and ``synchronize``.
     """
+    refuse_wrapper(optimizer)
     require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")
     check_op(op)
     if sync is not None:
@@ -196,6 +198,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     refuse_twice(names)
     if isinstance(optimizer, Distributed):
         raise ConfigError("this optimizer is a DistributedOptimizer already; use it as it is, or make a new one")
+    refuse_averaging = partial(refuse_averaged, group=group, gradients=sync is None or bool(sync.after))
+    refuse_averaging(names, named_parameters if isinstance(named_parameters, nn.Module) else None)
     if overlap_forward is not None:
         overlap.check(optimizer, names, overlap_forward)
     if sync is None and isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
@@ -318,7 +322,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer.__class__ = type(base.__name__, (front, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, Distributed)
     optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
-    optimizer._fl_replicas = replicas
+    optimizer._fl_replicas, optimizer._fl_refuse_averaged = replicas, refuse_averaging
     if isinstance(optimizer, ElasticallyStepping):
         optimizer._fl_facts = (options, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
     if sync is not None:

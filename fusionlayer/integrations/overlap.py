@@ -148,6 +148,10 @@ class ForwardOverlap:
     def flush(self) -> None:
         """Wait for the remaining results, and update the parameters that are not updated yet."""
         self._stale.clear()
+        self.finish()
+
+    def finish(self) -> None:
+        """Make the remaining updates. Parameters whose module has not run since ``begin`` are still not to be used."""
         for index in sorted(self._engine.untaken):
             self._apply(index)
 

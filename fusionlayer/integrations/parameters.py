@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, require
 from ..functional import Group
-from ..plan import TensorInfo
+from ..plan import TensorInfo, plain_name
 
 __all__ = [
     "describe",
@@ -59,7 +59,7 @@ def name_parameters(
                 )
             else:
                 own = each.get("param_names") if known is not None else None
-                name = own[j] if own else f"allreduce.noname.{i}.{j}"
+                name = plain_name(own[j]) if own else f"allreduce.noname.{i}.{j}"
             if owner.setdefault(name, parameter) is not parameter:
                 raise ConfigError(
                     f"parameter {j} of group {i}, shape {tuple(parameter.shape)}, has the name {name!r} of another "
@@ -73,6 +73,8 @@ def name_parameters(
 def given_names(named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str] | None:
     """Return the names that a user gives, by parameter; None if there are none.
 
+    Names do not depend on what ``torch.compile`` has compiled, so plans, rules and states fit with and without it.
+
     Raises:
         ConfigError: these are no pairs, or names are not unique.
     """
@@ -83,8 +85,9 @@ def given_names(named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | Non
     expected = "the model, or (name, parameter) pairs, such as model.named_parameters()"
     require(named_parameters, Iterable, "named_parameters", expected)
     pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ConfigError(f"named_parameters: expected {expected}")
+    pairs = [(plain_name(name), parameter) for name, parameter in pairs]
     counts: dict[str, int] = {}
     for name, _ in pairs:
         counts[name] = counts.get(name, 0) + 1
@@ -98,7 +101,7 @@ def replicated_by(module: nn.Module, group: Group = None) -> tuple[dict[str, Ten
     """Return the parameters of ``module`` that get no gradient, and its buffers, without those that ranks share out."""
 
     def whole(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: x for name, x in named if not (is_distributed(x) and _ranks_of_parts(x, group))}
+        return {plain_name(name): x for name, x in named if not (is_distributed(x) and _ranks_of_parts(x, group))}
 
     return whole((name, p) for name, p in module.named_parameters() if not p.requires_grad), whole(
         module.named_buffers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -24,8 +25,8 @@ __all__ = ["PipelineStage"]
 _FORWARD, _BACKWARD = 0, 1
 _RAW = codecs.get("raw")
 
-# Codecs and warm-up of this process's first stage in each group, after all ranks have compared them.
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+# The stages of this process in each group.
+_stages: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[PipelineStage]] = weakref.WeakKeyDictionary()
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -45,12 +46,13 @@ class PipelineStage(pipelining.PipelineStage):
         gradient_codec: name or codec of gradients; None takes that of activations.
         warmup_steps: number of first training steps of the schedule that travel uncompressed, while activations change
             fast.
-        group: process group of the pipeline; None means all ranks. All its ranks make their first stage together.
+        group: process group of the pipeline; None means all ranks. All its ranks make their first stage together. They
+            may make another pipeline, also with other codecs, when all stages of the one before are deleted.
         codec_options: options of an activation codec given by name.
         **kwargs: as in torch.
 
     Raises:
-        ConfigError: unknown names or options, or this rank's other stages have different ones.
+        ConfigError: unknown names or options, or other stages that this rank still has have different ones.
         PlanMismatch: ranks disagree on codecs or warm-up.
         TransportError: not all ranks came in time.
     """
@@ -83,7 +85,8 @@ class PipelineStage(pipelining.PipelineStage):
         self._sent: list[Tensor] = []
         self._arriving: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         checked = "with" if self._checked else "without"
-        _agree(group, f"{forward}, gradients {backward}, {warmup_steps} steps of warm-up, {checked} checksums")
+        self._facts = f"{forward}, gradients {backward}, {warmup_steps} steps of warm-up, {checked} checksums"
+        self._agree(group)
 
     def clear_runtime_states(self) -> None:
         """Begin a step; every schedule of torch calls it."""
@@ -155,6 +158,24 @@ class PipelineStage(pipelining.PipelineStage):
             if not out.is_contiguous():
                 out.copy_(flat.view(out.shape))
 
+    def _agree(self, group: dist.ProcessGroup | None) -> None:
+        """Compare codecs and warm-up with this process's other stages; at a pipeline's first stage over ranks."""
+        world = group or dist.group.WORLD
+        assert world is not None
+        others = _stages.setdefault(world, weakref.WeakSet())
+        if others:
+            gc.collect()  # deleted stages may be in cycles: all ranks must find the same of them gone
+        for other in others:
+            if other._facts != self._facts:
+                raise ConfigError(
+                    f"this stage has {self._facts}; other stages of this process {other._facts}: give all stages the "
+                    "same, because each receives what another has sent; delete stages and schedule of a pipeline that "
+                    "is done"
+                )
+        if not others:
+            context.transport(group).agree("codecs or warm-up of pipeline stages", self._facts)
+        others.add(self)
+
     @staticmethod
     def _message(codec: Codec, x: Tensor) -> Tensor:
         return torch.empty(codec.wire(x.numel(), x.dtype).capacity, dtype=torch.uint8, device=x.device)
@@ -164,17 +185,3 @@ def _is_checked(transport: Transport, device: torch.device) -> bool:
     """Return whether messages have checksums: by default between nodes, but not on a GPU, which would wait for them."""
     asked = context.settings().checksum
     return asked if asked is not None else len(transport.nodes) > 1 and device.type == "cpu"
-
-
-def _agree(group: dist.ProcessGroup | None, facts: str) -> None:
-    """Compare ``facts`` over ranks at this process's first stage; at later stages, with those of the first."""
-    world = group or dist.group.WORLD
-    assert world is not None
-    if world not in _agreed:
-        context.transport(group).agree("codecs or warm-up of pipeline stages", facts)
-        _agreed[world] = facts
-    if _agreed[world] != facts:
-        raise ConfigError(
-            f"this stage has {facts}; other stages of this process {_agreed[world]}: give all stages the same, because "
-            "each receives what another has sent"
-        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from .. import context
 from ..errors import ConfigError, UsageError, kind_of
 from ..publishing import Outlet, Snapshot, open_outlet, parse
-from ..publishing.address import seconds_of, secret_of
-from ..publishing.models import bare
+from ..publishing.address import Place, seconds_of, secret_of
+from ..publishing.models import named_tensors
 from ..publishing.snapshot import check_tensor, copied, identity
 
 __all__ = ["Publisher", "publish"]
+
+_logger = logging.getLogger("fusionlayer")
 
 
 def publish(
@@ -36,9 +39,10 @@ def publish(
                 train(model, batch)
                 publisher.step()
 
-    All ranks of a job call it, and ``step``. Rank 0 publishes. Parameters that are ``DTensor`` (FSDP2, tensor
+    All ranks of a job call it, and ``step``. Rank 0 publishes. If an elastic job loses rank 0, the process that is
+    rank 0 next goes on at the same address, or ``step`` raises. Parameters that are ``DTensor`` (FSDP2, tensor
     parallelism) are gathered from all ranks, one at a time; of others rank 0's count. Names are those of
-    ``state_dict()`` without what DistributedDataParallel and ``torch.compile`` put before them.
+    ``state_dict()`` without what DistributedDataParallel and ``torch.compile`` put before them, or before any part.
 
     Args:
         source: a model, or tensors by name that training changes in place, such as a ``state_dict()``.
@@ -59,8 +63,8 @@ def publish(
     place, guard, seconds = parse(address), secret_of(secret), seconds_of(timeout)
     if place.folder is not None and guard is not None:
         raise ConfigError("publish: a folder has no secret; expected None, and permissions that guard its files")
-    outlet = open_outlet(place, keep=keep, secret=guard, timeout=seconds) if _rank() == 0 else None
-    return Publisher(source, outlet)
+    make = partial(open_outlet, keep=keep, secret=guard, timeout=seconds)
+    return Publisher(source, place, make)
 
 
 class Publisher:
@@ -71,11 +75,12 @@ class Publisher:
         version: number of the version published last; None before the first.
     """
 
-    def __init__(self, source: nn.Module | Mapping[str, Tensor], outlet: Outlet | None) -> None:
+    def __init__(self, source: nn.Module | Mapping[str, Tensor], place: Place, make: Callable[[Place], Outlet]) -> None:
         self.run = secrets.token_hex(8)
         self.version: int | None = None
         self._source = source
-        self._outlet = outlet
+        self._place, self._make = place, make
+        self._outlet = make(place) if (_rank() or 0) == 0 else None
         self._closed = False
         self._newest: Snapshot | None = None
 
@@ -104,9 +109,10 @@ class Publisher:
         and writing. Where these are slower than the steps, followers leave versions out.
 
         Raises:
-            ConfigError: there is something else than a dense tensor.
+            ConfigError: there is something else than a dense tensor, or this process has become rank 0 of an elastic
+                job and cannot publish at the address.
             FusionLayerError: versions could not be published, such as on a full disk.
-            UsageError: it was closed.
+            UsageError: it was closed, or this process has become rank 0 and publishes at no port that followers know.
         """
         return self.update()
 
@@ -130,6 +136,7 @@ class Publisher:
         number = last + 1 if version is None else version
         if not isinstance(number, int) or isinstance(number, bool) or not last < number < 10**12:
             raise ConfigError(f"version={version!r}; expected a number above {last}, the last version")
+        self._follow_rank()
         tensors = self._gather(self._source if source is None else source)
         if self._outlet:
             self._newest = Snapshot(self.run, number, tensors)
@@ -162,9 +169,26 @@ class Publisher:
     ) -> None:
         self.close(30.0 if error is None else 0.0)
 
+    def _follow_rank(self) -> None:
+        """Publish on the process that is rank 0 now: an elastic job may have lost the one that was."""
+        rank = _rank()
+        if rank is None or (rank == 0) == (self._outlet is not None):
+            return
+        if self._outlet:
+            self._outlet.close(0.0)
+            self._outlet = self._newest = None
+            return
+        if self._place.folder is None and not self._place.port:
+            raise UsageError(
+                "publish: this process has become rank 0, and followers know the port of another process; give "
+                'publish a port, such as "tcp://HOST:29600", or a folder'
+            )
+        self._outlet = self._make(self._place)
+        _logger.warning("this process has become rank 0, and publishes at %s from now on", self._outlet.place)
+
     def _gather(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of all tensors on rank 0, nothing elsewhere; all ranks take part, in the order of names."""
-        named: Mapping[str, Any] = bare(source).state_dict() if isinstance(source, nn.Module) else source
+        named = named_tensors(source)
         for name, x in named.items():
             check_tensor(name, x)
         copies: dict[object, Tensor] = {}
@@ -181,8 +205,8 @@ class Publisher:
         return found
 
 
-def _rank() -> int:
-    """Return this process's rank in its job; 0 without one."""
+def _rank() -> int | None:
+    """Return this process's rank in its job; None without one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return context.rank() if context.is_initialized() else 0
+    return context.rank() if context.is_initialized() else None

@@ -19,6 +19,7 @@ from .. import context
 from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
+from .averaging import refuse_averaged
 from .backward_end import NO_BACKWARD, at_end_of_backward, is_nested, running_backward
 from .enrolment import Roster, what_changed
 from .overlap import ForwardOverlap
@@ -71,6 +72,10 @@ class GradientReduction(Optimizer):
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
     _fl_may_end_with_backward = True
     _fl_as_horovod = False
+    # Raises ConfigError if something else averages gradients of these parameters.
+    _fl_refuse_averaged: Callable[[Mapping[Tensor, str]], None] = staticmethod(refuse_averaged)
+    _fl_restored: int | None = None
+    """The step of this rank's own state that was loaded last."""
 
     def _attach(
         self,
@@ -114,9 +119,10 @@ class GradientReduction(Optimizer):
         self._fl_leaves_ranks_out = context.settings().grace is not None
         may_end = self._fl_may_end_with_backward and not self._fl_as_horovod
         self._fl_ends_with_backward = may_end and overlap_forward is None
+        self._fl_looked = False
         if engine is None:
             return
-        self._fl_check = self._fl_replicas.check(engine.put)
+        self._fl_check = self._fl_replicas.check(engine.put, optimizer=self)
         self._fl_sparse = SparseGradients(engine, sparse_as_dense)
         if self._fl_enlist is not None:
             self._fl_sparse.by_name = self._fl_enlist(self)
@@ -280,9 +286,12 @@ class GradientReduction(Optimizer):
 
     def _fl_begin(self, engine: Engine) -> None:
         """Begin a step of the engine, before its first gradient, and tell ranks that have joined."""
+        self._fl_refuse_later()
         groups = self.__dict__["param_groups"]
         if self._fl_roster.changed(groups):
             self._fl_enrol(engine, groups)
+        if self._fl_sent is not None and self._fl_overlap is not None:
+            self._fl_overlap.finish()  # the optimizer decides what it sends when its step is whole, on every rank
         if self._fl_sent is not None and (sent := sent_by(self)) != self._fl_sent:
             assert sent is not None
             self._fl_plan_anew(engine, self._fl_names, f"{type(self).__name__} now sends {sent[0]}")
@@ -290,6 +299,12 @@ class GradientReduction(Optimizer):
         self._fl_state = StepState.REDUCING
         if self._fl_sparse is not None and self._fl_sparse.by_name is not None:
             self._fl_sparse.by_name.begin()
+
+    def _fl_refuse_later(self) -> None:
+        """Raise ``ConfigError``, in the first step, if the model came into DDP and the like after it was given here."""
+        if not self._fl_looked:
+            self._fl_refuse_averaged(self._fl_names)
+            self._fl_looked = True
 
     def _fl_enrol(self, engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
         """Reduce from this step on what requires gradients now, by a new plan on which the ranks agree."""
@@ -300,6 +315,7 @@ class GradientReduction(Optimizer):
             return
         try:
             refuse_twice(names, but=self)
+            self._fl_refuse_averaged(names)
             self._fl_plan_anew(engine, names, what_changed(before, names))
         except ConfigError:
             self._fl_roster.look_again = True  # or the next step would leave them out without a word
@@ -322,9 +338,13 @@ class GradientReduction(Optimizer):
         return self._fl_passes_left.get(parameter, passes) < passes
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
-        """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
+        """Start the reduction of a gradient, or of what the wrapped optimizer sends in its place."""
         if self._fl_sent is not None:
             self._fl_make_own(parameter)
+        self._fl_submit(engine, parameter)
+
+    def _fl_submit(self, engine: Engine, parameter: Tensor) -> None:
+        """Give a gradient to the engine, or gather it by name if its rows are gathered."""
         name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
         assert sparse is not None
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
@@ -463,10 +483,13 @@ class GradientReduction(Optimizer):
         finds_unused = self._fl_finds_unused
         for parameter, name in self._fl_names.items():
             if name not in submitted and parameter not in sparse.under_way:
-                if finds_unused and (parameter.grad is None or parameter in self._fl_settled):
+                settled = parameter in self._fl_settled
+                if self._fl_sent is not None and not settled:
+                    self._fl_make_own(parameter)
+                if finds_unused and (settled or parameter.grad is None):
                     self._fl_leave_unused(engine, parameter)
                 else:
-                    self._fl_hand_over(engine, parameter)
+                    self._fl_submit(engine, parameter)
         self._fl_settled = frozenset()
         self._fl_state = StepState.IDLE
         self._fl_count_anew()
@@ -474,7 +497,7 @@ class GradientReduction(Optimizer):
     @property
     def _fl_finds_unused(self) -> bool:
         """Whether ranks find out which parameters none of them has used; those are not updated."""
-        return self._fl_sent is None and not self._fl_as_horovod and not self._fl_leaves_ranks_out
+        return not self._fl_as_horovod and not self._fl_leaves_ranks_out
 
     def _fl_refuse_unreduced(self) -> None:
         """Raise ``UsageError`` if a parameter of the optimizer has a gradient that this step does not reduce."""

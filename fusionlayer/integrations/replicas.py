@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .. import context, native
 from ..config import Config
@@ -35,6 +37,9 @@ _GPU_SHARE_BYTES = 1 << 26
 
 _DESCRIPTION_BYTES = 1 << 26
 """A longer description of a rank's parameters is not asked for: its size has come from another rank."""
+
+_RECORD = "<?7xQ16s"
+"""What ranks compare: whether the rank has a part in the step, and digests of parameters and options."""
 
 Put = Callable[[Callable[[Transport], None]], Callable[[], None]]
 """Begins an exchange in the same place on all ranks, and returns a function that waits for its end."""
@@ -114,10 +119,16 @@ class Replicas:
         """Compare these parameters too, from the next round on. All ranks add the same ones in the same step."""
         self.named.update({name: x for name, x in named.items() if _has_memory(x)})
 
-    def check(self, put: Put, named: Mapping[str, Tensor] | None = None) -> ReplicaCheck | None:
-        """Return what compares the parameters, or ``named``, while training runs, or None if that is switched off."""
+    def check(
+        self, put: Put, named: Mapping[str, Tensor] | None = None, optimizer: Optimizer | None = None
+    ) -> ReplicaCheck | None:
+        """Return what compares the parameters, or ``named``, while training runs, or None if that is switched off.
+
+        Options of the ``optimizer``, such as learning rates, are compared too.
+        """
         named = self.named if named is None else named
-        return ReplicaCheck(named, self.every, put, strict=self.broadcast) if self.every else None
+        options = _nothing if optimizer is None else partial(_options, weakref.ref(optimizer))
+        return ReplicaCheck(named, self.every, put, strict=self.broadcast, options=options) if self.every else None
 
 
 class ReplicaCheck:
@@ -134,9 +145,12 @@ class ReplicaCheck:
         every: a difference is found within this many steps.
         put: begins an exchange.
         strict: a difference raises ``ReplicaMismatch``. False: it warns once, and nothing is compared any more.
+        options: returns lines that have to be the same on all ranks whenever parameters are compared.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], every: int, put: Put, *, strict: bool) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], every: int, put: Put, *, strict: bool, options: Callable[[], list[str]]
+    ) -> None:
         self._named = named
         self._steps = max(1, (every - 1) // 2)
         self._put = put
@@ -147,7 +161,9 @@ class ReplicaCheck:
         self._present = True
         self._on_gpu = any(x.is_cuda for x in named.values())
         self._wait: Callable[[], None] | None = None
-        self._records: list[tuple[bool, int]] = []
+        self._records: list[tuple[bool, int, bytes]] = []
+        self._read_options = options
+        self._options: list[str] = []
 
     def begin(self, *, present: bool = True) -> None:
         """Digest this step's share of the parameters; in the last step of a round begin to compare.
@@ -169,6 +185,7 @@ class ReplicaCheck:
         self._left -= 1
         if self._left == 0:
             self._digest.seal()
+            self._options = self._read_options()
             self._wait = self._put(partial(self._compare, self._digest, self._present))
             self._digest, self._present, self._left = _Digest(), True, self._steps
             self._shares = iter(_cut(self._named.values(), self._steps))
@@ -189,8 +206,10 @@ class ReplicaCheck:
     def _judge(self, wait: Callable[[], None]) -> None:
         self._wait = None
         wait()
-        present = [rank for rank, (there, _) in enumerate(self._records) if there]
-        if len({value for there, value in self._records if there}) > 1:
+        present = [rank for rank, (there, _, _) in enumerate(self._records) if there]
+        if len({options for there, _, options in self._records if there}) > 1:
+            self._report_options(present)
+        elif len({value for there, value, _ in self._records if there}) > 1:
             self._report(present)
 
     def finish(self) -> None:
@@ -200,8 +219,25 @@ class ReplicaCheck:
                 self._wait()
 
     def _compare(self, mine: _Digest, present: bool, transport: Transport) -> None:
-        records = _gathered(struct.pack("<?7xQ", present, mine.read()), transport)
-        self._records = [struct.unpack("<?7xQ", record) for record in records]
+        record = struct.pack(_RECORD, present, mine.read(), digest(*self._options)[:16])
+        self._records = [struct.unpack(_RECORD, record) for record in _gathered(record, transport)]
+
+    def _report_options(self, present: Sequence[int]) -> None:
+        """Find out which option of the optimizer differs on which of the ranks that are ``present``; raise or warn."""
+        texts: list[str] = []
+        self._put(lambda transport: texts.extend(_gathered_texts("\n".join(self._options), transport)))()
+        rows = [row for row in zip_longest(*(texts[rank].splitlines() for rank in present)) if len({*row}) > 1]
+        found = differing(dict(zip(present, texts, strict=True)))
+        shown = ", ".join(f"{line} on rank {rank}" for rank, line in [*zip(present, rows[0], strict=True)][:8])
+        text = (
+            f"options of the optimizer differ over ranks: {shown}; ranks update their replicas differently: give all "
+            "ranks the same options and schedules, and schedulers that read a loss, such as ReduceLROnPlateau, the "
+            "average over ranks; or give check_replicas=False if differences are meant"
+        )
+        if self._strict:
+            raise ReplicaMismatch(text, ranks=found)
+        self._shares = None
+        warnings.warn(text, stacklevel=2)
 
     def _report(self, present: Sequence[int]) -> None:
         """Find out which tensors differ on which of the ranks that are ``present``, and raise or warn."""
@@ -219,10 +255,11 @@ class ReplicaCheck:
             text += ", ..."
         if self._strict:
             raise ReplicaMismatch(
-                f"{text}; weights were loaded or changed on some ranks only, a step was skipped, processors or numbers "
-                "of threads are not the same, or memory or a message is damaged: go on from a checkpoint, call "
-                "broadcast_parameters(model.state_dict()), or give check_replicas=False if differences are meant, as "
-                "when a two-pass optimizer such as SAM moves weights by each rank's own gradient",
+                f"{text}; weights were loaded or changed on some ranks only, a rank has another learning rate, skipped "
+                "a step or clipped its own gradients before they were averaged, gradients are averaged twice, a method "
+                "of two passes such as SAM moved weights by a rank's own gradients, processors or numbers of threads "
+                "are not the same, or memory or a message is damaged: mend that and go on from a checkpoint, call "
+                "broadcast_parameters(model.state_dict()), or give check_replicas=False if differences are meant",
                 ranks=sorted({rank for ranks in found.values() for rank in ranks}),
                 tensors=found,
             )
@@ -394,6 +431,41 @@ def _gathered_digests(named: Mapping[str, Tensor], transport: Transport) -> list
     return [list(row) for row in zip(*every, strict=True)]
 
 
+def _gathered_texts(text: str, transport: Transport) -> list[str]:
+    """Return the texts of all ranks; none if one is longer than a description is."""
+    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    sizes = [struct.unpack("<q", size)[0] for size in _gathered(struct.pack("<q", len(mine)), transport)]
+    if not all(0 <= size <= _DESCRIPTION_BYTES for size in sizes):
+        return []
+    texts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+    transport.exchange([mine] * transport.size, texts)
+    return [each.numpy().tobytes().decode(errors="replace") for each in texts]
+
+
+def _nothing() -> list[str]:
+    """Return no options: there is no optimizer whose options are compared."""
+    return []
+
+
+def _options(optimizer: weakref.ref[Optimizer]) -> list[str]:
+    """Return a line for each number that the optimizer's class has as an option, of each parameter group."""
+    found = optimizer()
+    groups = [] if found is None else vars(found).get("param_groups", [])
+    return [
+        f"{key} of group {i} is {value}"
+        for i, group in enumerate(groups)
+        for key in sorted(found.defaults if found is not None else ())
+        if (value := _number(group.get(key))) is not None
+    ]
+
+
+def _number(value: object) -> object:
+    if isinstance(value, Tensor):  # one on a GPU is left out, as reading it waits for the device
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    numbers = value if isinstance(value, tuple) else (value,)
+    return value if all(isinstance(each, (int, float)) for each in numbers) else None
+
+
 def _describe(name: str, x: Tensor) -> str:
     part = local_part(x.detach())
     return f"{name!r} {tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
@@ -401,16 +473,11 @@ def _describe(name: str, x: Tensor) -> str:
 
 def _mismatch(lines: Sequence[str], differs: Sequence[bool], transport: Transport) -> PlanMismatch:
     """Return the error for ranks whose descriptions differ from rank 0's; it shows the first line that does."""
-    text = "\n".join(lines).encode()
-    sizes = [struct.unpack("<q", size)[0] for size in _gathered(struct.pack("<q", len(text)), transport)]
     ranks = [rank for rank, differ in enumerate(differs) if differ]
     shown = ""
-    if all(0 <= size <= _DESCRIPTION_BYTES for size in sizes):
-        texts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        transport.exchange([mine] * transport.size, texts)
-        first, other = (texts[rank].numpy().tobytes().decode(errors="replace").splitlines() for rank in (0, ranks[0]))
-        pairs = zip_longest(first, other, fillvalue="no more")
+    texts = _gathered_texts("\n".join(lines), transport)
+    if texts:
+        pairs = zip_longest(texts[0].splitlines(), texts[ranks[0]].splitlines(), fillvalue="no more")
         ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
         shown = f": rank 0 has {ours}, rank {ranks[0]} has {theirs}"
     return PlanMismatch(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from numbers import Real
 from operator import is_
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .. import context
 from ..codecs import Codec
@@ -19,6 +24,8 @@ from ..functional import Group, make_codec
 from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES
+from .averaging import claim, refuse_averaged
+from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
 from .weights import Weights, both_ways
 
@@ -95,6 +102,15 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, {})
         for each in self.param_groups:
             _check(each["params"])
+        named = {
+            f"group {i}, parameter {j}": p
+            for i, each in enumerate(self.param_groups)
+            for j, p in enumerate(each["params"])
+        }
+        names = {p: name for name, p in named.items()}
+        refuse_twice(names)
+        refuse_averaged(names, group=group)
+        claim(self)
         align = max(self._fl_weights.codec.block, self._fl_gradients.block)
         alone = self._fl_transport.size == 1 and check_replicas is None
         every = 0 if alone else check_interval(check_replicas)
@@ -108,19 +124,70 @@ class ShardedOptimizer(Optimizer):
         self.defaults = self._fl_inner.defaults
         for each, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             each.update({key: value for key, value in inner.items() if key != "params"})
-        named = {
-            f"group {i}, parameter {j}": p
-            for i, each in enumerate(self.param_groups)
-            for j, p in enumerate(each["params"])
-        }
+        self._fl_named = names
+        # Of each gradient of the last backward, its address and its version then: a change since is refused.
+        self._fl_seen: dict[Tensor, tuple[int, int]] = {}
+        self._fl_reduced = False
+        self._fl_late: Tensor | None = None
+        note = partial(_note, weakref.ref(self))
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in named.values()]
+        weakref.finalize(self, _remove, hooks).atexit = False
         replicas = Replicas(named, broadcast=True, every=every)
-        self._fl_check = replicas.check(self._fl_at_once) if self._fl_transport.size > 1 else None
+        self._fl_check = replicas.check(self._fl_at_once, optimizer=self) if self._fl_transport.size > 1 else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being made; raise ``UsageError`` later, when all parts have been cut."""
         if hasattr(self, "_fl_inner"):
             raise UsageError("a ShardedOptimizer takes all parameters when it is made; make a new one")
         super().add_param_group(param_group)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups. GradScaler looks for overflows through them: all ranks find those of any rank."""
+        # Only GradScaler's look is a call of all ranks, so it is known by the name of its function.
+        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
+            self._fl_agree_on_overflow()
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and forget what ``clip_grad_norm_`` has averaged."""
+        self._fl_forget_gradients()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Average the gradients, scale the averages to a norm of at most ``max_norm``, and return their norm before.
+
+        The norm is that of all averaged gradients, the same on all ranks. All ranks call this right before ``step``;
+        with GradScaler, after ``unscale_``. ``p.grad`` stays this rank's own.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
+
+        Raises:
+            UsageError: a gradient was changed after backward; a group has other parameters.
+        """
+        require(max_norm, Real, "clip_grad_norm_", "the largest norm, a number")
+        self._fl_look()
+        self._fl_reduce()
+        self._fl_reduced, self._fl_late = True, None
+        own = [part.main.grad for part in self._fl_parts if part.main.grad is not None]
+        device, transport = own[0].device, self._fl_transport
+        norms = torch.stack([torch.linalg.vector_norm(each, norm_type).to(device) for each in own])
+        rows = torch.zeros(transport.size, dtype=norms.dtype, device=device)
+        rows[transport.rank] = torch.linalg.vector_norm(norms, norm_type)
+        if transport.size > 1:
+            transport.all_reduce(rows)  # brings each rank the norms of all ranks' parts
+        norm: Tensor = torch.linalg.vector_norm(rows, norm_type)
+        for each in own:
+            each.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(each.device))
+        return norm
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -135,21 +202,25 @@ class ShardedOptimizer(Optimizer):
         A parameter without a gradient counts as zeros. One that is frozen now does not move.
 
         Raises:
-            UsageError: a group has other parameters than when the optimizer was made.
+            UsageError: a group has other parameters than when the optimizer was made; a gradient was changed after
+                backward, or backward has run after ``clip_grad_norm_``.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         transport = self._fl_transport
-        for each, part in zip(self.param_groups, self._fl_parts, strict=True):
-            part.check(each["params"])
+        self._fl_look()
         if self._fl_check is not None:
             self._fl_check.begin()
             self._fl_check.settle()
-        for index, part in enumerate(self._fl_parts):
-            seed = derive_seed(self._fl_step, index, 0)
-            part.reduce(self._fl_gradients, transport, seed)
+        if not self._fl_reduced:
+            self._fl_reduce()
+        elif self._fl_late is not None:
+            raise UsageError(
+                f"{self._fl_named[self._fl_late]}: backward has changed its gradient after clip_grad_norm_(); call "
+                "clip_grad_norm_() after the last backward of a step, and zero_grad() of the optimizer between steps"
+            )
         for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
         held = [part.frozen() for part in self._fl_parts]
@@ -160,6 +231,7 @@ class ShardedOptimizer(Optimizer):
             seed = derive_seed(self._fl_step, index, 1)
             part.gather(self._fl_weights, transport, seed)
         self._fl_step += 1
+        self._fl_forget_gradients()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,9 +272,61 @@ class ShardedOptimizer(Optimizer):
         for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})
 
+    def _fl_reduce(self) -> None:
+        for index, part in enumerate(self._fl_parts):
+            part.reduce(self._fl_gradients, self._fl_transport, derive_seed(self._fl_step, index, 0))
+
+    def _fl_forget_gradients(self) -> None:
+        self._fl_seen.clear()
+        self._fl_reduced = False
+        self._fl_late = None
+
+    def _fl_look(self) -> None:
+        """Raise ``UsageError`` if groups have other parameters, or a gradient was changed after backward."""
+        if len(self.param_groups) != len(self._fl_parts):
+            raise UsageError(
+                f"a ShardedOptimizer has {len(self.param_groups)} groups, not the {len(self._fl_parts)} that it was "
+                "made with; its parts are cut already: make a new one"
+            )
+        for each, part in zip(self.param_groups, self._fl_parts, strict=True):
+            part.check(each["params"])
+        for p, name in self._fl_named.items():
+            address, version = self._fl_seen.get(p, (None, None))
+            if p.grad is not None and p.grad.data_ptr() == address and p.grad._version != version:
+                raise UsageError(
+                    f"{name}, of shape {tuple(p.shape)}: its gradient was changed between backward and step. It is "
+                    "this rank's own and not averaged yet, so clipping it gives another result on each number of "
+                    "ranks: call clip_grad_norm_() of the ShardedOptimizer; to scale gradients, scale the loss, or "
+                    "assign a new tensor to p.grad"
+                )
+
+    @torch.no_grad()
+    def _fl_agree_on_overflow(self) -> None:
+        """Make a gradient infinite if any rank has one that is not finite: GradScaler looks at this rank's now."""
+        self._fl_look()
+        first = self._fl_parts[0].params[0]
+        if all(p.grad is None for p in self._fl_named):
+            first.grad = torch.zeros_like(first)  # GradScaler refuses a rank without gradients
+        gradients = [p.grad for p in self._fl_named if p.grad is not None]
+        found = torch.stack([each.isfinite().all().logical_not().to(gradients[0].device) for each in gradients])
+        overflown = found.any().float().view(1)
+        if self._fl_transport.size > 1:
+            with self._fl_transport.doing("GradScaler's look for overflows"):
+                self._fl_transport.all_reduce(overflown)
+        if overflown.item():
+            gradients[0].fill_(float("inf"))
+        # Unscaling leaves versions as they are, but the line above does not.
+        for p, (address, _) in self._fl_seen.items():
+            if p.grad is not None:
+                self._fl_seen[p] = address, p.grad._version
+
     @property
     def _fl_key(self) -> str:
         return f"rank {self._fl_transport.rank} of {self._fl_transport.size}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ``UsageError``: a copy would share the transport, and its weights would not be the model's."""
+        raise UsageError("a ShardedOptimizer cannot be copied or pickled; copy or save its state_dict()")
 
     def _fl_at_once(self, work: Callable[[Transport], None]) -> Callable[[], None]:
         work(self._fl_transport)
@@ -215,6 +339,20 @@ class ShardedOptimizer(Optimizer):
             self._fl_transport.agree("parameters or codecs of a ShardedOptimizer", *facts)
 
 
+def _note(optimizer: weakref.ref[ShardedOptimizer], p: Tensor) -> None:
+    """Note the gradient that backward has just accumulated. The hook of every parameter."""
+    self = optimizer()
+    if self is not None and p.grad is not None:
+        self._fl_seen[p] = p.grad.data_ptr(), p.grad._version
+        if self._fl_reduced:
+            self._fl_late = p
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 class _Part:
     """The parameters of one group as one flat tensor, and this rank's part of it in f32."""
 
@@ -222,7 +360,7 @@ class _Part:
         first = params[0]
         total = sum(p.numel() for p in params)
         chunk = max(1, -(-total // (transport.size * align))) * align
-        self._params = list(params)  # a copy: a user may append to the group's list
+        self.params = list(params)  # a copy: a user may append to the group's list
         self._replica = torch.zeros(transport.size * chunk, dtype=first.dtype, device=first.device)
         self._views = [
             piece.view_as(p)
@@ -245,8 +383,8 @@ class _Part:
 
     def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
         """Give ``main`` the average of its gradients over ranks: summed and divided in f32, whatever their type."""
-        pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self._params, strict=True) if p.grad is not None]
-        if len(pairs) < len(self._params):
+        pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self.params, strict=True) if p.grad is not None]
+        if len(pairs) < len(self.params):
             self._gradients.zero_()
         if pairs:
             torch._foreach_copy_([to for to, _ in pairs], [grad for _, grad in pairs])
@@ -277,7 +415,7 @@ class _Part:
         """Return the places in ``main`` of this rank's elements of frozen parameters, with copies of their values."""
         found = []
         main = self.main.detach()
-        for p, view in zip(self._params, self._views, strict=True):
+        for p, view in zip(self.params, self._views, strict=True):
             if not p.requires_grad:
                 first = view.storage_offset() - self._own.storage_offset()
                 place = main[max(0, first) : max(0, first + p.numel())]
@@ -291,12 +429,12 @@ class _Part:
 
     def check(self, params: Sequence[Tensor]) -> None:
         """Raise ``UsageError`` if the group has other parameters now, or their memory is no longer the flat tensor."""
-        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             raise UsageError(
-                f"a group of a ShardedOptimizer has {len(params)} parameters, not the {len(self._params)} that it was "
+                f"a group of a ShardedOptimizer has {len(params)} parameters, not the {len(self.params)} that it was "
                 "made with; its parts are cut already: make a new one"
             )
-        for p, view in zip(self._params, self._views, strict=True):
+        for p, view in zip(self.params, self._views, strict=True):
             if p.data_ptr() != view.data_ptr():
                 raise UsageError(
                     f"a parameter of shape {tuple(p.shape)} was given other memory after the ShardedOptimizer was "

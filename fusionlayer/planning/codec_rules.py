@@ -16,13 +16,10 @@ from ..codecs import Codec
 from ..errors import ConfigError
 from ..plan import TensorInfo
 from ..registry import nearest
+from .fidelities import AUTO, FIDELITIES, LOCAL
 
 __all__ = ["AUTO", "FIDELITIES", "LOCAL", "CodecChoice", "CodecRules", "CodecRule"]
 
-AUTO = "auto"
-LOCAL = "local"
-"""The fidelity that may skip steps; no other may."""
-FIDELITIES = ("lossless", "near_lossless", "aggressive", LOCAL)
 NEAR_LOSSLESS_ERROR = 1e-4
 """Largest share of a Gaussian tensor's energy that a near-lossless codec may change."""
 _SAMPLE = 1 << 16

@@ -11,6 +11,7 @@ from ..scheduler.planners import Planner
 from .bucket_costs import short_name
 from .cluster import Scenario
 from .codec_rules import LOCAL, CodecRules
+from .fidelities import BUDGET
 from .local_steps import MOST, TOLERANCE
 from .losses import LossCost, LossCosts
 from .measured_losses import MEASURED
@@ -18,10 +19,8 @@ from .prediction import PlannedBucket, plan_costs, predict, predict_local_steps
 from .profile import Profile
 from .selection import Selection, ways
 
-__all__ = ["BUDGET", "LocalChoice", "Way", "choose_local"]
+__all__ = ["LocalChoice", "Way", "choose_local"]
 
-BUDGET = 2.0
-"""Percent of the final loss above which what was measured is left out, where nobody names a budget."""
 _LOSSLESS = "it changes no bit"
 
 

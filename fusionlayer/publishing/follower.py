@@ -183,10 +183,11 @@ class Follower:
     def load_into(self, model: nn.Module) -> None:
         """Copy the version that is shown into ``model``, whose parameters and buffers have the same names and shapes.
 
-        All is checked before anything is written. Values are converted where the model has another type.
+        All is checked before anything is written. Values are converted where the model has another type. Floats are
+        never converted into integers, and integers only into a type that holds them.
 
         Raises:
-            ConfigError: names or shapes differ.
+            ConfigError: names or shapes differ, or a type in the model cannot hold the values.
             UsageError: there is no version yet.
         """
         check_model("load_into", model)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, kind_of
+from ..plan import plain_name
 from .snapshot import digest_of, identity
 
-__all__ = ["bare", "check_model", "load"]
+__all__ = ["check_model", "load", "named_tensors"]
 
 _SHOWN = 5
 
@@ -21,8 +23,25 @@ def check_model(what: str, model: object) -> None:
         raise ConfigError(f"{what}: got {kind_of(model)} for a model; expected a torch.nn.Module")
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """Return the model within DistributedDataParallel and torch.compile, which put prefixes before its names."""
+def named_tensors(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a version holds of a model's state, or of a mapping, by name.
+
+    Names are without the prefixes of DistributedDataParallel around the model, and of torch.compile at any depth.
+
+    Raises:
+        ConfigError: a mapping has two names that differ by such a prefix alone.
+    """
+    found: dict[str, Any] = {}
+    for name, x in (_bare(source).state_dict() if isinstance(source, nn.Module) else source).items():
+        plain = plain_name(name) if isinstance(name, str) else name
+        if plain in found:
+            raise ConfigError(f"publish: {name!r} and another name are both {plain!r} without torch.compile's prefix")
+        found[plain] = x
+    return found
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Return the model within DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -36,9 +55,10 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
     """Copy ``tensors`` into parameters and buffers of a model; nothing is written unless all fit.
 
     Raises:
-        ConfigError: names or shapes differ, or a parameter is a DTensor.
+        ConfigError: names or shapes differ, a value cannot be held by the type in the model, or a parameter is a
+            DTensor.
     """
-    targets = {name: x for name, x in bare(model).state_dict().items() if isinstance(x, Tensor)}
+    targets = {name: x for name, x in named_tensors(model).items() if isinstance(x, Tensor)}
     problems = [f"{name!r} is missing" for name in targets.keys() - tensors.keys()]
     problems += [f"{name!r} is not in the model" for name in tensors.keys() - targets.keys()]
     for name in targets.keys() & tensors.keys():
@@ -47,6 +67,8 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
             problems.append(f"{name!r} is a DTensor, of which this rank has a part: take tensors() and cut them")
         elif x.shape != new.shape:
             problems.append(f"{name!r} has the shape {list(new.shape)}, and {list(x.shape)} in the model")
+        elif not _holds(x.dtype, new):
+            problems.append(f"{name!r} has values of {new.dtype} that {x.dtype} in the model cannot hold")
     problems += _untied(targets, tensors)
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -55,6 +77,19 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
     with torch.no_grad():
         for name, x in targets.items():
             x.copy_(tensors[name])
+
+
+def _holds(kind: torch.dtype, x: Tensor) -> bool:
+    """Return whether ``x`` can be converted to ``kind``: floats may be rounded, integers stay what they are."""
+    if kind == x.dtype or kind.is_complex:
+        return True
+    if kind.is_floating_point:
+        return not x.is_complex()
+    if x.is_complex() or x.is_floating_point():
+        return False
+    return torch.equal(
+        x.to(kind).to(torch.int64), x.to(torch.int64)
+    )  # in one type, as uint8 and int8 wrap around alike
 
 
 def _untied(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:

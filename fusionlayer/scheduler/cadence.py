@@ -76,7 +76,11 @@ class Cadence:
     def refuse_missing(self) -> NoReturn:
         """Raise ``UsageError`` that tells which gradients are missing at the end of the step."""
         missing = [name for name in self.due if name not in self.arrived]
-        raise UsageError(f"{len(missing)} gradients were not submitted in step {self.step}, the first: {missing[0]!r}")
+        raise UsageError(
+            f"{len(missing)} of {len(self.due)} gradients have not come in step {self.step}, the first is that of "
+            f"{missing[0]!r}: backward ended without it; use the parameter in each forward, freeze it, or give "
+            "DistributedDataParallel find_unused_parameters=True"
+        )
 
     def refuse(self, name: str, tensors: Mapping[str, TensorInfo]) -> NoReturn:
         """Raise ``UsageError`` for the gradient of a tensor that is not ``due``."""

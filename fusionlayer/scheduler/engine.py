@@ -81,7 +81,7 @@ class Engine:
 
     Attributes:
         rank, size: this rank, and the number of ranks.
-        memory: as given.
+        memory, scaling: as given.
         switch, enrol, leave_out: change plan or tensors between two steps; see ``Course``.
         put, take, take_all, awaits, drain, close, give_up, abandon, fail: deal with what is under way; see ``Traffic``.
     """
@@ -125,6 +125,7 @@ class Engine:
         self.rank = transport.rank
         self.size = transport.size
         self.memory = memory or Memory()
+        self.scaling = scaling
         self._device = device
         self._timeline = timeline
         self._clock = clock

@@ -20,7 +20,10 @@ _SHOWN = 3
 
 @contextmanager
 def located(step: int, index: int, bucket: Bucket, transport: Transport) -> Iterator[None]:
-    """Raise every error of the ``with`` block again, with step, bucket and tensors in its message."""
+    """Raise every error of the ``with`` block again, with step, bucket and tensors in its message.
+
+    The new message has all of the old one, so a traceback shows the new error alone.
+    """
     try:
         yield
     except FusionLayerError as error:
@@ -29,10 +32,10 @@ def located(step: int, index: int, bucket: Bucket, transport: Transport) -> Iter
         message = f"step {step}, bucket {index} ({shown}): {error}"
         if isinstance(error, TransportError):
             sequence = transport.sequence if error.sequence is None else error.sequence
-            raise TransportError(message, error.ranks, index, names, sequence) from error
+            raise TransportError(message, error.ranks, index, names, sequence) from None
         told = type(error)(message)
         vars(told).update(vars(error))
-        raise told from error
+        raise told from None
 
 
 def tensors_that_differ(tensors: Iterable[TensorInfo], transport: Transport) -> str:

@@ -15,7 +15,7 @@ from ..codecs import Codec, PackedPart, PackedResidual, Part, StatefulCodec, Ten
 from ..errors import ConfigError
 from ..plan import Bucket
 
-__all__ = ["FEEDBACK_BITS", "Memory"]
+__all__ = ["FEEDBACK_BITS", "Memory", "merged_residuals"]
 
 FEEDBACK_BITS = (32, 8)
 """The bits that an element of a residual may take between two steps."""
@@ -281,6 +281,16 @@ class Memory:
         old, self._packed[name] = self._packed.get(name), part
         if old is not None:
             part.copy_(PackedPart(_handed_over(old.codes), _handed_over(old.scales)))
+
+
+def merged_residuals(parts: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the sums of the residuals in ``parts``, which ``Memory.state_dict`` has made, by name; in f32."""
+    sums: dict[str, Tensor] = {}
+    for part in parts:
+        packed = {name: PackedPart(**kept).expanded() for name, kept in part.get("packed", {}).items()}
+        for name, value in {**part.get("residuals", {}), **packed}.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return sums
 
 
 def _handed_over(old: Tensor) -> Tensor:

@@ -249,4 +249,4 @@ class Traffic:
         self.results.untaken.clear()
         if cause is error:
             raise error
-        raise cause from error
+        raise cause from cause.__cause__  # what was waited for has failed with it, and says nothing more

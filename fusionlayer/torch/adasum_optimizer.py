@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, UsageError
+from ..integrations.averaging import claim, refuse_averaged, refuse_wrapper
 from ..integrations.enrolment import Roster
+from ..integrations.reduction import refuse_twice
 from . import mpi_ops as ops
 from .adasum import check_world
 from .basics import size
@@ -41,14 +43,18 @@ def adasum_optimizer(
     check_world(size())
     if codec_of(compression) is not None:
         raise ConfigError(f"op=Adasum with {compression}; it scales tensors by their products: give none, fp16 or bf16")
+    refuse_wrapper(optimizer)
     roster = Roster(optimizer.param_groups, named_parameters)
     names = roster.reduced(optimizer.param_groups)
+    refuse_twice(names)
+    refuse_averaged(names, gradients=False)
     base = type(optimizer)
     vars(optimizer).pop("step", None)  # a scheduler's wrapper there would bypass the class's new step()
     optimizer.__class__ = type(base.__name__, (_Adasum, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Adasum)
     optimizer._fl_roster, optimizer._fl_names = roster, _sorted(names)
     optimizer._fl_compression = compression
+    claim(optimizer)
     return optimizer
 
 

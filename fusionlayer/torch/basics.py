@@ -50,7 +50,7 @@ __all__ = [
 
 
 class HorovodInternalError(FusionLayerError, RuntimeError):
-    """An operation has failed: a peer was lost, or ranks asked for it differently. The cause says which.
+    """An operation has failed: a peer was lost, or ranks asked for it differently. The message says which.
 
     Attributes:
         ranks: the ranks that caused it, as far as they are known.

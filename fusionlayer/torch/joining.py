@@ -67,7 +67,7 @@ def join(device: int = -1) -> int:
         finally:
             standing_in.close()
     except FusionLayerError as error:
-        raise HorovodInternalError.of(error) from error
+        raise HorovodInternalError.of(error) from None
     return last
 
 

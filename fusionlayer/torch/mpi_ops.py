@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, UsageError
 from .basics import HorovodInternalError, session
 from .compression import Compression, codec_of
 from .process_sets import ProcessSet, global_process_set, number_of
@@ -82,7 +82,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the reduction of ``tensor`` over ranks. It is differentiable.
+    """Return the reduction of ``tensor`` over ranks.
+
+    Gradient: ``Sum`` and ``Average`` return the gradient of the sum over ranks of their losses. It is reduced with the
+    same codec. ``Max``, ``Min``, ``Product`` and ``Adasum`` refuse to return one.
 
     Args:
         tensor: any shape, the same on all ranks; floats, integers (averages are truncated towards zero) or bool.
@@ -97,6 +100,7 @@ def allreduce(
     Raises:
         ConfigError: an argument has a value that cannot be used.
         HorovodInternalError: a peer was lost, or ranks gave different arguments. Raised on every rank.
+        UsageError: from ``backward``, if ``op`` has no gradient.
     """
     request = allreduce_of(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     codec = codec_of(compression)
@@ -117,14 +121,17 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors. These travel together. Other arguments are those of ``allreduce``."""
+    """Return the reductions of several tensors, sent together. Gradients and other arguments are ``allreduce``'s."""
     request = grouped_allreduce_of(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return _compressed(_Allreduce, replace(request, codec=codec_of(compression)), compression)
 
 
 @taking(allreduce_of)
 def allreduce_(request: Reduction) -> Tensor:
-    """Replace ``tensor`` by its reduction over ranks and return it. Arguments are those of ``allreduce``."""
+    """Replace ``tensor`` by its reduction over ranks and return it. Arguments are those of ``allreduce``.
+
+    Gradient: none, as for all operations in place and all that return a handle. Autograd does not see them.
+    """
     out: Tensor = synchronize(request.begin_allreduce(in_place=True))
     return out
 
@@ -200,14 +207,27 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _check_linear("allreduce", ctx.request.op)
         return None, *_apply(_Allreduce, replace(ctx.request, name=None), *gradients)
+
+
+def _check_linear(kind: str, op: ReduceOp) -> None:
+    """Raise ``UsageError`` unless the gradient of this reduction is a sum or average of gradients."""
+    if op not in (Average, Sum):
+        raise UsageError(
+            f"{kind} with op={op.name} has no gradient; expected hvd.Sum or hvd.Average where backward runs through "
+            "the result: give tensor.detach() if it is only reported, or gather the tensors with hvd.allgather and "
+            "reduce them there"
+        )
 
 
 # ---- allgather -------------------------------------------------------------------------------------------------------
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Return all ranks' tensors concatenated along the first dimension. It is differentiable.
+    """Return all ranks' tensors concatenated along the first dimension.
+
+    Gradient: of the mean over ranks of their losses, as in Horovod. Multiply by the number of ranks for their sum.
 
     Args:
         tensor: (n, ...). n may differ between ranks and may be 0; the other dimensions are equal. A scalar counts as
@@ -231,7 +251,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Return what ``allgather`` returns for each of several tensors. These travel together."""
+    """Return what ``allgather`` returns for each of several tensors, sent together. Gradients are ``allgather``'s."""
     return list(_apply(_Allgather, name, process_set, *tensors))
 
 
@@ -279,7 +299,9 @@ def _gather(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the root's tensor. Gradients flow back to the root.
+    """Return the root's tensor.
+
+    Gradient: of the mean over ranks of their losses, as in Horovod; zeros on ranks other than the root.
 
     Args:
         tensor: the same shape and type on all ranks.
@@ -362,7 +384,9 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the rows that all ranks have sent to this one, concatenated in rank order. It is differentiable.
+    """Return the rows that all ranks have sent to this one, concatenated in rank order.
+
+    Gradient: of the sum over ranks of their losses.
 
     Args:
         tensor: (n, ...). n may differ between ranks; the other dimensions are equal.
@@ -435,7 +459,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the reduction over ranks. It is differentiable.
+    """Return this rank's rows of the reduction over ranks.
+
+    Gradient: for ``Sum`` and ``Average``, of the sum over ranks of their losses, times the number of ranks, as in
+    Horovod. ``Max``, ``Min`` and ``Product`` refuse to return one.
 
     Args:
         tensor: (n, ...), the same shape on all ranks. Each rank gets n // size rows; the first n % size get one more.
@@ -447,7 +474,7 @@ def reducescatter(
         postscale_factor: factor after it.
 
     Raises:
-        ConfigError, HorovodInternalError: as ``allreduce``.
+        ConfigError, HorovodInternalError, UsageError: as ``allreduce``.
     """
     (out,) = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
     return out
@@ -462,7 +489,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return what ``reducescatter`` returns for each of several tensors."""
+    """Return what ``reducescatter`` returns for each of several tensors. Gradients are ``reducescatter``'s."""
     if codec_of(compression) is not None:
         raise ConfigError(f"reducescatter with {compression}; use hvd.Compression.none, .fp16 or .bf16")
     request = grouped_reducescatter_of(tensors, name, op, process_set, prescale_factor, postscale_factor)
@@ -485,12 +512,13 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: Reduction, *tensors: Tensor) -> Any:
         summands = request.process_set.size() or 1 if request.op is Sum else 1
-        ctx.factor = request.prescale * request.postscale * summands
+        ctx.op, ctx.factor = request.op, request.prescale * request.postscale * summands
         ctx.process_set = request.process_set
         return tuple(synchronize(replace(request, tensors=tensors).begin_reducescatter()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _check_linear("reducescatter", ctx.op)
         scaled = [gradient * ctx.factor for gradient in gradients]
         return None, *grouped_allgather(scaled, process_set=ctx.process_set)
 
@@ -516,7 +544,7 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
     except ConfigError:
         raise
     except FusionLayerError as error:
-        raise HorovodInternalError.of(error) from error
+        raise HorovodInternalError.of(error) from None
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -92,7 +92,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     try:
         number: int = here.wait(here.submit("add_process_set", ranks=ranks))
     except FusionLayerError as error:
-        raise HorovodInternalError.of(error) from error
+        raise HorovodInternalError.of(error) from None
     added.process_set_id = number
     return added
 
@@ -107,7 +107,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     try:
         here.wait(here.submit("remove_process_set", root=number))
     except FusionLayerError as error:
-        raise HorovodInternalError.of(error) from error
+        raise HorovodInternalError.of(error) from None
     return True
 
 

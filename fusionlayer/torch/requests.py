@@ -262,7 +262,7 @@ def submit(
     except ConfigError:
         raise
     except FusionLayerError as error:
-        raise HorovodInternalError.of(error) from error
+        raise HorovodInternalError.of(error) from None
 
 
 def checked(kind: str, tensor: Tensor) -> Tensor:

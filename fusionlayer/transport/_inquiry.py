@@ -17,8 +17,6 @@ __all__ = ["POLL", "Inquiry", "Processes", "Progress"]
 POLL = 0.1
 # Seconds for which ranks go on connecting after one is gone: it may have done its part, and had nothing more to do.
 _GRACE = 0.5
-# Seconds for which a rank that differs from another one waits for the calls of the rest.
-_COMPARING = 0.5
 
 
 class Progress(NamedTuple):
@@ -126,23 +124,25 @@ class Inquiry:
         waited = time.monotonic() - self._started
         patient = waited < self._patience
         still_open = []
-        waiting_for = set()
+        awaited: list[Sign] = []
         for rank, state in self._board.read_states(self._open).items():
             fresh = state["serial"] > self._serials[rank]
             sign = self._interpret(rank, state, fresh, waited, otherwise)
             if sign is not None and patient and sign.kind in ("silent", "failed"):
-                waiting_for.add(sign.kind)
+                awaited.append(sign)
                 still_open.append(rank)
             elif sign is not None:
                 self.signs.append(sign)
         self._open = still_open
         kinds = {sign.kind for sign in self.signs} - {"alike"}
+        failed = [sign for sign in awaited if sign.kind == "failed"]
         # Where calls differ, those of all ranks show which one is the odd one.
-        if kinds == {"conflict"} and still_open and waited < _COMPARING:
-            return False
+        decided = kinds != {"conflict"} and not kinds.isdisjoint(EVIDENT)
         # A rank that has failed may still write why. There is no need to wait for that if other signs tell the cause.
-        known = kinds and "silent" not in waiting_for
-        return not still_open or bool(known) or not kinds.isdisjoint(EVIDENT)
+        if decided or not still_open or (kinds and len(failed) == len(awaited)):
+            self.signs += failed
+            return True
+        return False
 
     def _interpret(
         self, rank: int, state: Mapping[str, Any], fresh: bool, waited: float, otherwise: Diagnosis
@@ -172,7 +172,8 @@ class Inquiry:
             amid = state["call"] is not None and state["sequence"] == sequence
             if behind or amid or (call is not None and call.partner == rank):
                 text = f"rank {rank} closed its transport {'in' if amid else 'after'} collective {state['sequence']}"
-                return told or Sign(rank, "left", text)
+                hint = "it left its loop earlier or failed: see its log, make equally many steps on all ranks"
+                return told or Sign(rank, "left", text if amid else f"{text}; {hint}")
             return None
         failed = state["state"] == "failed"
         trouble = None if failed else self._processes.look_at(rank)
@@ -189,10 +190,10 @@ class Inquiry:
         if failed:
             # What this rank has seen itself is more, unless it blames a rank for that.
             more = f"; {otherwise.text}" if otherwise.text and not otherwise.ranks else ""
-            return Sign(rank, "failed", f"rank {rank} failed and does not know why{more}")
+            return Sign(rank, "failed", f"rank {rank} failed and does not know why{more}", call=mine and theirs)
         if behind:
             at = f"at collective {state['sequence']} while rank {self._rank} is at {sequence}"
-            return Sign(rank, "late", f"rank {rank} is alive but late: {at}")
+            return Sign(rank, "late", f"rank {rank} is alive but late: {at}; it is busy, or left its loop earlier")
         if call and call.partner == rank and (theirs is None or theirs.partner != self._rank):
             return Sign(rank, "late", f"rank {rank} is alive but late: it has not made the matching call")
         return Sign(rank, "alike", "") if mine and theirs else None

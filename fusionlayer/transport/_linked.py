@@ -274,6 +274,8 @@ class LinkedTransport(Transport):
                     "the last calls have not ended on the device, so what they receive is worthless: %s", error
                 )
         self.close()
+        if self._watch is not None and self._is_closed:
+            self._watch.await_left()
 
     def close(self) -> None:
         if self._failure is None:
@@ -382,7 +384,7 @@ class LinkedTransport(Transport):
         if isinstance(error, LinkError):
             # If close() ended the call, that is the reason, and there is no cause to look for.
             self._check_open()
-            raise self._fail(error, call.what) from error
+            raise self._fail(error, call.what) from None  # the link's own text says only that a connection is gone
         # Nobody knows how much of this call the peers have received, so there can be no next call.
         text = f"rank {self.rank} raised {type(error).__name__}: {error}"
         finding = Diagnosis((self.rank,), text, True)

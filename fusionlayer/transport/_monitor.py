@@ -52,6 +52,10 @@ class Watched(Protocol):
     def write_state(self) -> None:
         """Write where this rank is, for the other ranks to read."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the other ranks have to read in the store why this process leaves."""
+
     def leave_store(self) -> None:
         """Write the final state of a watch that ends, and leave nothing in the store that nobody needs."""
 
@@ -140,7 +144,8 @@ class _Monitor:
             if watch in self._watches:
                 self._watches.remove(watch)
                 self._leaving.append(watch)
-                self._kept.append(watch)
+                if watch.has_failed:  # another one would only keep the store, which may be a server
+                    self._kept.append(watch)
         self.wake()
 
     def note(self, cause: Cause) -> None:
@@ -178,6 +183,8 @@ class _Monitor:
                 watches = list(self._watches)
                 if not (leaving or watches or self._leaving):
                     self._thread = None
+                    self._stores.clear()  # no connection outlasts the last transport
+                    self._meeting_stores.clear()
                     return
             for watch in leaving:
                 if self.has_time():

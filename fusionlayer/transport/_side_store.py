@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
+from ..interfaces import reachable_names
 from ..processes import node_name
-from ._interfaces import reachable_names
 
 __all__ = ["open_store"]
 

@@ -52,7 +52,7 @@ class Sign:
         kind: a key of ``_KINDS``, or "alike": the rank makes the same call as this one, so nothing speaks against it.
         text: the evidence, as a clause.
         ranks: those that the rank names, or that differ.
-        call: the call in which the rank differs from this one.
+        call: the call of a rank that differs from this one; of one that has failed, the call if it is this rank's too.
     """
 
     rank: int
@@ -72,7 +72,8 @@ def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
         if found and kind == "told":
             return Diagnosis(found[0].ranks, found[0].text, final)
         if found and kind == "conflict":
-            return Diagnosis(_odd(found, any(sign.kind == "alike" for sign in signs)), found[0].text, final)
+            some_are_alike = any(sign.kind == "alike" or (sign.kind == "failed" and sign.call) for sign in signs)
+            return Diagnosis(_odd(found, some_are_alike), found[0].text, final)
         if found:
             return Diagnosis(tuple(sign.rank for sign in found), "; ".join(sign.text for sign in found), final)
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..config import Config
 from ..errors import ConfigError
-from ._interfaces import ipv4_addresses, own_address
+from ..interfaces import ipv4_addresses, own_address
 
 __all__ = ["SocketOptions", "chosen", "places"]
 

@@ -105,6 +105,7 @@ class Watch:
         self._known: Diagnosis | None = None
         self._cause: Diagnosis | None = None
         self._found = threading.Event()
+        self._has_left = threading.Event()
         self._finding: Diagnosis | None = None
 
     def meet(self, timeout: float) -> tuple[dist.Store, Diagnosis | None]:
@@ -275,6 +276,11 @@ class Watch:
         monitor.remove(self)
         self._has_ended = True
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's end of the transport has failed, or another one, and this rank knows why. Any thread."""
+        return self._cause is not None or (self.board.farewell or {}).get("state") == "failed"
+
     def because(self) -> Diagnosis | None:
         """Return why this rank leaves, or will, if a transport of the process has failed. Any thread."""
         return monitor.cause and monitor.cause.among(self.processes.of) or None
@@ -334,8 +340,15 @@ class Watch:
 
     def leave_store(self) -> None:
         """Write the final state, and leave nothing in the store that nobody needs."""
-        self.write_state()
-        self.board.leave(monitor.has_time)
+        try:
+            self.write_state()
+            self.board.leave(monitor.has_time)
+        finally:
+            self._has_left.set()
+
+    def await_left(self) -> None:
+        """Wait until the final state is written, if the store answers. The calling thread calls it after ``end``."""
+        self._has_left.wait(STORE_PATIENCE)
 
     def _hear(self, cause: bytes) -> None:
         """Take what the store has as the first cause; b"" is none."""

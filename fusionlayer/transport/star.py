@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from ..errors import TransportError
+from ..interfaces import own_address, reachable_names
 from ..processes import node_name
 from ._base import Transport
-from ._interfaces import own_address, reachable_names
 from ._introduction import PATIENCE, Reception, introduce
 from ._link import damaged
 

@@ -11,19 +11,6 @@ from ._states import BLOCK, Channel, Noted, State
 
 __all__ = ["Finding", "judge"]
 
-# Calls for which every rank must give tensors of the same shape and type. Others may differ, such as an uneven
-# all-to-all: of these only the operation is compared.
-_ALIKE = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "barrier",
-    "_reduce_scatter_base",
-    "_all_gather_base",
-    "all_reduce_sparse",
-)
-
-
 # Seconds for which calls in a circle last before anybody is told: one of the ranks has waited for long by then.
 _LASTING = 3.0
 
@@ -136,7 +123,7 @@ def _differ(name: str, channels: Mapping[int, Channel]) -> Finding | None:
     calls = {rank: {call.number: call for call in channel.recent} for rank, channel in channels.items()}
     for number in sorted(set().union(*calls.values())):
         made = {rank: noted[number] for rank, noted in sorted(calls.items()) if number in noted}
-        kinds = {rank: _comparable(call) for rank, call in made.items()}
+        kinds = {rank: call.common for rank, call in made.items()}
         if len(set(kinds.values())) > 1:
             odd = _odd(kinds, calls)
             rest = [rank for rank in made if rank not in odd]
@@ -144,11 +131,6 @@ def _differ(name: str, channels: Mapping[int, Channel]) -> Finding | None:
             told = "; ".join(f"{_ranks(group)} in {_shown(made[rank])}" for rank, group in sides)
             return Finding("conflict", odd, f"ranks differ in call {number}: {told}", f"{name} {number} {number}")
     return None
-
-
-def _comparable(call: Noted) -> str:
-    operation = call.what.partition(" of ")[0]
-    return call.what if operation in _ALIKE else operation
 
 
 def _shown(call: Noted) -> str:
@@ -171,7 +153,7 @@ def _odd(kinds: Mapping[int, object], calls: Mapping[int, Mapping[int, Noted]]) 
     Where as many ranks make one call as make the other, the one counts that more ranks have made before.
     """
     votes = Counter(kinds.values())
-    before = {kind: sum(any(_comparable(c) == kind for c in own.values()) for own in calls.values()) for kind in votes}
+    before = {kind: sum(any(c.common == kind for c in own.values()) for own in calls.values()) for kind in votes}
     if len(votes) == 1:
         return tuple(kinds)
     (most, second, *_) = sorted(votes, key=lambda kind: (votes[kind], before[kind]), reverse=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -43,11 +44,10 @@ class Place(NamedTuple):
 
 def of_thread(thread: int) -> Place:
     """Return where the thread with this identifier is; an empty place if it has ended."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    frames = _frames(thread)
+    if not frames:
         return Place("", "")
     doing, peer = "is", None
-    frames = list(_outward(frame))
     for each in frames:  # the outermost call counts: broadcast_object_list, and not the broadcast within it
         file, name = each.f_code.co_filename, each.f_code.co_name
         if file.startswith(_COLLECTIVES) and name not in _HELPERS:
@@ -87,10 +87,25 @@ def _short(file: str) -> str:
         return str(Path(*path.parts[-2:]))
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _frames(thread: int) -> list[FrameType]:
+    """Return the frames of a thread, from inside out; none if it has ended.
+
+    The thread may run. Each step makes an object for a frame of the interpreter, under the GIL. In Python 3.11, to
+    make an object can begin a collection of garbage. Its destructors can release the GIL, the thread returns from the
+    frame, and the new object refers to memory that is free. So nothing is collected meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(thread)
+        frames = []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _peer(frame: FrameType) -> int | None:

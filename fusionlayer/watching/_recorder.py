@@ -146,11 +146,11 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _blocks(noted: list[Noted]) -> dict[str, int]:
-    """Return a checksum for each block of calls with consecutive numbers that is whole."""
+    """Return a checksum, equal on all ranks of a right program, for each whole block of consecutive calls."""
     sums: dict[int, int] = {}
     counts: dict[int, int] = defaultdict(int)
     for call in noted:
         block = call.number // BLOCK
-        sums[block] = zlib.crc32(call.what.encode(), sums.get(block, 0))
+        sums[block] = zlib.crc32(call.common.encode(), sums.get(block, 0))
         counts[block] += 1
     return {str(block): each for block, each in sums.items() if counts[block] == BLOCK}

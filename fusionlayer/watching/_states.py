@@ -15,6 +15,18 @@ __all__ = ["BLOCK", "Channel", "Link", "Noted", "State", "decode", "encode"]
 BLOCK = 64
 """Calls whose checksums are compared together."""
 
+# Calls for which every rank must give tensors of the same shape and type. Others may differ, such as an uneven
+# all-to-all or a gather: of these only the operation is compared.
+_ALIKE = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "_reduce_scatter_base",
+    "_all_gather_base",
+    "all_reduce_sparse",
+)
+
 # A longer text is not read. A state takes a few KB.
 _MOST_BYTES = 1 << 20
 
@@ -32,6 +44,12 @@ class Noted:
     number: int
     what: str
     where: str = ""
+
+    @property
+    def common(self) -> str:
+        """What must be equal on all ranks."""
+        operation = self.what.partition(" of ")[0]
+        return self.what if operation in _ALIKE else operation
 
 
 @dataclass(frozen=True)

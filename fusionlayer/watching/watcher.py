@@ -6,9 +6,11 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -39,27 +41,50 @@ _LINGER = 3.0
 _PREFIX = "fusionlayer/watch"
 
 
+class _Place(NamedTuple):
+    """Where the ranks have met, and which of them this process is."""
+
+    store: weakref.ref[dist.Store] | None
+    rank: int
+    size: int
+
+
+def _place(store: dist.Store | None, rank: int, size: int) -> _Place:
+    return _Place(None if store is None else weakref.ref(store), rank, size)
+
+
 class Watcher:
     """Watches one process of a job. Make it by ``watch``.
 
     Args:
-        store: by which the ranks have met; the watcher uses a client of its own, and keeps the store. None: this
-            process is alone in an elastic job, until ``move``.
+        store: by which the ranks have met. The watcher uses a client of its own. It does not keep the store, which may
+            be a server: when the program drops it, the watcher ends. None: this process is alone in an elastic job,
+            until ``move``.
         rank: this rank.
         size: number of ranks.
         patience: seconds that a rank may wait in a call before it is asked why, at least.
         path: file for the job's state; None: one of this user's folder.
+        name: of the watch among those that use the store; equal on all ranks.
 
     Raises:
         ConfigError: there is no place for the file.
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, size: int, patience: float, path: Path | None) -> None:
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        size: int,
+        patience: float,
+        path: Path | None,
+        name: str = "",
+    ) -> None:
         process = Identity.own()
         if path is None:
             _report.forget_old()
         # Where the job has moved to, which the thread takes over in its next tick.
-        self._place = self._here = (store, rank, size)
+        self._place = self._here = _place(store, rank, size)
+        self._prefix = f"{_PREFIX}/{name}" if name else _PREFIX
         self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
         self._watched = threading.get_ident()
         self._generation = forks.generation()
@@ -84,13 +109,13 @@ class Watcher:
 
     @property
     def store(self) -> dist.Store | None:
-        """The store by which the ranks have met."""
-        return self._place[0]
+        """The store by which the ranks have met, if there still is one."""
+        return None if self._place.store is None else self._place.store()
 
     @property
     def place(self) -> tuple[int, int]:
         """This rank, and how many there are."""
-        return self._place[1:]
+        return self._place.rank, self._place.size
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -118,7 +143,7 @@ class Watcher:
 
     def move(self, store: dist.Store | None, rank: int, size: int) -> None:
         """Go on as another rank, or of another number of ranks, which have met in another store. Any thread."""
-        self._place = store, rank, size
+        self._place = _place(store, rank, size)
 
     def close(self) -> None:
         """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
@@ -128,10 +153,8 @@ class Watcher:
         if kind is not None and error is not None:  # it is closed because of that, as in a finally clause
             self._note(kind, error, trace)
         self._ending.set()
-        if sys.excepthook == self._note_exception:
-            sys.excepthook = self._hook
         self._thread.join(_LINGER + 2)
-        forks.not_at_exit(self.close)
+        self._release()
 
     def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Note what the process ends with; in place of ``sys.excepthook``, which it calls."""
@@ -153,6 +176,8 @@ class Watcher:
     def _run(self) -> None:
         stumbled = False
         while not self._ending.wait(_TICK):
+            if self._place.store is not None and self.store is None:
+                break  # the program has destroyed its process group
             now = time.monotonic()
             try:
                 self._tick(now)
@@ -170,6 +195,16 @@ class Watcher:
             # The store went with the process that has kept it.
             if self._error and self._teller.is_first:
                 self._teller.conclude(has_failed=True)
+        self._store = None
+        if not self._ending.is_set():
+            self._ending.set()
+            self._release()
+
+    def _release(self) -> None:
+        """Undo what keeps this watcher for the life of the process."""
+        if sys.excepthook == self._note_exception:
+            sys.excepthook = self._hook
+        forks.not_at_exit(self.close)
 
     def _client(self) -> dist.Store | None:
         """Return a client of the store; None for a rank that is alone. Ranks that have met anew know nothing before."""
@@ -180,8 +215,9 @@ class Watcher:
             self._state = State(rank, self._state.process, 0)
             self._written = self._looked = self._detailed = self._read = -1e9
             self._answered = b""
-        if self._store is None and self._here[0] is not None:
-            self._store = dist.PrefixStore(_PREFIX, monitor.own_store(self._here[0]))
+        met_by = self.store
+        if self._store is None and met_by is not None:
+            self._store = dist.PrefixStore(self._prefix, monitor.own_store(met_by))
         return self._store
 
     def _tick(self, now: float) -> None:
@@ -240,8 +276,9 @@ class Watcher:
             self._write(store, replace(self._state, counts=counts.read()))
 
     def _write(self, store: dist.Store, state: State) -> None:
-        self._state, self._written = replace(state, serial=state.serial + 1), time.monotonic()
-        store.set(f"at/{self._state.rank}", encode(self._state))
+        written = replace(state, serial=state.serial + 1)
+        store.set(f"at/{written.rank}", encode(written))
+        self._state, self._written = written, time.monotonic()  # who sees its number finds it in the store
 
     def _end(self) -> None:
         """Write the last state. The first rank then tells what has become of the job."""
@@ -264,6 +301,7 @@ class Watcher:
                 break
             time.sleep(_TICK)
         if not teller.is_first:
+            self._leave(store, size)
             return
         while True:
             now = time.monotonic()
@@ -274,6 +312,13 @@ class Watcher:
             time.sleep(_TICK)
         teller.conclude(has_failed=bool(self._error))
         store.set("seen", "1")
+        self._leave(store, size)
+
+    def _leave(self, store: dist.Store, size: int) -> None:
+        """Count this rank as ended; the last one deletes all keys."""
+        if store.add("left", 1) == size:
+            for key in ("ask", "seen", "left", *(f"at/{rank}" for rank in range(size))):
+                store.delete_key(key)
 
 
 def _with_calls(channel: Channel, before: Channel | None) -> Channel:
@@ -290,27 +335,42 @@ _members: tuple[dist.Store | None, int, int] | None = None
 
 
 def begin(
-    store: dist.Store, rank: int, size: int, settings: config.Config, patience: float = 5.0, *, asked: bool = True
+    store: dist.Store,
+    rank: int,
+    size: int,
+    settings: config.Config,
+    patience: float = 5.0,
+    *,
+    asked: bool = True,
+    name: str = "",
 ) -> Watcher | None:
     """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone.
 
-    ``asked``: whether the program has asked for it. A FileStore keeps every write, so nobody else begins with one.
+    Args:
+        store: by which the ranks have met; the watcher ends with it.
+        rank: this rank.
+        size: number of ranks.
+        settings: of the job.
+        patience: as for ``watch``.
+        asked: whether the program has asked for it. A FileStore keeps every write, so nobody else begins with one.
+        name: as for ``Watcher``.
     """
     global _watcher
     if size < 2 or settings.watch is False or (not asked and not settings.watch and _is_file(store)):
         return None
     if _watcher is not None and not _watcher.is_closed and _watcher.store is not store:
         _watcher.close()  # of a process group that was destroyed
-    return _open(store, rank, size, settings, patience)
+    return _open(store, rank, size, settings, patience, name)
 
 
 def _open(
-    store: dist.Store | None, rank: int, size: int, settings: config.Config, patience: float = 5.0
+    store: dist.Store | None, rank: int, size: int, settings: config.Config, patience: float = 5.0, name: str = ""
 ) -> Watcher | None:
     global _watcher
     if _watcher is None or _watcher.is_closed:
         try:
-            _watcher = Watcher(store, rank, size, patience, Path(settings.status) if settings.status else None)
+            path = Path(settings.status) if settings.status else None
+            _watcher = Watcher(store, rank, size, patience, path, name)
         except FusionLayerError as error:
             _logger.warning("this job is not watched: %s", error)
             return None

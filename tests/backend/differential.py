@@ -41,7 +41,7 @@ class Case:
         assert (work is not None) == self.async_op, work
         if work is not None:
             if self.draw.random() < 0.3:
-                work.wait(timedelta(seconds=20))
+                work.wait(timedelta(seconds=180))
             else:
                 work.wait()
 

@@ -30,8 +30,8 @@ def compare(rank: int, world: int) -> tuple[Counter[str], int, int]:
     trios = []
     subsets = [ranks for n in range(1, world + 1) for ranks in itertools.combinations(range(world), n)]
     for ranks in subsets:
-        plain = dist.new_group(ranks, timedelta(seconds=40), "gloo")
-        ours = [dist.new_group(ranks, timedelta(seconds=40), "fusionlayer", policy) for policy in (PASS, LOSSLESS)]
+        plain = dist.new_group(ranks, timedelta(seconds=150), "gloo")
+        ours = [dist.new_group(ranks, timedelta(seconds=150), "fusionlayer", policy) for policy in (PASS, LOSSLESS)]
         trios.append((plain, *ours))
     draw = random.Random(9)
     errors = 0
@@ -60,7 +60,6 @@ def same(a: Tensor, b: Tensor, *, exactly: bool) -> bool:
     return a.dtype == b.dtype and torch.allclose(a, b, rtol=close, atol=close, equal_nan=True)
 
 
-@pytest.mark.timeout(120)
 def test_500_calls_are_those_of_gloo() -> None:
-    for calls, sent, errors in run_ranks(compare, 3, timeout=110):
+    for calls, sent, errors in run_ranks(compare, 3):
         assert sent and errors > 10 and all(calls[op] >= 8 for op in (*backend.OPS, "recv")), (calls, errors)

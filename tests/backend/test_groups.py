@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _dist2
 
 from fusionlayer import backend
 from fusionlayer.backend import calls
@@ -33,7 +33,7 @@ from tests.tiers import exhaustive
 pytestmark = pytest.mark.medium
 
 INT8 = {"min_bytes": 0, "rules": [{"codec": "int8"}]}
-FEW = timedelta(seconds=20)
+FEW = timedelta(seconds=120)
 CPU = torch.device("cpu")
 
 
@@ -103,7 +103,7 @@ def inherit(rank: int, world: int, folder: str) -> None:
 
 
 def test_where_a_policy_comes_from_and_errors(tmp_path: Path) -> None:
-    run_ranks(inherit, 2, str(tmp_path), backend="fusionlayer", timeout=50)
+    run_ranks(inherit, 2, str(tmp_path), backend="fusionlayer")
 
 
 def configured(rank: int, world: int, folder: str) -> None:
@@ -114,19 +114,23 @@ def configured(rank: int, world: int, folder: str) -> None:
     lone = CompressingGroup(
         dist.PrefixStore("lone", store), rank, range(world), FEW, backend.Policy.of({**INT8, "min_bytes": 4})
     )
-    unknown = _dist2._BACKENDS["fusionlayer"](dist.PrefixStore("second", store), rank, world, FEW, CPU, **INT8)
-    part = lone.split_group(range(world))
+    alone = [lone, lone.split_group(range(world))]
+    with suppress(ImportError):  # gone since torch 2.14
+        from torch.distributed import _dist2
+
+        make: Any = _dist2._BACKENDS["fusionlayer"]
+        alone.append(make(dist.PrefixStore("second", store), rank, world, FEW, CPU, **INT8))
     options = dist.ProcessGroupGloo._Options()
     options._threads = 3
     dist.init_process_group(
         "cpu:fusionlayer", store=store, rank=rank, world_size=world, timeout=FEW, pg_options=options
     )
     assert dist.group.WORLD.options._threads == 3 and dist.group.WORLD.options._timeout == FEW
-    for alone in (lone, part, unknown):  # torch does not know of these groups
+    for each in alone:  # torch does not know of these groups
         x = numbers(rank)
-        alone.allreduce([x]).wait()
+        each.allreduce([x]).wait()
         assert near(x, total(world))
-        alone.shutdown()
+        each.shutdown()
     x = numbers(rank)
     dist.all_reduce(x)
     assert near(x, total(world))
@@ -161,7 +165,7 @@ def works(rank: int, world: int) -> None:
 
     x = numbers(rank)
     work = dist.all_reduce(x, group=group, async_op=True)
-    assert work.wait(timedelta(seconds=10)) and work.is_completed() and work.is_success() and work.exception() is None
+    assert work.wait(timedelta(seconds=180)) and work.is_completed() and work.is_success() and work.exception() is None
     assert work.result()[0] is x and work.get_future().wait()[0] is x and near(x, expected)
     work.synchronize()
 
@@ -188,6 +192,9 @@ def works(rank: int, world: int) -> None:
     biggest = half.clone()
     dist.all_reduce(biggest, dist.ReduceOp.AVG, group)
     assert biggest.isfinite().all(), "the sum of what can be averaged need not be in range"
+
+    with pytest.raises(ConfigError, match="all_reduce with op=AVG got a torch.int64 tensor; expected floats: sum"):
+        dist.all_reduce(torch.arange(4), dist.ReduceOp.AVG, group)
 
     # The names before torch 2.13, by which older versions call.
     base: Any = group
@@ -226,7 +233,7 @@ def works(rank: int, world: int) -> None:
 
 
 def test_works_and_futures() -> None:
-    run_ranks(works, 2, backend="fusionlayer", timeout=50)
+    run_ranks(works, 2, backend="fusionlayer")
 
 
 def lose_a_rank(rank: int, world: int) -> None:
@@ -401,7 +408,7 @@ def remake(rank: int, world: int, rounds: int) -> list[tuple[int, int, int]]:
 
 @exhaustive(guarded_by="tests/backend/test_groups.py::test_what_one_rank_raises_the_others_learn")
 def test_groups_of_two_threads_come_and_go_without_leaving_anything() -> None:
-    for counts in run_ranks(remake, 2, 200, timeout=110, backend="fusionlayer", store="tcp"):
+    for counts in run_ranks(remake, 2, 200, backend="fusionlayer", store="tcp"):
         threads, files, memory = zip(*counts, strict=True)
         assert max(threads) == min(threads) and max(files) - min(files) <= 4, counts
         assert memory[-1] - memory[1] < 8_000, counts

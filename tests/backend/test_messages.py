@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusionlayer import codecs
 from fusionlayer.backend.messages import PointToPoint
-from fusionlayer.backend.work import JoinedWork
+from fusionlayer.backend.work import DecodedWork
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -35,7 +35,7 @@ class Native(dist.Work):
 
 def pair(batch: bool) -> tuple[PointToPoint, Native, Native, Tensor, Tensor, list[dist.Work]]:
     messages, wire = PointToPoint(7), {}
-    x, out = gradient(1000, 1), torch.zeros(10, 100).t()
+    x, out = gradient(1000, 1), torch.zeros(1000)
     sends = Native(lambda: None)
 
     def send(tensors: list[Tensor]) -> dist.Work:
@@ -73,7 +73,7 @@ def test_a_batch_is_finished_by_its_own_work() -> None:
     messages.join_batch(collective)
     whole = Native(receives.carry)
     work = messages.end_batch(whole)
-    assert isinstance(work, JoinedWork) and not out.any()
+    assert isinstance(work, DecodedWork) and not out.any()
     assert work.wait() and holds(x, out) and not messages._leaving
     assert (whole.waits, collective.waits, sends.waits) == (1, 1, 0)
     messages.join_batch(Native(lambda: None))

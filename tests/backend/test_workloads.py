@@ -21,9 +21,9 @@ def hold(rank: int, world: int) -> dict[str, tuple[set[str], bool, float]]:
     told = {}
     for name, (run, ops) in WORKLOADS.items():
         rules = [{"codec": "int8", "min_bytes": 256, "options": {"group_size": 64}}]
-        plain = dist.new_group(None, timedelta(seconds=50), "gloo")
-        passing = dist.new_group(None, timedelta(seconds=50), "fusionlayer")
-        compressing = dist.new_group(None, timedelta(seconds=50), "fusionlayer", {"rules": rules})
+        plain = dist.new_group(None, timedelta(seconds=150), "gloo")
+        passing = dist.new_group(None, timedelta(seconds=150), "fusionlayer")
+        compressing = dist.new_group(None, timedelta(seconds=150), "fusionlayer", {"rules": rules})
         expected, same, near = run(plain), run(passing), run(compressing)
         equal = all(torch.equal(a, b) for a, b in zip(same, expected, strict=True))
         error = max(float((a - b).norm() / b.norm()) for a, b in zip(near, expected, strict=True))
@@ -34,9 +34,8 @@ def hold(rank: int, world: int) -> dict[str, tuple[set[str], bool, float]]:
     return told
 
 
-@pytest.mark.timeout(120)
 def test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8() -> None:
-    for told in run_ranks(hold, 2, timeout=110, backend="fusionlayer"):
+    for told in run_ranks(hold, 2, backend="fusionlayer"):
         for name, (_, equal, error) in told.items():
             assert equal, f"{name}: calls that should pass changed something"
             assert 0 < error < 0.02, f"{name}: int8 is off by {error}"

@@ -43,7 +43,7 @@ def run(
     network: Network,
     *,
     workers: int = 1,
-    timeout: float = 30,
+    timeout: float = 180,
     mpi: bool = False,
     count_bytes: bool = False,
 ) -> tuple[int, str]:
@@ -69,7 +69,7 @@ def mark() -> tuple[str, dict[str, str]]:
     return f"{key}={value}", {**os.environ, key: value}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 180) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -50,13 +50,12 @@ def test_waiting_is_compared_round_by_round(tmp_path: Path) -> None:
         assert ablation.columns(row)["more than safusion"] == "+10.0 [+10.0..+10.0]"
 
 
-@pytest.mark.timeout(300)
 @needs_namespaces
 @exhaustive(guarded_by="tests/benchmarks/test_ablation.py::test_waiting_is_compared_round_by_round")
 def test_all_of_it_in_small(tmp_path: Path) -> None:
     small = ["--model", "gpt-small", "--rates", "1gbit", "--rounds", "1", "--repeats", "1", "--busy-ok"]
     command = [sys.executable, "-m", "benchmarks.ablation", *small, "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "predicted waiting, ms" in done.stdout
     (path,) = tmp_path.glob("ablation-gpt-small-2x1_*.json")

@@ -27,7 +27,6 @@ def test_a_message_is_about_as_long_as_the_entropy() -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(120)
 def test_the_command_writes_a_table(tmp_path: Path) -> None:
     small = ["--models", next(iter(changes.MODELS)), "--lrs", "1e-3,1e-5", "--warmup", "1", "--steps", "1"]
     assert changes.main([*small, "--out", str(tmp_path), "--hardware", "test"]) == 0

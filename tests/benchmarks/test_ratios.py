@@ -29,7 +29,6 @@ def test_ratios_lie_between_one_and_the_bound() -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 def test_the_command_writes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ratios.main(["--numel", "65536", "--steps", "1", "--out", str(tmp_path), "--hardware", "test"]) == 0
     printed = capsys.readouterr().out

@@ -355,7 +355,6 @@ def test_every_method_of_the_tables_exists_and_half_of_a_round_trip_is_each_way(
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.timeout(300)
 def test_a_small_scoreboard_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--quick", "--methods", "ddp,int4,accelerate-local", "--out", str(tmp_path)]
     done = subprocess.run(

@@ -66,14 +66,13 @@ def test_ratios_are_of_the_same_round() -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.timeout(180)
 @exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
 def test_a_small_run(tmp_path: Path) -> None:
     chosen = ("qwd + int4, flat", "sdp4bit", "optimizer: sdp4bit")
     command = [sys.executable, "-m", "benchmarks.sharded", "--rate", "1gbit", "--rounds", "1", "--busy-ok"]
     small = ("--width", "128", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "1")
     options = [*small, "--variants", *chosen, "--out", str(tmp_path), "--hardware", "test"]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (result,) = tmp_path.glob("sharded-2x2_test_*.json")
     found = {row["variant"]: row for row in json.loads(result.read_text())["rows"]}

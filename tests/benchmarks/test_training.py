@@ -277,7 +277,6 @@ class TestCommandLine:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(150)
 @exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
 def test_without_namespaces_it_runs_on_loopback_and_says_so(tmp_path: Path) -> None:
     arguments = ["--model", "gpt-small", "--methods", "int8", "--rounds", "1", "--busy-ok", "--out", str(tmp_path)]
@@ -287,7 +286,6 @@ def test_without_namespaces_it_runs_on_loopback_and_says_so(tmp_path: Path) -> N
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=140,
     )
     assert done.returncode == 0, done.stderr
     assert "no network namespaces here (the program unshare is missing (install util-linux))" in done.stderr

@@ -72,7 +72,7 @@ def test_horovod_runs_only_in_its_turn(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    found = run_ranks(drive, 2, str(tmp_path), timeout=55)
+    found = run_ranks(drive, 2, str(tmp_path))
     for states, losses, ended_well, _ in found:
         assert states[0] == states[2] == "T"
         assert states[1] != "T"

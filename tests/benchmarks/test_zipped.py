@@ -57,7 +57,6 @@ def test_pictures_have_a_panel_for_each_rate_and_split() -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.timeout(240)
 def test_a_little_of_everything(tmp_path: Path) -> None:
     assert command.main(["--smoke", "--out", str(tmp_path), "--hardware", "test"]) == 0
     (result,) = tmp_path.glob("zipped_test_*.json")

@@ -72,6 +72,6 @@ def test_a_file_that_is_no_log_is_an_error(
     path = tmp_path / "tried.csv"
     if text is not None:
         path.write_text(text)
-    assert main(["autotune", str(path)]) == 1
+    assert main(["autotune", str(path)]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1

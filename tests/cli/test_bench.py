@@ -13,7 +13,7 @@ import pytest
 
 from fusionlayer import codecs, collectives
 from fusionlayer.cli import main
-from fusionlayer.cli.bench import as_bytes
+from fusionlayer.cli.parsers.bench import as_bytes
 from fusionlayer.transport import local
 
 QUICK = ["--calls", "2", "--warmup", "1"]
@@ -76,16 +76,12 @@ def test_algorithms_formats_and_refusals(tmp_path: Path, capsys: pytest.CaptureF
     [
         ([], "one rank has nobody to talk to: give -np 2"),
         (["-np", "1"], "one rank has nobody to talk to"),
-        (["-np", "2", "--min", "2K", "--max", "1K"], "--min 2048 is above --max 1024 bytes"),
-        (["-np", "2", "--collectives", "all_sum"], "unknown collective 'all_sum'; known: all_reduce"),
-        (["-np", "2", "--codecs", "int9"], "unknown codec 'int9'; did you mean"),
-        (["-np", "2", "--algorithms", "rings"], "did you mean 'ring'?"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_ranks_start(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "collectives", *arguments]) == 1
+    assert main(["bench", "collectives", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -95,7 +91,7 @@ def test_ranks_that_a_launcher_has_started_are_those_measured(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["bench", "collectives", "-np", "2"]) == 1
+    assert main(["bench", "collectives", "-np", "2"]) == 2
     assert "-np 2, but torchrun has started 3 ranks; leave -np out" in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ def test_a_gpu_that_is_not_there_is_told_of_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["profile", "--device", "cuda"]) == 1
+    assert main(["profile", "--device", "cuda"]) == 2
     assert (
         capsys.readouterr().err == "fusionlayer profile: --device cuda, and torch sees no CUDA device; leave it out\n"
     )
@@ -53,7 +53,7 @@ def test_simulate_has_a_device_in_place_of_cores(path: Path, capsys: pytest.Capt
     assert main(arguments) == 0
     told = capsys.readouterr().out
     assert told.startswith("example: 1gbit, latency 200 us, a device\n") and "one communicates." in told
-    assert main([*arguments, "--cores", "2"]) == 1
+    assert main([*arguments, "--cores", "2"]) == 2
     assert capsys.readouterr().err == "fusionlayer simulate: --cores 2 with a profile of cuda; leave it out\n"
     assert main([*arguments, "--json"]) == 0
     staged = json.loads(capsys.readouterr().out)["steps"][1]

@@ -100,7 +100,7 @@ class TestPlan:
     def test_errors_are_one_line(
         self, path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["plan", "--profile", str(path), "--workers", "4", *arguments]) == 1
+        assert main(["plan", "--profile", str(path), "--workers", "4", *arguments]) == 2
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1
         assert not context.is_initialized(), "a command that fails ends what it began"
@@ -168,7 +168,7 @@ class TestExplain:
         self, path: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("matplotlib")
-        assert main(["explain", str(plan), "--profile", str(path), "--plot", str(tmp_path / "plan.txt")]) == 1
+        assert main(["explain", str(plan), "--profile", str(path), "--plot", str(tmp_path / "plan.txt")]) == 2
         assert "--plot " in (told := capsys.readouterr().err) and "plan.txt: pictures are .png, .svg or .pdf" in told
 
     @exhaustive(guarded_by="tests/test_import.py::test_import_brings_nothing_optional_and_starts_nothing")
@@ -178,19 +178,19 @@ class TestExplain:
             f"main(['explain', {str(plan)!r}, '--profile', {str(path)!r}]); "
             "sys.exit('matplotlib' in sys.modules)"
         )
-        assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, timeout=50).returncode == 0
+        assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
 
     def test_a_plan_whose_codec_and_collective_do_not_go_together_is_an_error(
         self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         plan.write_text(plan.read_text().replace("algorithm: two_shot", "algorithm: dense"))
-        assert main(["explain", str(plan), "--profile", str(path)]) == 1
+        assert main(["explain", str(plan), "--profile", str(path)]) == 2
         assert (
             "plan: bucket 0: algorithm 'dense' sends values as they are and cannot use int" in capsys.readouterr().err
         )
 
     def test_a_file_that_is_no_plan_is_an_error(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["explain", str(path), "--profile", str(path)]) == 1
+        assert main(["explain", str(path), "--profile", str(path)]) == 2
         assert "unknown key 'title'; known: version, world_size, buckets" in capsys.readouterr().err
 
 
@@ -216,7 +216,7 @@ class TestProfile:
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
         program = "import sys; from fusionlayer.cli import main; sys.exit(main())"
         command = [*run, sys.executable, "-c", program, "profile", *SMALL, "--out", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=55, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         written = Path(done.stdout.strip())
         profile = Profile.from_yaml(written)
@@ -236,7 +236,7 @@ class TestProfile:
         ],
     )
     def test_errors_are_one_line(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["profile", *SMALL, *arguments]) == 1
+        assert main(["profile", *SMALL, *arguments]) == 2
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1
         assert not context.is_initialized(), "a command that fails ends what it began"
@@ -318,18 +318,18 @@ class TestPolicy:
             ([*local, "--loss-budget", "-1"], "--loss-budget -1; expected percent of the loss, at least 0"),
             ([*local, "--losses", "none.yaml"], "losses none.yaml cannot be read"),
         ]:
-            assert main(wrong) == 1
+            assert main(wrong) == 2
             assert error in capsys.readouterr().err
 
     @pytest.mark.parametrize("arguments", [["--algorithm", "gather"], ["--no-ahead"]])
     def test_auto_chooses_the_way_too(
         self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["plan", "--profile", str(path), "--workers", "4", "--codec", "auto", "-o", "x", *arguments]) == 1
+        assert main(["plan", "--profile", str(path), "--workers", "4", "--codec", "auto", "-o", "x", *arguments]) == 2
         assert "--algorithm and --ahead are for one codec" in capsys.readouterr().err
 
     @pytest.mark.parametrize("arguments", [["--codec", "int4"], ["--policy", "policy.yaml"]])
     def test_fidelity_is_for_auto(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         fixed = ["plan", "--profile", str(path), "--workers", "4", "-o", "x", "--fidelity", "lossless"]
-        assert main([*fixed, *arguments]) == 1
+        assert main([*fixed, *arguments]) == 2
         assert "--fidelity is for --codec auto" in capsys.readouterr().err

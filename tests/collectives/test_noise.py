@@ -19,7 +19,7 @@ from tests.synthetic import gradient
 
 from .conformance import takes
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.short
 
 WORLD, PER_NODE = 4, 2
 NUMEL = WORLD * 8192

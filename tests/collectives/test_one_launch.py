@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor
@@ -22,7 +21,6 @@ from tests.synthetic import gradient
 
 __all__ = ["host_kernels"]
 
-pytestmark = pytest.mark.timeout(300)  # the first test builds the kernels for the host
 
 WARPS = 8
 
@@ -64,7 +62,7 @@ def sums(rank: int, world: int, path: str, peer_bytes: int) -> list[tuple[list[i
     """Return the bits of sums and residuals, and how many calls of the transport each sum took."""
     results = []
     with kernels_instead(path):
-        transport = C10dTransport(timeout=20, peer_bytes=peer_bytes)
+        transport = C10dTransport(peer_bytes=peer_bytes)
         for name, numel, feedback in [("int4", 70_001, True), ("taco", 9_000, False), ("fp8", 500, False)]:
             x, residual = gradient(numel, rank), gradient(numel, 9 + rank) * 0.1 if feedback else None
             before = transport.sequence
@@ -95,7 +93,7 @@ def mine_alone(rank: int, world: int, path: str) -> tuple[bool, int]:
 
 
 def _summed(rank: int) -> tuple[bool, int]:
-    transport = C10dTransport(timeout=20, peer_bytes=1 << 20)
+    transport = C10dTransport(peer_bytes=1 << 20)
     x = gradient(5000, rank)
     for _ in range(2):
         before = transport.sequence

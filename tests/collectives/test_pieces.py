@@ -192,9 +192,9 @@ def test_a_piece_that_fails_releases_the_other_ranks() -> None:
             pipeline([piece(transport.rank, x, transport) for x in tensors], transport, tensors.device)
         if transport.rank == 0:
             released.set()
-        assert released.wait(10), "rank 0 still waits for rank 1"
+        assert released.wait(180), "rank 0 still waits for rank 1"
 
-    over_threads(2, body, timeout=20)
+    over_threads(2, body)
 
 
 @looped("world", [1, 2])

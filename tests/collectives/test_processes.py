@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def hold_pairs(rank: int, world: int, kinds_alone: bool) -> int:
-    transport = C10dTransport(None, timeout=20, stall_warning=10)
+    transport = C10dTransport()
     assert (transport.rank, transport.size) == (rank, world)
     usable = pairs(codec for codec in defaults() if is_kind(codec) or not kinds_alone)
     for number, (name, codec) in enumerate(usable):
@@ -34,20 +34,19 @@ def hold_pairs(rank: int, world: int, kinds_alone: bool) -> int:
     return len(usable)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "world, kinds_alone",
     tiered([(3, True), (2, False), (4, False)], lambda world, kinds_alone: kinds_alone),
 )
 def test_every_collective_with_every_codec(world: int, kinds_alone: bool) -> None:
-    held = run_ranks(hold_pairs, world, kinds_alone, timeout=110)
+    held = run_ranks(hold_pairs, world, kinds_alone)
     assert held == held[:1] * world and held[0] > 30
 
 
 def sum_over_links(rank: int, world: int) -> list[Tensor]:
     results = []
     for sockets in (None, SocketOptions(2)):
-        transport = C10dTransport(None, timeout=20, stall_warning=10, sockets=sockets)
+        transport = C10dTransport(sockets=sockets)
         for shares in ((1, 2, 0), (0, 1, 0)):
             x = given(rank, 0, 5000, torch.float32).clone()
             two_shot_by_shares(x, codecs.get("int8").bare, transport, shares=shares)
@@ -56,7 +55,6 @@ def sum_over_links(rank: int, world: int) -> list[Tensor]:
     return results
 
 
-@pytest.mark.timeout(90)
 def test_empty_messages_over_gloo_and_over_connections_of_our_own() -> None:
-    every = [x for results in run_ranks(sum_over_links, 3, timeout=80) for x in results]
+    every = [x for results in run_ranks(sum_over_links, 3) for x in results]
     assert all(torch.equal(x, every[0]) for x in every)

@@ -17,7 +17,7 @@ from tests.ranks import over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(40)]
+pytestmark = pytest.mark.short
 
 WORLD, NUMEL, ODD = 4, 3000, 3
 BROKEN = {17: math.nan, 1500: math.inf, NUMEL - 1: -math.inf}

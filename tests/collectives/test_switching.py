@@ -306,7 +306,7 @@ def test_bits_do_not_depend_on_the_choice(world: int) -> None:
             everything(switcher, transport)
         return str(switcher)
 
-    for told in over_threads(world, body, timeout=60):
+    for told in over_threads(world, body):
         if world == 1:
             assert told == "no call yet"
         else:

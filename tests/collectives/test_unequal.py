@@ -21,7 +21,7 @@ from tests.ranks import over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks, takes
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.short
 
 SHARES = [(1,), (3, 1), (333, 333, 0), (0, 0, 1), (333, 333, 334, 0), (1, 2, 3, 500)]
 BLOCKWISE = [codecs.get(name) for name in ("raw", "bf16", "int8", "int4")]

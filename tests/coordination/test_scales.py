@@ -92,7 +92,7 @@ def test_operations_of_several_scales_are_pending_at_once(travels: bool) -> None
             (result,) = every[transport.rank][number].result
             assert torch.equal(result, expected(number, *how)), name
 
-    over_threads(WORLD, body, timeout=10)
+    over_threads(WORLD, body)
     kinds = len({scales_of(o) for o in every[0]}) * (2 if travels else 1)  # what the coordinator sums has one type
     assert len(told) == kinds, "operations of equal scales were not fused"
 

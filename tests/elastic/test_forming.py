@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusionlayer.elastic import forming as elastic_forming
 from fusionlayer.elastic.desk import open_store
 from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former, ask_to_join
 from fusionlayer.elastic.generation import Address, Generation, Member, Report, encode_member
@@ -17,13 +18,13 @@ from fusionlayer.errors import TransportError
 from fusionlayer.processes import Identity
 from tests.transport.relays import Relay
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.short
 
 
 class Desk:
     """A member as a thread has it. ``close`` is how it is lost: its port is closed then."""
 
-    def __init__(self, number: int, timeout: float = 30.0) -> None:
+    def __init__(self, number: int, timeout: float = 180) -> None:
         self.store: Any
         self.store, where = open_store(True, PATIENCE)
         # No process that can be looked up: whether it lives, only its port tells.
@@ -40,7 +41,7 @@ class Desk:
         self.store = self.former = None  # type: ignore[assignment]
 
 
-def begun(count: int, timeout: float = 30.0) -> tuple[list[Desk], Generation]:
+def begun(count: int, timeout: float = 180) -> tuple[list[Desk], Generation]:
     desks = [Desk(number, timeout) for number in range(count)]
     first = Generation(0, tuple(desk.me for desk in desks), (), 0, desks[0].me.desk)
     for desk in desks:
@@ -50,7 +51,7 @@ def begun(count: int, timeout: float = 30.0) -> tuple[list[Desk], Generation]:
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result(timeout=40) for each in [pool.submit(call) for call in calls]]
+        return [each.result(timeout=180) for each in [pool.submit(call) for call in calls]]
 
 
 def forming(desk: Desk, report: Report, blamed: tuple[str, ...] = ()) -> Callable[[], Generation]:
@@ -111,7 +112,7 @@ def test_a_process_joins_when_all_are_between_two_steps_and_not_before() -> None
     first = at_once(*(forming(desk, Report(first, 4, False)) for desk in desks))[0]
     assert ids(first) == ["m0", "m1"] and desks[0].former.has_visitors()
     found = at_once(*(forming(desk, Report(first, 5, True)) for desk in desks))
-    joining.join(30)
+    joining.join(180)
     assert {each.encode() for each in [*found, *joined]} == {found[0].encode()} and joined
     assert ids(found[0]) == ["m0", "m1", "m9"] and found[0].fresh == ("m9",) and found[0].done == 5
     assert not desks[0].former.has_visitors()
@@ -125,7 +126,10 @@ def behind_a_relay(desk: Desk) -> Relay:
     return relay
 
 
-def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_half() -> None:
+def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic_forming, "_BLAMED", 0.0)
     desks, first = begun(3)
     relay, reported = behind_a_relay(desks[0]), set()
 
@@ -143,7 +147,10 @@ def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_h
     assert ids(found[0]) == ["m1", "m2"]
 
 
-def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half() -> None:
+def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic_forming, "PATIENCE", 1.0)
     desks, first = begun(2)
     relay, gate = behind_a_relay(desks[0]), threading.Event()
     relay.holding = dict.fromkeys(range(100), gate)
@@ -155,7 +162,7 @@ def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half(
         return lead(*given)
 
     def come_late() -> Generation:
-        assert skipped.wait(20)
+        assert skipped.wait(180)
         gate.set()
         return desks[0].former.form(Report(first, 6, False))
 
@@ -175,9 +182,10 @@ def test_no_more_than_half_do_not_go_on_if_nobody_knows_what_became_of_the_other
     assert ids(desks[0].former.form(Report(first, 1, False))) == ["m0"]
 
 
-def test_who_was_left_out_is_told_so() -> None:
-    desks, first = begun(3, timeout=1.0)
-    at_once(*(forming(desk, Report(first, 1, False)) for desk in desks[:2]))
+def test_who_was_left_out_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_forming, "_BLAMED", 0.0)
+    desks, first = begun(3)
+    at_once(*(forming(desk, Report(first, 1, False), blamed=("m2",)) for desk in desks[:2]))
     with pytest.raises(Final, match="generation 1 of the job goes on without this process"):
         desks[2].former.form(Report(first, 1, False))
 

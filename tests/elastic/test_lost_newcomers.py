@@ -28,7 +28,7 @@ from tests.losses import lose, stop_here
 from .test_processes import check
 from .worker import begin, digest
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.medium
 
 TIMEOUT = "1000"
 FIRST = 2
@@ -175,7 +175,7 @@ def test_a_newcomer_may_be_lost_at_each_point_of_its_life(tmp_path: Path) -> Non
     world = FIRST + len(POINTS)
     newcomers = range(FIRST, world)
     signals = {(rank, "lost"): signal.SIGKILL for rank in newcomers}
-    outcomes = outcomes_of(live, world, str(tmp_path), signals=signals, backend=None, timeout=120)
+    outcomes = outcomes_of(live, world, str(tmp_path), signals=signals, backend=None)
     ends = check(outcomes, tuple(newcomers))
     assert [end["size"] for end in ends] == [FIRST] * FIRST
 
@@ -209,5 +209,5 @@ def test_who_leads_may_be_lost_when_a_newcomer_has_come_and_the_newcomer_with_an
     lost: tuple[int, ...], tmp_path: Path
 ) -> None:
     signals = {(rank, "lost"): signal.SIGKILL for rank in lost}
-    outcomes = outcomes_of(come, 4, str(tmp_path), signals=signals, backend=None, timeout=90)
+    outcomes = outcomes_of(come, 4, str(tmp_path), signals=signals, backend=None)
     check(outcomes, lost)

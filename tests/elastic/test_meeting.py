@@ -33,9 +33,7 @@ def meet(rank: int, world: int, folder: str, amid: str) -> None:
 @exhaustive(guarded_by="tests/transport/test_connecting.py::test_a_rank_that_is_lost_while_ranks_connect_is_named")
 @pytest.mark.parametrize("amid", ["count", "members"])
 def test_a_rank_that_is_stopped_while_they_meet_is_told_in_time(tmp_path: Path, amid: str) -> None:
-    outcomes = outcomes_of(
-        meet, 2, str(tmp_path), amid, signals={(0, "stopped"): signal.SIGSTOP}, backend=None, timeout=60
-    )
+    outcomes = outcomes_of(meet, 2, str(tmp_path), amid, signals={(0, "stopped"): signal.SIGSTOP}, backend=None)
     assert [o.kind for o in outcomes] == ["hung", "raised"], outcomes
     assert outcomes[1].error[0] == "TransportError", outcomes[1]
     assert ("store by which the ranks meet was lost" if amid == "count" else "while they met") in outcomes[1].error[1]

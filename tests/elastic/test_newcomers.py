@@ -88,7 +88,7 @@ def _checksums(state: dict[str, Tensor]) -> dict[str, int]:
 
 
 def test_a_newcomer_gets_what_it_lacks_to_the_bit_and_again_if_it_was_damaged(tmp_path: Path) -> None:
-    ends = run_ranks(join, 3, str(tmp_path), backend=None, timeout=90)
+    ends = run_ranks(join, 3, str(tmp_path), backend=None)
     assert len({end["digest"] for end in ends}) == 1
     assert ends[0]["states"] and all(end["states"] == ends[0]["states"] for end in ends)
     assert [end["damaged"] for end in ends] == [0, 0, 1] and ends[0]["changes"] == 2
@@ -138,5 +138,5 @@ def watched(rank: int, world: int, folder: str) -> tuple[tuple[int, int], tuple[
 
 
 def test_a_newcomer_is_watched_and_named_where_it_is_late(tmp_path: Path) -> None:
-    places = run_ranks(watched, 3, str(tmp_path), backend=None, timeout=90)
+    places = run_ranks(watched, 3, str(tmp_path), backend=None)
     assert places == [((0, 2), (0, 3), True), ((1, 2), (1, 3), True), ((0, 1), (2, 3), True)]

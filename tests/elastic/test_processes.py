@@ -55,7 +55,7 @@ def check_averages(ends: list[dict[str, Any]], weights: dict[int, float]) -> Non
 def test_any_rank_may_be_lost_and_another_comes(tmp_path: Path) -> None:
     """Rank 0, which keeps the store, and rank 2 are killed in the middle of a backward; a process joins for each."""
     signals = {(0, "lost"): signal.SIGKILL, (2, "lost"): signal.SIGKILL}
-    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None, timeout=90)
+    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None)
     ends = check(outcomes, (0, 2))
     assert sorted(end["place"] for end in ends) == [(0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
     assert all(end["dealt"] == (3, end["place"][0], 20) for end in ends)
@@ -66,10 +66,36 @@ def test_any_rank_may_be_lost_and_another_comes(tmp_path: Path) -> None:
     assert {end["schedule"] for end in ends} == {ends[0]["schedule"]}
 
 
+def publish(rank: int, world: int, folder: str) -> tuple[float, int | None]:
+    """Publish each step; rank 0 is killed after its third."""
+    begin(rank, folder, world)
+    model = Weighted(1.0)
+    optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, codec="raw")
+    with fl.publish(model, Path(folder, "versions")) as publisher:
+        for _ in range(7):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.step()
+            if rank == 0 and publisher.version == 2:
+                assert publisher.flush(60)
+                checkpoint("lost")
+        return float(model.parts[0].detach()[0]), publisher.version
+
+
+def test_a_job_that_publishes_goes_on_without_its_rank_0(tmp_path: Path) -> None:
+    signals = {(0, "lost"): signal.SIGKILL}
+    outcomes = outcomes_of(publish, 3, str(tmp_path), signals=signals, backend=None, timeout=90)
+    assert [o.kind for o in outcomes] == ["died", "returned", "returned"], outcomes
+    with fl.subscribe(tmp_path / "versions") as follower:
+        assert follower.wait(60) == outcomes[1].value[1]
+        assert float(follower.state_dict()["parts.0"][0]) == outcomes[1].value[0] == -7
+
+
 @exhaustive(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
 def test_all_who_began_may_be_lost_one_by_one(tmp_path: Path) -> None:
     signals = {(rank, "lost"): signal.SIGKILL for rank in (0, 2, 3, 4)}
-    outcomes = outcomes_of(train, 8, str(tmp_path), 4, 5, signals=signals, backend=None, timeout=120)
+    outcomes = outcomes_of(train, 8, str(tmp_path), 4, 5, signals=signals, backend=None)
     assert sum(o.kind == "died" for o in outcomes) >= 2
     ends = [o.value for o in outcomes if o.kind == "returned"]
     assert len(ends) >= 4 and len({end["digest"] for end in ends}) == 1
@@ -81,7 +107,7 @@ def test_all_who_began_may_be_lost_one_by_one(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_is_left_out_and_another_comes(tmp_path: Path) -> None:
     """It is rank 0, at whose desk the others report: the desk takes connections and answers nothing."""
     signals = {(0, "lost"): signal.SIGSTOP, (2, "lost"): signal.SIGKILL}
-    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None, timeout=110)
+    outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None)
     ends = check(outcomes, lost=(2,), stopped=(0,))
     check_averages(ends, {end["pid"]: WEIGHTS[rank] for end, rank in zip(ends, (1, 3, 4), strict=True)})
 
@@ -167,7 +193,7 @@ def _close(optimizer: Any) -> None:
 def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     """Gradients, error feedback and the optimizer are as before it: all ends have the bits of undisturbed training."""
     cases: list[tuple[str, dict[str, Any], int]] = [("int4", {}, 32), ("topk", {"density": 0.1}, 8)]
-    ends = run_ranks(disturbed, 3, str(tmp_path), cases, backend=None, timeout=90)
+    ends = run_ranks(disturbed, 3, str(tmp_path), cases, backend=None)
     for case in range(len(cases)):
         for rank in range(3):
             calm, rough = ends[rank][case]["none"], ends[rank][case]["faults"]
@@ -223,7 +249,7 @@ def test_a_member_that_has_a_steps_results_gives_them_to_the_others_also_if_anot
     tmp_path: Path,
 ) -> None:
     """Ranks 0 and 1 have updated; 2 and 3 lack the results. Rank 0 gives them to rank 2, and is lost then."""
-    outcomes = outcomes_of(give, 4, str(tmp_path), signals={(0, "lost"): signal.SIGKILL}, backend=None, timeout=90)
+    outcomes = outcomes_of(give, 4, str(tmp_path), signals={(0, "lost"): signal.SIGKILL}, backend=None)
     ends = check(outcomes, (0,))
     all_four, three = 15 / 4, 14 / 3
     for end in ends:
@@ -273,9 +299,7 @@ def train_locally(rank: int, world: int, folder: str, first: int) -> dict[str, A
 
 
 def test_local_steps_go_on_between_those_who_are_left_and_who_come(tmp_path: Path) -> None:
-    outcomes = outcomes_of(
-        train_locally, 4, str(tmp_path), 3, signals={(0, "lost"): signal.SIGKILL}, backend=None, timeout=90
-    )
+    outcomes = outcomes_of(train_locally, 4, str(tmp_path), 3, signals={(0, "lost"): signal.SIGKILL}, backend=None)
     ends = check(outcomes, (0,))
     assert all(end["momentum"] == ends[0]["momentum"] for end in ends) and ends[0]["momentum"]
     assert ends[0]["losses"][-1] < ends[0]["losses"][0]
@@ -323,7 +347,7 @@ def watched(rank: int, world: int, folder: str) -> tuple[list[str], tuple[int, i
 
 def test_who_watches_an_elastic_job_goes_on_with_those_who_are_left(tmp_path: Path) -> None:
     signals = {(0, "lost"): signal.SIGKILL}
-    outcomes = outcomes_of(watched, 3, str(tmp_path), signals=signals, backend=None, timeout=90)
+    outcomes = outcomes_of(watched, 3, str(tmp_path), signals=signals, backend=None)
     assert [o.kind for o in outcomes] == ["died", "returned", "returned"], outcomes
     for place, outcome in enumerate(outcomes[1:]):
         assert outcome.value[1:] == ((place, 2), 2.0)
@@ -355,7 +379,7 @@ def meet_another(rank: int, world: int, folder: str, codec: str) -> int:
 
 
 def test_who_comes_with_other_options_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
-    outcomes = outcomes_of(meet_another, 3, str(tmp_path), "int4", backend=None, timeout=60)
+    outcomes = outcomes_of(meet_another, 3, str(tmp_path), "int4", backend=None)
     assert [o.kind for o in outcomes] == ["returned", "returned", "raised"], outcomes
     assert outcomes[2].error[0] == "ConfigError" and "other parameters, options or settings" in outcomes[2].error[1]
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fusionlayer.cli.spawn import without_launcher
+from tests.ports import free_port
 
 from .places import ROOT, needs_namespaces
 
@@ -71,7 +72,7 @@ class Cluster:
             "PYTHONPATH": str(ROOT),
         }
 
-    def run(self, *command: str, seconds: float = 170, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, seconds: float = 180, **variables: str) -> subprocess.CompletedProcess[str]:
         """Return how a command has ended."""
         return subprocess.run(
             command,
@@ -85,9 +86,9 @@ class Cluster:
 
     def batch(self, *arguments: str) -> str:
         """Return the number of a batch job, which must succeed."""
-        done = self.run("sbatch", "--parsable", *arguments, seconds=60)
+        done = self.run("sbatch", "--parsable", *arguments)
         assert done.returncode == 0, done.stderr + self.logs()
-        job, end = done.stdout.strip(), time.monotonic() + 170
+        job, end = done.stdout.strip(), time.monotonic() + 180
         while " JobState=COMPLETED " not in (told := self.run("scontrol", "show", "job", job, "--oneliner").stdout):
             outputs = "".join(out.read_text() for out in self.folder.glob(f"*-{job}.out"))
             assert re.search(r" JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING) ", told), told + outputs + self.logs()
@@ -100,7 +101,7 @@ class Cluster:
         folder = self.folder / "tasks"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        done = self.run("srun", *options, "sh", "-c", f"env -0 > {folder}/$SLURM_PROCID", seconds=60)
+        done = self.run("srun", *options, "sh", "-c", f"env -0 > {folder}/$SLURM_PROCID")
         assert done.returncode == 0, done.stderr + self.logs()
         return [read_variables(folder / str(rank)) for rank in range(len([*folder.iterdir()]))]
 
@@ -118,15 +119,11 @@ def read_variables(file: Path) -> Mapping[str, str]:
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Start Slurm with four nodes, whose names lead to this host within their tasks; end it with the block."""
     nodes = ["node01", "node02", "node03", "node07"]
-    with ExitStack() as sockets:
-        held = [sockets.enter_context(closing(socket.socket())) for _ in range(5)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        ports = [one.getsockname()[1] for one in held]
+    ports = [free_port() for _ in range(5)]
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(
             folder=folder,
-            host=socket.gethostname(),
+            host=platform.node(),
             controller=ports[0],
             nodes=NODES,
             ports=",".join(map(str, ports[1:])),
@@ -156,14 +153,14 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             process.terminate()
         for process in running:
             try:
-                process.wait(20)
+                process.wait(180)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
 def _await(is_so: Callable[[], bool], made: Cluster, running: list[subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not is_so():
         ended = [process.args for process in running if process.poll() is not None]
         assert not ended and time.monotonic() < end, f"ended: {ended}\n{made.logs()}"

@@ -26,9 +26,8 @@ ROW = re.compile(
 
 
 @exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
-@pytest.mark.timeout(240)
 def test_table() -> None:
-    done = subprocess.run(DEMO, capture_output=True, text=True, timeout=230, env={**os.environ, "COLUMNS": "80"})
+    done = subprocess.run(DEMO, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     rows = [match.groupdict() for match in ROW.finditer(done.stdout)]
@@ -48,10 +47,10 @@ def test_table() -> None:
 
 
 def test_a_run_that_does_not_end_is_a_failure_with_its_last_lines() -> None:
-    done = subprocess.run([*DEMO, "--timeout", "1"], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([*DEMO, "--timeout", "3"], capture_output=True, text=True)
     assert done.returncode == 1
     assert "The demo failed: DDP, f32 ended with status 124; its last lines:" in done.stdout
-    assert "the workers were ended after 1 s" in done.stdout
+    assert "the workers were ended after 3 s" in done.stdout
     assert '.py", line ' in done.stdout  # a line of the stack, wherever the workers were; a terminal would cut it
 
 
@@ -61,20 +60,20 @@ def test_nothing_outlives_the_demo(number: signal.Signals) -> None:
     demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True, env={**os.environ, key: value})
     assert demo.stdout is not None
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 180
         while sum(is_worker(process) for process in marked(f"{key}={value}")) < 2:
             assert time.monotonic() < end, "no workers came"
             time.sleep(0.1)
         demo.send_signal(number)
         output = demo.stdout.read()
-        status = demo.wait(20)
+        status = demo.wait(180)
     finally:
         demo.kill()
         demo.wait()
         demo.stdout.close()
     assert status == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert ("Interrupted; nothing is left running." in output) == (number == signal.SIGINT)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 180
     while left := marked(f"{key}={value}"):
         assert time.monotonic() < end, f"still running: {left}"
         time.sleep(0.1)
@@ -89,6 +88,6 @@ def is_worker(process: int) -> bool:
 
 
 def test_wrong_options_are_refused() -> None:
-    done = subprocess.run([*DEMO, "--rate", "fast"], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([*DEMO, "--rate", "fast"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "rate='fast'; expected a number with kbit, mbit or gbit, such as 100mbit" in done.stderr

@@ -47,7 +47,6 @@ def losses_in_one_process(module: Any, epochs: int) -> list[float]:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(150)
 @exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
 def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
@@ -65,7 +64,6 @@ def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -
 
 @exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
 @pytest.mark.medium
-@pytest.mark.timeout(150)
 def test_synthetic_benchmark_with_adasum_and_f16() -> None:
     small = ("--blocks", "1", "1", "--width", "4", "--image-size", "16", "--batch-size", "2", "--num-iters", "2")
     options = ("--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--use-adasum", "--fp16-allreduce")

@@ -17,8 +17,8 @@ import yaml
 from fusionlayer.cli.spawn import without_launcher
 from tests.mpi import mpirun, needs_mpirun
 from tests.packaging.project_tree import NEEDED
+from tests.ports import free_port
 from tests.tiers import exhaustive, needs
-from tests.transport.test_connecting import free_port
 
 from .places import EXAMPLES, ROOT
 
@@ -156,7 +156,7 @@ def finish(commands: list[list[str]], variables: list[dict[str, str]]) -> str:
             )
         )
     try:
-        told = [pod.communicate(timeout=150)[0] for pod in pods]
+        told = [pod.communicate()[0] for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
@@ -166,7 +166,6 @@ def finish(commands: list[list[str]], variables: list[dict[str, str]]) -> str:
 
 @exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
 @pytest.mark.medium
-@pytest.mark.timeout(200)
 def test_pods_of_a_trainjob_train() -> None:
     trainer, port = MANIFESTS["trainjob"]["spec"]["trainer"], str(free_port())
     pods = range(trainer["numNodes"])
@@ -178,7 +177,6 @@ def test_pods_of_a_trainjob_train() -> None:
 
 @exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
 @pytest.mark.medium
-@pytest.mark.timeout(200)
 def test_pods_of_a_jobset_train() -> None:
     port = str(free_port())
     here = {"gpt-node-0-0.gpt": "127.0.0.1", "29500": port}
@@ -191,7 +189,6 @@ def test_pods_of_a_jobset_train() -> None:
 @needs_mpirun
 @exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
 @pytest.mark.medium
-@pytest.mark.timeout(200)
 def test_the_launcher_of_an_mpijob_trains(tmp_path: Path) -> None:
     """Its shell finds the first host in the operator's list, which here has this one."""
     (tmp_path / "hostfile").write_text("localhost slots=4\n")

@@ -15,7 +15,7 @@ from tests.tiers import exhaustive, needs
 
 from .test_start import run
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240), needs("lightning")]
+pytestmark = [pytest.mark.medium, needs("lightning")]
 
 MODEL = """\
 import torch

@@ -45,7 +45,6 @@ def test_mistakes_are_told(given: dict[str, int], complaint: str, monkeypatch: p
 
 @needs("megatron")
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 @exhaustive(guarded_by="tests/integrations/test_megatron.py::test_buckets_over_the_backend")
 def test_the_command_for_four_ranks(tmp_path: Path) -> None:
     """Those for two are run in tests/integrations."""
@@ -59,7 +58,6 @@ def test_the_command_for_four_ranks(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

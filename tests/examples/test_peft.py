@@ -11,7 +11,7 @@ from tests.tiers import exhaustive, needs
 
 from .test_start import run
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240), needs("peft")]
+pytestmark = [pytest.mark.medium, needs("peft")]
 
 MODEL = """\
 import torch

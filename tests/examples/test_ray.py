@@ -12,7 +12,7 @@ from tests.tiers import exhaustive, needs
 
 from .test_start import run
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240), needs("ray")]
+pytestmark = [pytest.mark.medium, needs("ray")]
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 

@@ -14,7 +14,7 @@ from tests.tiers import exhaustive, needs
 from .test_start import run
 
 JAVA = pytest.mark.skipif(shutil.which("java") is None, reason="no java: apt-get install default-jre-headless")
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240), needs("pyspark"), JAVA]
+pytestmark = [pytest.mark.medium, needs("pyspark"), JAVA]
 
 
 @exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")

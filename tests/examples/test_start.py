@@ -18,7 +18,7 @@ from tests.tiers import exhaustive
 from .places import ROOT
 from .slurm import MISSING
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.medium
 
 # Starts its command as two nodes' tasks, with the variables that srun of Slurm 22.05 was seen to set.
 SRUN = """\
@@ -39,7 +39,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
     """Return what a command prints."""
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = without_launcher(os.environ) | {"PATH": path, "PYTHONPATH": str(ROOT)} | variables
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

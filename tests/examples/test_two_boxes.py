@@ -76,7 +76,6 @@ def small(line: str) -> str:
 
 
 @exhaustive(guarded_by="tests/test_guides.py::test_links_lead_somewhere_and_commands_are_understood")
-@pytest.mark.timeout(240)
 def test_by_torchrun(tmp_path: Path) -> None:
     (export,) = (line for line in COMMANDS if line.startswith("export"))
     first, second = (small(line) for line in COMMANDS if line.startswith("torchrun"))
@@ -87,7 +86,6 @@ def test_by_torchrun(tmp_path: Path) -> None:
 @exhaustive(guarded_by="tests/cli/test_fusionrun.py::test_agents_of_torchrun")
 @pytest.mark.skipif(SSHD is None, reason="no sshd: install openssh-server")
 @pytest.mark.skipif(os.geteuid() != 0, reason="this user is not root, which sshd needs")
-@pytest.mark.timeout(240)
 def test_over_ssh(tmp_path: Path) -> None:
     key, ssh = tmp_path / "key", tmp_path / "ssh"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)

@@ -369,7 +369,7 @@ def _stage(name: str, options: argparse.Namespace) -> int:
 _OF_MINUTES = {"PYTEST_ADDOPTS": "-W default", "NCCL_DEBUG": "WARN"}
 """Another torch may warn of what this one does not."""
 _IMPATIENT = {
-    "PYTEST_ADDOPTS": f"{_OF_MINUTES['PYTEST_ADDOPTS']} -o timeout=60 -o faulthandler_timeout=90",
+    "PYTEST_ADDOPTS": f"{_OF_MINUTES['PYTEST_ADDOPTS']} -o timeout=180 -o faulthandler_timeout=240",
     "GPU_TESTS_PATIENCE": "40",
 }
 _OUTCOMES = ("what", "status", "s", "passed", "failed", "skipped", "not run")

@@ -79,7 +79,7 @@ def test_communicators_of_others_beside_ours(codec: str) -> None:
 @pytest.mark.parametrize("peers", [False, True], ids=["nccl", "peers"])
 def test_a_rank_that_is_lost_is_named(how: signal.Signals, words: str, peers: bool) -> None:
     outcomes = outcomes_of(
-        two_ranks.lose_the_other, 2, ON, peers, signals={(1, "summed"): how}, timeout=60, backend=BACKEND, store="tcp"
+        two_ranks.lose_the_other, 2, ON, peers, signals={(1, "summed"): how}, backend=BACKEND, store="tcp"
     )
     assert (outcomes[0].kind, outcomes[0].error[0]) == ("raised", "TransportError"), outcomes[0]
     assert words in outcomes[0].error[1] and outcomes[0].attributes["ranks"] == (1,), outcomes[0]
@@ -91,13 +91,12 @@ def test_closing_waits_for_the_device() -> None:
 
 @needs_device
 def test_an_error_of_the_device_is_reported_as_itself() -> None:
-    healthy, broken = outcomes_of(two_ranks.break_the_device, 2, ON, timeout=60, backend=BACKEND, store="tcp")
+    healthy, broken = outcomes_of(two_ranks.break_the_device, 2, ON, backend=BACKEND, store="tcp")
     for outcome in (healthy, broken):
         assert (outcome.kind, outcome.attributes.get("ranks")) == ("raised", (1,)), f"{outcome}\n{outcome.trace}"
     assert "device-side assert" in broken.error[1], broken
 
 
-@pytest.mark.timeout(240)
 def test_elements_beyond_32_bits() -> None:
     errors = over_nccl(two_ranks.beyond_32_bits, LARGE)
     assert errors[0] == errors[1] and max(errors[0]) < 0.02, errors

@@ -39,5 +39,5 @@ def with_planning(rank: int, world: int, options: dict[str, Any]) -> tuple[int, 
     ids=str,
 )
 def test_plans_are_made_by_the_time_of_the_device(options: dict[str, Any]) -> None:
-    first, second = run_ranks(with_planning, 2, options, timeout=120)
+    first, second = run_ranks(with_planning, 2, options)
     assert first == second and first[0] >= 1 and first[1] > 0

@@ -73,7 +73,7 @@ def with_optimizer(rank: int, world: int, options: dict[str, Any]) -> list[float
 
 @pytest.fixture(scope="module")
 def uncompressed() -> list[list[float]]:
-    return run_ranks(with_optimizer, 2, {"codec": "raw"}, timeout=120)
+    return run_ranks(with_optimizer, 2, {"codec": "raw"})
 
 
 def near(got: list[list[float]], expected: list[list[float]], tolerance: float) -> None:
@@ -108,7 +108,7 @@ def near(got: list[list[float]], expected: list[list[float]], tolerance: float) 
 def test_the_optimizer_learns_what_it_does_without_compression(
     options: dict[str, Any], tolerance: float, uncompressed: list[list[float]]
 ) -> None:
-    near(run_ranks(with_optimizer, 2, options, timeout=120), uncompressed, tolerance)
+    near(run_ranks(with_optimizer, 2, options), uncompressed, tolerance)
 
 
 def with_ddp(rank: int, world: int, codec: str) -> list[float]:
@@ -123,7 +123,7 @@ def with_ddp(rank: int, world: int, codec: str) -> list[float]:
 
 @pytest.mark.parametrize("codec, tolerance", [("raw", 1e-3), ("int8", 0.01), ("dynamiq", 0.02)])
 def test_ddp(codec: str, tolerance: float, uncompressed: list[list[float]]) -> None:
-    near(run_ranks(with_ddp, 2, codec, timeout=120), uncompressed, tolerance)
+    near(run_ranks(with_ddp, 2, codec), uncompressed, tolerance)
 
 
 def with_shards(rank: int, world: int, weights: str | None, gradients: str | None) -> list[float]:
@@ -141,7 +141,7 @@ def with_shards(rank: int, world: int, weights: str | None, gradients: str | Non
 def test_the_sharded_optimizer(
     weights: str | None, gradients: str | None, tolerance: float, uncompressed: list[list[float]]
 ) -> None:
-    near(run_ranks(with_shards, 2, weights, gradients, timeout=120), uncompressed, tolerance)
+    near(run_ranks(with_shards, 2, weights, gradients), uncompressed, tolerance)
 
 
 def with_fsdp(rank: int, world: int, weights: str, gradients: str) -> list[float]:
@@ -160,7 +160,7 @@ def with_fsdp(rank: int, world: int, weights: str, gradients: str) -> list[float
     "weights, gradients, tolerance", [("raw", "raw", 1e-3), ("qwd", "tlq_hs", 0.02), ("int8", "int8", 0.01)]
 )
 def test_fsdp(weights: str, gradients: str, tolerance: float, uncompressed: list[list[float]]) -> None:
-    near(run_ranks(with_fsdp, 2, weights, gradients, timeout=120), uncompressed, tolerance)
+    near(run_ranks(with_fsdp, 2, weights, gradients), uncompressed, tolerance)
 
 
 def alone(rank: int, world: int) -> dict[str, float]:
@@ -178,7 +178,7 @@ def alone(rank: int, world: int) -> dict[str, float]:
 
 
 def test_one_rank_alone() -> None:
-    (errors,) = run_ranks(alone, 1, timeout=120, backend="cpu:gloo,cuda:nccl" if ON == "cuda" else "gloo")
+    (errors,) = run_ranks(alone, 1, backend="cpu:gloo,cuda:nccl" if ON == "cuda" else "gloo")
     limits = {"raw": 0.0, "zip": 0.0, "int4": 0.2, "mxfp4": 0.3, "dynamiq": 0.12, "tlq_hs": 0.25}
     for name, error in errors.items():
         assert error <= limits.get(name.split(",")[0], 0.05), errors
@@ -197,5 +197,5 @@ def with_backend(rank: int, world: int) -> list[float]:
 
 
 def test_the_backend_of_one_rank() -> None:
-    (got,) = run_ranks(with_backend, 1, timeout=120, backend="fusionlayer")
+    (got,) = run_ranks(with_backend, 1, backend="fusionlayer")
     assert got[-1] < got[0] / 3

@@ -86,7 +86,7 @@ def check_training(rank: int, world: int, folder: str) -> None:
 @pytest.mark.medium
 @exhaustive(guarded_by="tests/planning/test_autotune.py::test_real_steps_with_a_slow_collective")
 def test_training(tmp_path: Path) -> None:
-    run_ranks(check_training, 3, str(tmp_path), timeout=110)
+    run_ranks(check_training, 3, str(tmp_path))
     for planner in ("wfbp", "single"):
         rows = list(csv.DictReader((tmp_path / f"{planner}.csv").open()))
         assert {"start", "walk"} <= {row["stage"] for row in rows}
@@ -103,7 +103,7 @@ def check_planner_that_measures(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_a_planner_that_measures_first() -> None:
-    run_ranks(check_planner_that_measures, 2, timeout=60)
+    run_ranks(check_planner_that_measures, 2)
 
 
 def check_ddp(rank: int, world: int) -> None:
@@ -137,7 +137,7 @@ def check_ddp(rank: int, world: int) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
 def test_ddp(world: int) -> None:
-    run_ranks(check_ddp, world, timeout=60)
+    run_ranks(check_ddp, world)
 
 
 def check_ddp_feedback(rank: int, world: int) -> None:
@@ -167,7 +167,7 @@ def check_ddp_feedback(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_ddp_loses_nothing() -> None:
-    run_ranks(check_ddp_feedback, 2, timeout=60)
+    run_ranks(check_ddp_feedback, 2)
 
 
 def check_ddp_failure(rank: int, world: int) -> None:
@@ -181,7 +181,7 @@ def check_ddp_failure(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_ddp_failure() -> None:
-    run_ranks(check_ddp_failure, 2, timeout=60)
+    run_ranks(check_ddp_failure, 2)
 
 
 @pytest.mark.short

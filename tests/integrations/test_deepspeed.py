@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +19,13 @@ import torch.distributed as dist
 import fusionlayer as fl
 from fusionlayer.backend import hint
 from tests.harness import run_ranks
+from tests.ports import free_port
 from tests.tiers import needs
 
 from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
+pytestmark = [pytest.mark.medium, needs("deepspeed")]
 
 STEPS = 3
 INT8 = {"codec": "int8", "min_bytes": 0}
@@ -45,12 +45,6 @@ def plain() -> Found:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_ranks(compressed, 2, free_port(), tmp_path_factory.mktemp("config"), backend=None, timeout=250)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def on_gloo(rank: int, world: int, port: int) -> dict[str, Any]:
@@ -341,8 +335,8 @@ def pipelines_compressed(rank: int, world: int, port: int) -> list[dict[str, Any
 
 
 def test_two_pipelines_of_two_stages_average_their_gradients() -> None:
-    expected = run_ranks(pipelines_on_gloo, 4, free_port(), backend=None, timeout=100)
-    found = run_ranks(pipelines_compressed, 4, free_port(), backend=None, timeout=100)
+    expected = run_ranks(pipelines_on_gloo, 4, free_port(), backend=None)
+    found = run_ranks(pipelines_compressed, 4, free_port(), backend=None)
     for (losses, digest), (raw, coded) in zip(expected, found, strict=True):
         assert (raw["losses"], raw["digest"]) == (losses, digest) and not raw["calls"]
         assert coded["losses"] == pytest.approx(losses, rel=5e-3) and coded["digest"] != digest

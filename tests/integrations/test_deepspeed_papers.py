@@ -12,13 +12,13 @@ import torch.distributed as dist
 import fusionlayer as fl
 from fusionlayer import ConfigError
 from tests.harness import run_ranks
+from tests.ports import free_port
 from tests.tiers import exhaustive, needs
 
 from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
-from .test_deepspeed import free_port
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300), needs("deepspeed")]
+pytestmark = [pytest.mark.medium, needs("deepspeed")]
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 WIDE_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}

@@ -6,8 +6,10 @@ Nothing here asserts a time: what hangs is ended by the harness, which fails the
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ def wrap(model: nn.Module, part: nn.Module | None = None, **options: Any) -> Any
 
 
 def described(error: fl.TransportError) -> dict[str, Any]:
+    printed = "".join(traceback.format_exception(error))
+    assert printed.count("Traceback (most recent call last)") == 1, printed
     return {
         "text": str(error),
         "ranks": error.ranks,
@@ -48,6 +52,42 @@ def described(error: fl.TransportError) -> dict[str, Any]:
         "tensors": error.tensors,
         "sequence": error.sequence,
     }
+
+
+def leave_early(rank: int, world: int, folder: str) -> list[str]:
+    """Rank 0 makes two steps, the others four. Return the errors of the others."""
+    join(rank, world, folder)
+    found = []
+    for kind in ("optimizer", "local steps", "hook", "sharded"):
+        model: nn.Module = make_model()
+        optimizer: Any = SGD(model.parameters(), lr=0.1)
+        close = fl.shutdown
+        if kind == "hook":
+            model = DistributedDataParallel(model)
+            close = fl.ddp.register(model, "int8").close
+        elif kind == "sharded":
+            optimizer = fl.ShardedOptimizer(model.parameters(), SGD, lr=0.1)
+        else:
+            optimizer = wrap(model, sync=fl.Local.averaging(every=2) if kind == "local steps" else None)
+            close = optimizer.close
+        train(model, optimizer, rank, range(2))
+        if rank == 0:
+            close()
+        else:
+            with pytest.raises(fl.TransportError) as error:
+                train(model, optimizer, rank, range(2, 4))
+            assert 0 in error.value.ranks
+            found.append(str(error.value))
+    return found
+
+
+def test_the_others_are_told_of_a_rank_that_left_its_loop_earlier(tmp_path: Path) -> None:
+    _, *others = run_ranks(leave_early, 2, str(tmp_path))
+    text = (
+        r"rank 0 closed its transport after collective \d+; it left its loop earlier or failed: .* equally many steps"
+    )
+    for found in others:
+        assert len(found) == 4 and all(re.search(text, each) for each in found), found
 
 
 def lose_a_peer(rank: int, world: int, folder: str, how: str) -> list[dict[str, Any]]:
@@ -123,7 +163,6 @@ def test_a_rank_that_is_lost_between_two_syncs_is_named_at_the_next(tmp_path: Pa
         str(tmp_path),
         backend=None,
         signals={(1, "between syncs"): signal.SIGKILL},
-        timeout=45,
     )
     assert outcomes[1].kind == "died", outcomes[1].trace
     assert outcomes[0].kind == "returned", outcomes[0].trace or outcomes[0].kind
@@ -143,7 +182,6 @@ def test_survivors_of_a_lost_rank_are_told_which(how: str, tmp_path: Path) -> No
         how,
         backend=None,
         signals={(lost, "in backward"): signals[how]} if how in signals else {},
-        timeout=45,
     )
     ends = {"kill": "died", "stop": "hung", "raise": "raised"}
     assert outcomes[lost].kind == ends[how], outcomes[lost].trace
@@ -233,4 +271,4 @@ def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:
 
 
 def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
-    run_ranks(check_disagreements, 3, timeout=50)
+    run_ranks(check_disagreements, 3)

@@ -197,18 +197,17 @@ FAST += ["tensor parallel", "hvd", "backend"]
 
 def test_a_flipped_bit_is_told_on_every_rank(tmp_path: Path) -> None:
     """By default between nodes, which every rank is here."""
-    found = run_ranks(flip_bits, WORLD, str(tmp_path), DEFAULT, FAST, 1, timeout=60)
+    found = run_ranks(flip_bits, WORLD, str(tmp_path), DEFAULT, FAST, 1)
     assert all(assert_told_or_harmless(found, 1).values())
 
 
 def test_a_flipped_bit_in_a_large_sum_is_told_where_sums_are_checked(tmp_path: Path) -> None:
     settings = "{ranks_per_node: 1, checksum: true, timeout: 20}"
-    found = run_ranks(flip_bits, WORLD, str(tmp_path), settings, ["large sum"], 1, timeout=60)
+    found = run_ranks(flip_bits, WORLD, str(tmp_path), settings, ["large sum"], 1)
     assert all(assert_told_or_harmless(found, 1).values())
 
 
 @exhaustive(guarded_by="tests/integrations/test_flips.py::test_a_flipped_bit_is_told_on_every_rank")
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
@@ -218,13 +217,13 @@ def test_a_flipped_bit_in_a_large_sum_is_told_where_sums_are_checked(tmp_path: P
 )
 def test_any_bit_of_any_message(tmp_path: Path, case: str, settings: str) -> None:
     """``benchmarks.faults`` has 30 rounds of each; here are a few."""
-    assert_told_or_harmless(run_ranks(flip_bits, WORLD, str(tmp_path), settings, [case], 6, timeout=150), 6)
+    assert_told_or_harmless(run_ranks(flip_bits, WORLD, str(tmp_path), settings, [case], 6), 6)
 
 
 def test_without_checksums_the_same_flips_go_unnoticed(tmp_path: Path) -> None:
     """So the tests above see checksums at work, and nothing else."""
     cases, settings = ["all_reduce", "optimizer raw"], "{checksum: false, timeout: 20}"
-    for each in run_ranks(flip_bits, WORLD, str(tmp_path), settings, cases, 1, timeout=60):
+    for each in run_ranks(flip_bits, WORLD, str(tmp_path), settings, cases, 1):
         for case, (((value, _, _), _), ((other, error, _), _)) in each.items():
             assert value != other and not error, case
 
@@ -262,5 +261,5 @@ def run_pipeline(rank: int, world: int, codec: str) -> None:
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
 def test_a_flipped_bit_between_stages_is_told(codec: str) -> None:
     """Where torch moves the bytes, messages have headers; also those that travel uncompressed at first (int4)."""
-    _, last = outcomes_of(run_pipeline, 2, codec, timeout=20)
+    _, last = outcomes_of(run_pipeline, 2, codec)
     assert last.error[0] == "WireError" and "damaged on its way" in last.error[1], last

@@ -23,11 +23,13 @@ import fusionlayer as fl
 from tests.harness import run_ranks
 from tests.tiers import needs
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(200), needs("accelerate", "transformers")]
+pytestmark = [pytest.mark.medium, needs("accelerate", "transformers")]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 RULES, *_ = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-ACCELERATE, HOOK, TRAINER, LIGHTNING, _, MESH = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+ACCELERATE, HOOK, SAVE, TRAINER, LIGHTNING, _, MESH = re.findall(
+    r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+)
 
 
 class Regression(nn.Module):
@@ -69,16 +71,32 @@ def frameworks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     model.zero_grad()
     names["accelerator"].backward(model(x, x)["loss"])
     results["hook"] = (gradient(model), len(names["hook"].state_dict()["residuals"]))
+    exec(SAVE, names)
+    names["accelerator"].save_state(str(folder / "state"))
+    kept = names["hook"].state_dict()
+    names["accelerator"].backward(model(x, x)["loss"])
+    names["accelerator"].load_state(str(folder / "state"))
+    loaded = names["hook"].state_dict()
+    assert all(torch.equal(loaded["residuals"][name], residual) for name, residual in kept["residuals"].items())
     names["hook"].close()
 
     data = [{"x": row, "labels": row} for row in torch.randn(32, 64, generator=torch.Generator().manual_seed(7))]
     arguments = {
-        **{"output_dir": str(folder / "out"), "max_steps": 2, "use_cpu": True, "per_device_train_batch_size": 4},
-        **{"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"},
+        **{"output_dir": str(folder / "out"), "max_steps": 4, "use_cpu": True, "per_device_train_batch_size": 4},
+        **{"report_to": [], "save_strategy": "steps", "save_steps": 2, "disable_tqdm": True, "logging_strategy": "no"},
     }
-    names = {"model": Regression(), "data": data, "arguments": arguments, "fl": fl}
-    exec(TRAINER, names)
-    (callback,) = [each for each in names["trainer"].callback_handler.callbacks if type(each).__name__ == "Compress"]
+    trained = []
+    for resume in (None, str(folder / "out" / "checkpoint-2")):
+        names = {"model": Regression(), "data": data, "arguments": arguments, "fl": fl, "resume": resume}
+        exec(TRAINER, names)
+        trained.append(parameters(names["model"]))
+        of_compress = [
+            each for each in names["trainer"].callback_handler.callbacks if type(each).__name__ == "Compress"
+        ]
+        (callback,) = of_compress
+        if resume is None:
+            callback.hook.close()
+    assert trained[0] == trained[1], "resumed training equals uninterrupted training"
     hook = callback.hook
     names["trainer"].train()
     assert callback.hook is hook, "a second training reuses the hook"
@@ -113,7 +131,7 @@ def parameters(model: nn.Module) -> list[bytes]:
 
 def test_the_programs_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(RULES)
-    first, second = run_ranks(frameworks, 2, tmp_path, backend=None, timeout=180)
+    first, second = run_ranks(frameworks, 2, tmp_path, backend=None)
     assert first["accelerate"][:2] == ("fusionlayer", 1) and first["accelerate"] == second["accelerate"]
     assert first["hook"] == second["hook"] and first["hook"][1] == 4
     assert first["hook"][0] != first["accelerate"][2], "int4 and int8 give different sums"

@@ -167,13 +167,12 @@ def hold_lossless(rank: int, world: int, policy: str, steps: int) -> None:
             assert torch.stack(native[:5]).mean() > 2 * torch.stack(native[steps - 5 : steps]).mean()
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "world, policy, steps",
     tiered([(2, "f32", 8), (2, "bf16", 50), (4, "f32", 50)], lambda world, policy, steps: steps == 8),
 )
 def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
-    run_ranks(hold_lossless, world, policy, steps, timeout=130)
+    run_ranks(hold_lossless, world, policy, steps)
 
 
 def digest(model: nn.Module) -> Tensor:
@@ -203,13 +202,12 @@ def hold_changes(rank: int, world: int, policy: str, steps: int) -> None:
         assert max(sent[1:]) < whole / 4, "then what has changed, once in each step"
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "world, policy, steps",
     tiered([(2, "bf16", 6), (2, "f32", 60), (2, "bf16", 200), (4, "bf16", 200)], lambda *case: case[2] == 6),
 )
 def test_changes_of_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
-    run_ranks(hold_changes, world, policy, steps, timeout=130)
+    run_ranks(hold_changes, world, policy, steps)
 
 
 def hold_lossless_gradients(rank: int, world: int, policy: str) -> None:
@@ -243,14 +241,13 @@ def hold_lossless_gradients(rank: int, world: int, policy: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "world, policy",
     # Both types at once: weights travel in bf16, and gradients that fit in it are summed in f32.
     tiered([(2, "f32"), (2, "bf16"), (2, "all bf16"), (3, "bf16")], lambda *case: case == (2, "bf16")),
 )
 def test_zipped_gradients_train_as_torch_s_own(world: int, policy: str) -> None:
-    run_ranks(hold_lossless_gradients, world, policy, timeout=100)
+    run_ranks(hold_lossless_gradients, world, policy)
 
 
 def hold_gradients_that_fit_in_bf16(rank: int, world: int) -> None:
@@ -338,10 +335,9 @@ def hold_ways_to_shard(rank: int, world: int) -> None:
         assert same(*ends), name
 
 
-@pytest.mark.timeout(150)
 @exhaustive(guarded_by="tests/integrations/test_fsdp.py::test_weights_are_the_same_bits_on_all_ranks")
 def test_every_way_to_shard_keeps_its_bits() -> None:
-    run_ranks(hold_ways_to_shard, 4, timeout=130)
+    run_ranks(hold_ways_to_shard, 4)
 
 
 def hold_mixed_types(rank: int, world: int) -> None:
@@ -385,9 +381,8 @@ def hold_checkpoint(rank: int, world: int, folder: str) -> None:
     assert same(train(model, optimizer, range(5, 10)) + full(model.parameters()), expected)
 
 
-@pytest.mark.timeout(100)
 def test_a_checkpoint_continues_to_the_last_bit(tmp_path: Path) -> None:
-    run_ranks(hold_checkpoint, 2, str(tmp_path), timeout=80)
+    run_ranks(hold_checkpoint, 2, str(tmp_path))
 
 
 # ---- lossy codecs ---------------------------------------------------------------------------------------------------
@@ -426,10 +421,9 @@ def hold_lossy_gradients(rank: int, world: int) -> None:
     assert float((found - half).norm()) <= 0.03 * float(half.norm())
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("world", tiered([2, 4], lambda world: world == 2))
 def test_gradients_come_close(world: int) -> None:
-    run_ranks(hold_lossy_gradients, world, timeout=80)
+    run_ranks(hold_lossy_gradients, world)
 
 
 def hold_lossy_weights(rank: int, world: int) -> None:
@@ -459,10 +453,9 @@ def run_with_lossy_weights(mesh: DeviceMesh) -> list[Tensor]:
     return run(model, 50)
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 3))
 def test_weights_are_the_same_bits_on_all_ranks(world: int) -> None:
-    run_ranks(hold_lossy_weights, world, timeout=80)
+    run_ranks(hold_lossy_weights, world)
 
 
 def hold_replicas_of_lossy_weights(rank: int, world: int) -> None:
@@ -489,9 +482,8 @@ def hold_replicas_of_lossy_weights(rank: int, world: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.timeout(100)
 def test_replicas_of_a_shard_agree() -> None:
-    run_ranks(hold_replicas_of_lossy_weights, 4, timeout=80)
+    run_ranks(hold_replicas_of_lossy_weights, 4)
 
 
 # ---- parts of a model, and what cannot be ---------------------------------------------------------------------------
@@ -561,7 +553,7 @@ def test_a_rank_with_another_codec_or_another_type_is_named() -> None:
 
 
 def lose_a_peer(rank: int, world: int, when: str) -> None:
-    fl.init(timeout=30)
+    fl.init()
     model = sharded(init_device_mesh("cpu", (world,)))
     fl.fsdp.compress(model, weights="zip", gradients="int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -573,10 +565,9 @@ def lose_a_peer(rank: int, world: int, when: str) -> None:
     train(model, optimizer, range(2, 100))
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_lost_peer_is_named(when: str) -> None:
-    outcomes = outcomes_of(lose_a_peer, 3, when, signals={(1, when): signal.SIGKILL}, timeout=60)
+    outcomes = outcomes_of(lose_a_peer, 3, when, signals={(1, when): signal.SIGKILL})
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2):
         assert outcomes[rank].error[0] == "TransportError", outcomes[rank]

@@ -81,8 +81,10 @@ def check_other_types(rank: int, world: int) -> None:
     assert fl.all_reduce(large, op=fl.Sum).tolist() == [world * 2**53 + sum(range(world)), -world]
     x = torch.tensor([1.0 + rank * 2.0**-40], dtype=torch.float64)
     assert fl.all_reduce(x).item() == sum(1.0 + r * 2.0**-40 for r in range(world)) / world
-    with pytest.raises(fl.ConfigError, match="float64 tensor; expected float32, bfloat16 or float16"):
-        fl.all_gather(torch.zeros(2, dtype=torch.float64))
+    for call in (fl.all_gather, fl.reduce_scatter, fl.all_to_all):
+        text = f"{call.__name__} got a torch.float64 tensor; expected float32, bfloat16 or float16: convert it"
+        with pytest.raises(fl.ConfigError, match=text):
+            call(torch.zeros(2, dtype=torch.float64))  # type: ignore[operator]
 
 
 def check_gather_and_scatter(rank: int, world: int) -> None:
@@ -246,4 +248,4 @@ def check_everything_and_groups(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_over_processes() -> None:
-    run_ranks(check_everything_and_groups, 3, timeout=50)
+    run_ranks(check_everything_and_groups, 3)

@@ -21,7 +21,7 @@ from fusionlayer.transport._linked import LinkedTransport
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(110)]
+pytestmark = pytest.mark.medium
 
 WORLD, LATE = 4, 2
 GRACE = 0.05
@@ -94,7 +94,7 @@ def held_for_three_steps(rank: int, world: int, way: Sequence[Any]) -> tuple[lis
 
 @pytest.mark.parametrize("codec, transport, dtype", tiered(WAYS, lambda *way: way in WAYS[:3]))
 def test_the_others_go_on_and_nothing_is_lost(codec: str, transport: str, dtype: torch.dtype) -> None:
-    found = run_ranks(held_for_three_steps, WORLD, (codec, transport, dtype), timeout=90.0, store="tcp")
+    found = run_ranks(held_for_three_steps, WORLD, (codec, transport, dtype), store="tcp")
     assert all(digests == found[0][0] for digests, _ in found)
     # Parameters of bf16 round each average that is added to them.
     assert all(error < (1e-5 if dtype is torch.float32 else 0.2) for _, error in found)
@@ -123,7 +123,7 @@ def held_in_ddp(rank: int, world: int) -> list[str]:
 
 
 def test_ddp_goes_on_too() -> None:
-    found = run_ranks(held_in_ddp, WORLD, timeout=90.0, store="tcp")
+    found = run_ranks(held_in_ddp, WORLD, store="tcp")
     assert all(digests == found[0] for digests in found)
 
 
@@ -152,7 +152,7 @@ def held_until_all_wait(rank: int, world: int) -> list[bool]:
 
 
 def test_after_some_sums_all_wait_for_a_rank() -> None:
-    for presences in run_ranks(held_until_all_wait, WORLD, timeout=90.0, store="tcp"):
+    for presences in run_ranks(held_until_all_wait, WORLD, store="tcp"):
         runs = "".join("+" if there else "-" for there in presences).split("+")
         assert max(map(len, runs)) == MOST_MISSED
 
@@ -168,7 +168,7 @@ def killed_while_late(rank: int, world: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", tiered(["c10d", "sockets"], lambda transport: transport == "c10d"))
 def test_a_rank_that_dies_while_it_is_late_is_named(transport: str) -> None:
     kill = {(LATE, "late"): signal.SIGKILL}
-    found = outcomes_of(killed_while_late, WORLD, transport, signals=kill, timeout=90.0, store="tcp")
+    found = outcomes_of(killed_while_late, WORLD, transport, signals=kill, store="tcp")
     for outcome in found[:LATE] + found[LATE + 1 :]:
         assert (outcome.kind, outcome.error[0]) == ("raised", "TransportError"), outcome
         assert outcome.attributes["ranks"] == (LATE,), outcome.error
@@ -198,10 +198,10 @@ def refusals(rank: int, world: int) -> list[str]:
 
 
 def test_what_cannot_go_on_without_a_rank_is_refused() -> None:
-    for told in run_ranks(refusals, 3, timeout=90.0, store="tcp"):
+    for told in run_ranks(refusals, 3, store="tcp"):
         for (_, expected), error in zip(REFUSED, told, strict=True):
             assert expected in error
-    for told in run_ranks(refusals, 2, timeout=90.0, store="tcp"):
+    for told in run_ranks(refusals, 2, store="tcp"):
         assert "over 2 ranks" in told[1]
 
 

@@ -6,6 +6,7 @@ import atexit
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
@@ -30,8 +32,8 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.mpi import mpirun, needs_mpirun
+from tests.ports import free_port
 from tests.tiers import tiered
-from tests.transport.test_connecting import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +47,14 @@ LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    "mvapich": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 }
 
 
@@ -141,6 +151,91 @@ def test_tasks_of_srun() -> None:
     assert find_place(hydra) == Place(1, 2, 1, 2, "mpich"), "srun has started mpiexec"
     batch = {**srun(0, 8, JOB_ID=7), **environment("torchrun", 0, 2, 0, 2)}
     assert find_place(batch) == Place(0, 2, 0, 2, "torchrun"), "on a part of what the batch script has"
+
+
+def pairs(text: str) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+# All that tells a process of its job of four, on two hosts, and of these variables those that alone say that there are
+# others. "{hosts}" is a file that names its hosts, and "+" a blank.
+SEVERAL = {
+    "a batch step of Slurm": (
+        "SLURM_NNODES=2 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_NTASKS_PER_NODE=2 "
+        "SLURM_TASKS_PER_NODE=2(x2) SLURM_JOB_CPUS_PER_NODE=8,8 SLURM_JOB_NODELIST=n[1-2] SLURM_NODELIST=n1,n2",
+        "SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0",
+    ),
+    "a batch step of Slurm on one node": (
+        "SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_NTASKS_PER_NODE=4",
+        "SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NNODES=1 SLURM_JOB_NODELIST=n1 "
+        "SLURM_TASKS_PER_NODE=4 SLURM_JOB_CPUS_PER_NODE=8",
+    ),
+    "a task of srun": (
+        "SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=4 SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_LOCALID=1 SLURM_NODEID=1 "
+        "SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NNODES=2",
+        "SLURM_JOB_ID=77",
+    ),
+    "a script of PBS": ("PBS_NUM_NODES=2 PBS_NODEFILE={hosts}", "PBS_JOBID=7 PBS_NP=4 PBS_NODENUM=0 PBS_TASKNUM=1"),
+    "a task of pbsdsh": ("PBS_NODENUM=1 PBS_VNODENUM=3 PBS_NODEFILE={hosts}", "PBS_JOBID=7 PBS_TASKNUM=4"),
+    "a script of LSF": (
+        "LSB_HOSTS=n1+n1+n2+n2 LSB_MCPU_HOSTS=n1+2+n2+2 LSB_DJOB_HOSTFILE={hosts}",
+        "LSB_JOBID=7 LSB_DJOB_NUMPROC=4",
+    ),
+    "a task of jsrun": (
+        "JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2 "
+        "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 PMIX_RANK=3",
+        "LSB_JOBID=7",
+    ),
+    "a task of flux run": (
+        "FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2 PMI_RANK=3 PMI_SIZE=4",
+        "FLUX_JOB_ID=f1",
+    ),
+    "a rank of PALS": (
+        "PALS_RANKID=3 PMI_RANK=3 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PBS_NODEFILE={hosts}",
+        "PALS_APID=7 PBS_JOBID=7",
+    ),
+    "a rank of Hydra": ("PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", "PMI_FD=9"),
+    "a rank of MVAPICH": (
+        "MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2",
+        "MV2_X=0",
+    ),
+    "a pod of Kubernetes": ("JOB_COMPLETION_INDEX=3", "HOSTNAME=job-3 KUBERNETES_SERVICE_HOST=10.0.0.1"),
+    "PMIx": ("PMIX_RANK=3", "PMIX_NAMESPACE=job"),
+}
+
+
+@pytest.mark.short
+@looped("what", SEVERAL)
+def test_a_process_of_several_never_trains_alone_whatever_variables_are_left(what: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("n1\nn1\nn2\nn2\n")
+    telling, silent = (
+        {name: value.replace("+", " ").format(hosts=tmp_path / "hosts") for name, value in pairs(text).items()}
+        for text in SEVERAL[what]
+    )
+    rank = int(telling.get("SLURM_PROCID", 3 if "SLURM" not in SEVERAL[what][0] else 0))
+    for kept in chain.from_iterable(combinations(telling, n) for n in range(1, len(telling) + 1)):
+        some = {name: telling[name] for name in kept}
+        for environ in (some, {**silent, **some}):
+            try:
+                place = find_place(environ)
+            except fl.ConfigError as error:
+                named = any(name in str(error) for name in environ)
+                assert named or "of Slurm has 4 tasks" in str(error) or "variables say rank" in str(error)
+            else:
+                assert (place.rank, place.size) == (rank, 4), environ
+    assert find_place(silent) == Place(), "one process may have it all"
+    if "script" in what or "step" in what or "pod" in what:
+        assert find_place({**silent, **telling, "RANK": "0", "WORLD_SIZE": "1"}).size == 1, "as the errors advise"
+
+
+@pytest.mark.short
+def test_flux_and_pals_tell_places() -> None:
+    flux = pairs("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 PMI_RANK=3 PMI_SIZE=4")
+    assert find_place({**flux, "FLUX_JOB_NNODES": "2"}) == Place(3, 4, 1, 2, "flux"), "until ranks count"
+    on_one = {**flux, "FLUX_JOB_NNODES": "1", "FLUX_TASK_LOCAL_ID": "3"}
+    assert find_place(on_one) == Place(3, 4, 3, 4, "flux"), "they meet by a file"
+    pals = pairs("PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=4")
+    assert find_place(pals) == Place(5, 8, 1, 4, "pals")
 
 
 @pytest.mark.short
@@ -272,11 +367,9 @@ def write(folder: Path, text: str) -> str:
     return str(script)
 
 
-def finish(command: list[str], seconds: float = 50, **variables: str) -> str:
+def finish(command: list[str], **variables: str) -> str:
     """Return what the command printed; it must succeed."""
-    done = subprocess.run(
-        command, env=clean_environment(**variables), capture_output=True, text=True, timeout=seconds, check=False
-    )
+    done = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -301,7 +394,7 @@ def test_torchrun_with_configuration_and_timeline(tmp_path: Path, started: str) 
     else:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         variables = [{**environment("torchrun", rank, 2), **meeting, **settings} for rank in range(2)]
-        printed = run_ranks(run_script, 2, program, variables, backend=None, timeout=50)
+        printed = run_ranks(run_script, 2, program, variables, backend=None)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
     for rank in range(2):
         events = json.loads((tmp_path / f"trace.{rank}").read_text())
@@ -335,7 +428,7 @@ def test_tasks_that_srun_starts_train_together(tmp_path: Path, nodes: int) -> No
         }
         for rank in range(2)
     ]
-    printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50)
+    printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None)
     assert printed == [f"{rank} 2 {rank if nodes == 1 else 0} {2 // nodes} True" for rank in range(2)]
 
 
@@ -367,7 +460,7 @@ of("ray.train", get_context=lambda: context), of("ray.train.collective", broadca
 def test_workers_that_ray_has_told_nothing_in_variables_meet_by_ray(tmp_path: Path) -> None:
     """A stand-in for Ray; tests/examples/test_ray.py has Ray itself."""
     variables = [{"WORKER": str(rank), "TMPDIR": str(tmp_path)} for rank in range(2)]
-    printed = run_ranks(run_script, 2, RAY + TRAIN + AGAIN, variables, backend=None, timeout=50)
+    printed = run_ranks(run_script, 2, RAY + TRAIN + AGAIN, variables, backend=None)
     assert printed == ["0 2 0 1 True", "1 2 0 1 True"]
 
 
@@ -424,14 +517,14 @@ def test_two_processes_meet_through_a_stand_in_for_horovodruns_key_value_server(
             "HOROVOD_HOSTNAME": "localhost",
         }
         variables = [{**shared, **environment("horovodrun", rank, 2, rank, 2)} for rank in range(2)]
-        printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50)
+        printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
 
 
 @pytest.mark.medium
 def test_processes_of_one_parent_meet_through_a_file(tmp_path: Path) -> None:
     variables = [{**environment("mpich", rank, 2), "TMPDIR": str(tmp_path)} for rank in range(2)]
-    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None, timeout=50) == [
+    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None) == [
         "0 2 0 2 True",
         "1 2 1 2 True",
     ]
@@ -440,14 +533,14 @@ def test_processes_of_one_parent_meet_through_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 def test_one_process_needs_no_launcher() -> None:
-    assert run_ranks(run_script, 1, UNINITIALIZED + TRAIN + AGAIN, [{}], backend=None, timeout=50) == ["0 1 0 1 False"]
+    assert run_ranks(run_script, 1, UNINITIALIZED + TRAIN + AGAIN, [{}], backend=None) == ["0 1 0 1 False"]
 
 
 @pytest.mark.medium
 def test_group_that_exists_already_is_used_and_left() -> None:
     script = TRAIN + AGAIN + "torch.distributed.barrier()\n"
     environments = [environment("torchrun", 0, 2), environment("torchrun", None, 2, 1)]  # the second as Lightning's
-    printed = run_ranks(run_script, 2, script, environments, timeout=50)
+    printed = run_ranks(run_script, 2, script, environments)
     assert printed == ["0 2 0 2 True", "1 2 1 2 True"]
 
 
@@ -488,7 +581,56 @@ def check_jobs_that_cannot_begin(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.medium
 def test_job_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None, timeout=50)
+    run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None)
+
+
+@pytest.mark.short
+def test_ranks_with_other_sizes_name_the_numbers_and_where_they_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "host0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    store, sizes = HashStore(), (2, 3)
+
+    def meet(rank: int) -> TransportError:
+        with pytest.raises(TransportError) as error:
+            launch._await_all(store, Place(rank, sizes[rank], launcher="torchrun"), 30.0, time.monotonic() + 30)
+        return error.value
+
+    with ThreadPoolExecutor(2) as threads:
+        errors = [*threads.map(meet, range(2))]
+    for error in errors:
+        text = str(error)
+        assert "WORLD_SIZE=" in text and "store at host0:29500, has" in text and "2" in text and "3" in text
+        assert sorted(error.ranks) == [0, 1]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n", b""])
+def test_a_foreign_program_where_ranks_meet_is_named(greeting: bytes) -> None:
+    """It answers in another language, or takes the connection and says nothing."""
+    ended = threading.Event()
+
+    def serve() -> None:
+        with suppress(OSError):
+            while not ended.is_set():
+                connections.append(server.accept()[0])
+                connections[-1].sendall(greeting)
+
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = server.getsockname()[1]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with pytest.raises(TransportError) as error:
+            make_store(Place(1, 2, launcher="torchrun"), 1.0, where)
+        ended.set()
+        socket.create_connection(("127.0.0.1", port)).close()
+        thread.join()
+    for connection in connections:
+        connection.close()
+    assert f"127.0.0.1:{port}" in str(error.value) and error.value.ranks == (0,)
+    expected = "a program that is no store of torch listens there" if greeting else "has another program that port"
+    assert expected in str(error.value)
 
 
 @pytest.mark.short
@@ -525,7 +667,7 @@ def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
 
     def meet(rank: int) -> tuple[int, ...]:
         with pytest.raises(TransportError) as error:
-            launch._await_all(store, Place(rank, 3), 1.0, time.monotonic() + (0.3 if rank == 0 else 20))
+            launch._await_all(store, Place(rank, 3), 1.0, time.monotonic() + (1.0 if rank == 0 else 180))
         if rank == 0:
             assert store.check(["heard"])
             told.set()
@@ -542,7 +684,7 @@ def test_ranks_that_were_restarted_do_not_meet_those_before_them() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("fusionlayer/hello/2", "fusionlayer/of a process that is gone")
 
-    def greet(rank: int, world: int, timeout: float = 20) -> str:
+    def greet(rank: int, world: int, timeout: float = 180) -> str:
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         return launch._greet(store, Place(rank, world), timeout)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +223,7 @@ def test_replicas_are_equal_after_every_sync(codec: Any, world: int) -> None:
         return synced
 
     first = weights(make_model())
-    for results in zip(*local.run(rank_main, world, timeout=60), strict=True):
+    for results in zip(*local.run(rank_main, world), strict=True):
         assert not torch.equal(same(list(results)), first)
 
 
@@ -253,6 +255,59 @@ def test_resumed_training_equals_uninterrupted_training_bit_by_bit(codec: str) -
         load(checkpoint, model, optimizer)
         train(model, optimizer, rank, range(5, 11))
         assert torch.equal(weights(model), uninterrupted)
+
+    local.run(rank_main, 2)
+
+
+@looped("order", ["model, optimizer", "optimizer alone", "optimizer, model", "model, wrap, optimizer"])
+@looped("anchored", [False, True])
+def test_a_state_of_the_middle_of_a_round_is_the_rank_s_own_in_any_order(anchored: bool, order: str) -> None:
+    def rank_main(rank: int) -> None:
+        options = {"codec": "int4", "error_feedback": True, "sync": fl.Local.averaging(every=4)}
+
+        def make(first: Any = None) -> tuple[nn.Module, Any]:
+            model = nn.Sequential(*make_model(), nn.BatchNorm1d(5))
+            if first:
+                model.load_state_dict(first)
+            return model, fl.DistributedOptimizer(adamw(model.parameters()), model, **options)
+
+        model, optimizer = make()
+        train(model, optimizer, rank, range(6))
+        with optimizer.anchored() if anchored else nullcontext():
+            checkpoint = torch.load(io.BytesIO(saved(model, optimizer)), weights_only=True)
+        train(model, optimizer, rank, range(6, 11))
+        uninterrupted = weights(model), model[-1].running_mean.clone()
+        optimizer.close()
+
+        model, optimizer = make(checkpoint["model"] if order == "model, wrap, optimizer" else None)
+        if order == "model, optimizer":
+            model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if order == "optimizer, model":
+            model.load_state_dict(checkpoint["model"])
+            if anchored:
+                with pytest.raises(fl.UsageError, match="load the model first, then the optimizer"):
+                    train(model, optimizer, rank, [6])
+                return
+        train(model, optimizer, rank, range(6, 11))
+        assert torch.equal(weights(model), uninterrupted[0])
+        assert torch.equal(model[-1].running_mean, uninterrupted[1])
+
+    local.run(rank_main, 2)
+
+
+def test_a_local_state_of_another_rank_is_refused_before_anything_is_changed() -> None:
+    def rank_main(rank: int) -> None:
+        model, optimizer = make_pair(adamw, sync=fl.Local.averaging(every=4))
+        train(model, optimizer, rank, range(2))
+        state = copy.deepcopy(optimizer.state_dict())
+        before = weights(model)
+        other = {**state, "fusionlayer": {**state["fusionlayer"], "rank": 1 - rank}}
+        for _ in range(2):
+            with pytest.raises(fl.ConfigError, match=f"this is rank {rank} of 2"):
+                optimizer.load_state_dict(other)
+            assert torch.equal(weights(model), before)
+            optimizer.load_state_dict(state)  # momenta differ over ranks, so another rank's are refused after it too
 
     local.run(rank_main, 2)
 
@@ -320,7 +375,7 @@ def test_presets_learn_and_go_on_from_the_middle_of_a_round(preset: str) -> None
         assert weights(model).isnan().any(), "a NaN of one rank reaches all"
         return anchors, before, after
 
-    found = local.run(rank_main, 3, timeout=60)
+    found = local.run(rank_main, 3)
     for results in zip(*(anchors for anchors, _, _ in found), strict=True):
         same(list(results))
     for _, before, after in found:

@@ -89,7 +89,7 @@ def check_nodes(rank: int, world: int) -> None:
 
 @exhaustive(guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps")
 def test_nodes_that_share_out_a_model_take_local_steps() -> None:
-    run_ranks(check_nodes, 4, timeout=60)
+    run_ranks(check_nodes, 4)
 
 
 def check_shards(rank: int, world: int) -> None:
@@ -132,7 +132,7 @@ def check_shards(rank: int, world: int) -> None:
 
 
 def test_sharded_replicas_resume_from_within_a_fragment() -> None:
-    run_ranks(check_shards, 4, timeout=60)
+    run_ranks(check_shards, 4)
 
 
 def check_page(rank: int, world: int) -> None:
@@ -171,7 +171,7 @@ def check_backend(rank: int, world: int) -> None:
 
 
 def test_the_backend_s_users_take_local_steps() -> None:
-    run_ranks(check_backend, 4, timeout=60, backend="fusionlayer")
+    run_ranks(check_backend, 4, backend="fusionlayer")
 
 
 # ---- ranks that are killed ------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def go_on(rank: int, world: int, folder: str) -> None:
 
 def test_a_killed_job_goes_on_from_within_a_fragment(tmp_path: Path) -> None:
     killed = {(1, "under way"): signal.SIGKILL}
-    outcomes = outcomes_of(train_until_killed, 2, str(tmp_path), backend=None, signals=killed, timeout=45)
+    outcomes = outcomes_of(train_until_killed, 2, str(tmp_path), backend=None, signals=killed)
     assert outcomes[1].kind == "died", outcomes[1].trace
     assert outcomes[0].value == (1,), outcomes[0].trace or outcomes[0].kind
-    run_ranks(go_on, 2, str(tmp_path), timeout=45)
+    run_ranks(go_on, 2, str(tmp_path))

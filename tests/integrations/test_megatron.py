@@ -58,7 +58,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @needs("megatron")
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", training.KINDS)
 @exhaustive(guarded_by=GUARD)
 def test_lossless_codecs_change_no_bit(kind: str, pairs: list[dict[str, Any]]) -> None:
@@ -77,7 +76,6 @@ def test_lossless_codecs_change_no_bit(kind: str, pairs: list[dict[str, Any]]) -
 
 @needs("megatron")
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 @exhaustive(guarded_by=GUARD)
 def test_sequence_parallel_layers_and_all_mappings(pairs: list[dict[str, Any]]) -> None:
     for each in pairs:
@@ -88,7 +86,6 @@ def test_sequence_parallel_layers_and_all_mappings(pairs: list[dict[str, Any]]) 
 
 @needs("megatron")
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 @exhaustive(guarded_by=GUARD)
 def test_pipeline_stages(pairs: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(pairs):
@@ -99,7 +96,6 @@ def test_pipeline_stages(pairs: list[dict[str, Any]]) -> None:
 
 @needs("megatron")
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 @exhaustive(guarded_by=GUARD)
 def test_the_programs_of_the_page(pairs: list[dict[str, Any]]) -> None:
     """The command for four ranks is run in tests/examples."""
@@ -131,7 +127,6 @@ def in_fours(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 @needs("megatron")
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 @exhaustive(guarded_by=GUARD)
 def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(fours: list[dict[str, Any]]) -> None:
     """TACO between tensor-parallel ranks, SDP4Bit between replicas."""
@@ -153,7 +148,6 @@ def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(fours: li
 
 @needs("megatron")
 @pytest.mark.medium
-@pytest.mark.timeout(240)
 @exhaustive(guarded_by=GUARD)
 def test_weights_of_experts_that_replicas_share(fours: list[dict[str, Any]]) -> None:
     """Megatron steps an optimizer for experts after the other one."""
@@ -259,7 +253,6 @@ def descend(rank: int, world: int, weights: str | None, gradients: str | None) -
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(60)
 def test_buckets_over_the_backend() -> None:
     """Lossless differences are the bits of gloo; those in int4 leave all ranks the same, near the exact weights."""
     first, *_ = plain = run_ranks(descend, 2, None, None, backend="gloo")

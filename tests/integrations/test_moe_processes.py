@@ -55,10 +55,9 @@ def hold_compiled(rank: int, world: int) -> None:
         torch.testing.assert_close(other, one)
 
 
-@pytest.mark.timeout(120)
 @exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 def test_a_compiled_model_is_the_same() -> None:
-    run_ranks(hold_compiled, 2, timeout=100)
+    run_ranks(hold_compiled, 2)
 
 
 def hold_shared(rank: int, world: int) -> list[list[float]]:
@@ -78,11 +77,10 @@ def hold_shared(rank: int, world: int) -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in [*names.values(), *model.experts.parameters()]]
 
 
-@pytest.mark.timeout(120)
 def test_training_over_ranks_is_training_in_one_process() -> None:
     """One process that averages the losses of as many batches: the whole layer's gradients are scaled alike."""
     world = 2
-    ranks = run_ranks(hold_shared, world, timeout=60)
+    ranks = run_ranks(hold_shared, world)
     shared, router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, PER_RANK * world)
     fill(nn.ModuleList([shared, router]))
     experts = [nn.Linear(WIDTH, WIDTH) for _ in range(PER_RANK * world)]
@@ -108,7 +106,7 @@ def test_training_over_ranks_is_training_in_one_process() -> None:
 
 
 def lose_a_peer(rank: int, world: int) -> None:
-    fl.init(timeout=30)
+    fl.init()
     model = Mixture("zip")
     y = model(data(rank))
     checkpoint("backward")
@@ -117,9 +115,8 @@ def lose_a_peer(rank: int, world: int) -> None:
         y = model(data(rank))
 
 
-@pytest.mark.timeout(100)
 def test_a_lost_peer_is_named_in_backward() -> None:
-    outcomes = outcomes_of(lose_a_peer, 3, signals={(1, "backward"): signal.SIGKILL}, timeout=60)
+    outcomes = outcomes_of(lose_a_peer, 3, signals={(1, "backward"): signal.SIGKILL})
     for rank in (0, 2):
         assert outcomes[rank].error[0] == "TransportError", outcomes[rank]
         assert "rank 1 is gone" in outcomes[rank].error[1]

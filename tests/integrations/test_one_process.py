@@ -99,7 +99,7 @@ def test_what_was_made_to_check_options_leaves_no_thread(options: dict[str, Any]
         before = set(threading.enumerate())
         assert optimizer(**options).fusion_plan is None
         for thread in set(threading.enumerate()) - before:
-            thread.join(20)  # a lane ends by itself once it is told to
+            thread.join(180)  # a lane ends by itself once it is told to
             assert not thread.is_alive(), thread.name
 
     over_threads(1, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -188,6 +189,151 @@ def test_a_rank_without_a_gradient_sends_what_is_left_of_the_momentum() -> None:
     local.run(rank_main, WORLD)
 
 
+class Late(nn.Module):
+    """Three layers; the second takes part from step ``first`` on, by a call or by being unfrozen."""
+
+    def __init__(self, first: int, unfrozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+        for i, p in enumerate(self.parameters()):
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        self.first, self.unfrozen = first, unfrozen
+
+    def backward(self, rank: int, step: int) -> None:
+        calls = self.unfrozen or step >= self.first
+        self.layers[1].requires_grad_(not self.unfrozen or step >= self.first)
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+        for layer in self.layers if calls else (self.layers[0], self.layers[2]):
+            x = layer(x).tanh()
+        x.square().mean().backward()
+
+
+def late_oracle(first: int, unfrozen: bool, world: int, steps: int) -> tuple[list[Tensor], list[bool]]:
+    """Return weights and whether the variance is frozen after each step: Adam with counts of each parameter's own."""
+    model, (beta1, beta2) = Late(first, unfrozen), OPTIONS["betas"]
+    moments: dict[Tensor, list[Any]] = {p: [torch.zeros_like(p), torch.zeros_like(p), 0, 0] for p in model.parameters()}
+    reached, frozen = [], [False]
+    for step in range(steps):
+        model.zero_grad()
+        for rank in range(world):
+            model.backward(rank, step)
+        with torch.no_grad():
+            for p, kept in moments.items():
+                if p.grad is None:
+                    continue
+                kept[0] = beta1 * kept[0] + (1 - beta1) * p.grad / world
+                kept[2] += 1
+                if not frozen[-1]:
+                    kept[1] = beta2 * kept[1] + (1 - beta2) * (p.grad / world) ** 2
+                    kept[3] += 1
+                width = (kept[1] / (1 - beta2 ** kept[3])).sqrt() + OPTIONS["eps"]
+                p.mul_(1 - OPTIONS["lr"] * OPTIONS["weight_decay"])
+                p.sub_(OPTIONS["lr"] / (1 - beta1 ** kept[2]) * kept[0] / width)
+        reached.append(weights(model))
+        frozen.append(all(kept[2] >= FREEZE for kept in moments.values() if kept[2]))
+    return reached, frozen[1:]
+
+
+@looped("unfrozen", [False, True], ids=["first called", "unfrozen"])
+@looped(
+    "how, first",
+    [("alone", 0), ("alone", 1), *((how, FREEZE - 1) for how in ("alone", "zeros", "two ranks", "ahead", "resumed"))],
+)
+def test_each_parameter_counts_its_own_steps(unfrozen: bool, first: int, how: str) -> None:
+    """AdamW's corrections for a layer that comes late; the warm-up goes on until that layer has taken its steps."""
+    steps, world = 2 * FREEZE + 3, 1 if how in ("alone", "zeros") else 2
+    expected, frozen = late_oracle(first, unfrozen, world, steps)
+    assert frozen.index(True) == FREEZE - 1 + first
+
+    def rank_main(rank: int) -> None:
+        model = Late(first, unfrozen)
+
+        def make() -> Any:
+            optimizer: Any = fl.OneBitAdam(model.parameters(), **OPTIONS, freeze_step=FREEZE)
+            if how in ("alone", "zeros"):
+                return optimizer
+            ahead = model if how == "ahead" else None
+            return fl.DistributedOptimizer(
+                optimizer, model.named_parameters(), codec="zip", planner="wfbp", overlap_forward=ahead
+            )
+
+        optimizer = make()
+        for step in range(steps):
+            optimizer.zero_grad()
+            if how == "zeros":
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+            model.backward(rank, step)
+            optimizer.step()
+            if how == "ahead":
+                optimizer.synchronize()
+            assert optimizer.frozen == frozen[step]
+            torch.testing.assert_close(weights(model), expected[step], rtol=1e-5, atol=1e-6)
+            if how == "resumed":
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer.close()
+                optimizer = make()
+                optimizer.load_state_dict(saved)
+
+    local.run(rank_main, world)
+
+
+@looped("saved_after", [1, FREEZE - 1, FREEZE, FREEZE + 2])
+def test_a_state_with_one_count_for_all_parameters_is_loaded(saved_after: int) -> None:
+    """As saved before parameters had counts of their own."""
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    first, second = (fl.OneBitAdam([p], **OPTIONS, freeze_step=FREEZE) for p in parameters)
+
+    def step_with(optimizer: fl.OneBitAdam, parameter: Tensor, step: int) -> None:
+        parameter.grad = torch.tensor([1.0, -2.0, 0.5]) * (step + 1)
+        optimizer.step()
+
+    for step in range(saved_after):
+        step_with(first, parameters[0], step)
+    saved = copy.deepcopy(first.state_dict())
+    saved["param_groups"][0]["steps"] = saved_after
+    for key in ("step", "variance_step"):
+        del saved["state"][0][key]
+    second.load_state_dict(saved)
+    parameters[1].data.copy_(parameters[0])
+    for step in range(saved_after, STEPS):
+        assert first.frozen == second.frozen == (step >= FREEZE)
+        for optimizer, parameter in zip((first, second), parameters, strict=True):
+            step_with(optimizer, parameter, step)
+    assert torch.equal(*parameters) and first.state_dict()["param_groups"] == second.state_dict()["param_groups"]
+
+
+@looped("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_goes_on_as_the_original(copied: Any) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    original = fl.OneBitAdam([parameter], **OPTIONS, freeze_step=FREEZE, warmup_codec="int4")
+    for step in range(STEPS):
+        parameter.grad = torch.tensor([1.0, -2.0, 0.5]) * (step + 1)
+        again = copied(original)
+        (twin,) = again.param_groups[0]["params"]
+        twin.grad = parameter.grad.clone()
+        original.step()
+        again.step()
+        assert torch.equal(twin, parameter) and again.sends() == original.sends()
+
+
+def test_local_steps_do_not_begin_in_the_warm_up(caplog: pytest.LogCaptureFixture) -> None:
+    def rank_main(rank: int) -> None:
+        model = Late(1, unfrozen=True)
+        optimizer: Any = fl.OneBitAdam(model.parameters(), freeze_step=FREEZE)
+        optimizer = fl.DistributedOptimizer(optimizer, model, sync=fl.Local.averaging(every=2))
+        with pytest.raises(fl.UsageError, match=f"has taken {FREEZE - 1} of freeze_step={FREEZE} .* larger after"):
+            for step in range(FREEZE + 2):
+                optimizer.zero_grad()
+                model.backward(rank, step)
+                optimizer.step()
+        assert step == FREEZE
+
+    with caplog.at_level("INFO", "fusionlayer"):
+        local.run(rank_main, WORLD)
+    assert "2 of 6 parameters in use have taken fewer than freeze_step=3 steps, one of them 2" in caplog.text
+
+
 def test_what_does_not_fit_is_refused() -> None:
     def wrap(**options: Any) -> None:
         make(**options)
@@ -213,7 +359,7 @@ def test_what_does_not_fit_is_refused() -> None:
     late = nn.Parameter(torch.ones(3), requires_grad=True)
     late.grad = torch.ones(3)
     optimizer.add_param_group({"params": [late]})
-    with pytest.raises(fl.UsageError, match=r"shape \(3,\): it came after the first 1 steps"):
+    with pytest.raises(fl.UsageError, match=r"shape \(3,\), which is first used after the warm-up"):
         optimizer.step()
     scaler = torch.amp.GradScaler("cpu")
     optimizer = fl.OneBitAdam([parameter], freeze_step=1)

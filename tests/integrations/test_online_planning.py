@@ -262,7 +262,6 @@ def check_training(rank: int, world: int) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
 def test_training(world: int) -> None:
-    run_ranks(check_training, world, timeout=140)
+    run_ranks(check_training, world)

@@ -71,6 +71,8 @@ def test_names_are_checked() -> None:
             ([("w", p) for _, p in named], "'w' more than once"),
             (list(model.parameters()), "(name, parameter) pairs"),
             ([*named, ("extra",)], "(name, parameter) pairs"),
+            ([*named, (3, nn.Parameter(torch.zeros(1)))], "(name, parameter) pairs"),
+            ([*named, ("0._orig_mod.weight", nn.Parameter(torch.zeros(1)))], "'0.weight' more than once"),
         ]:
             with pytest.raises(ValueError) as error:
                 fl.DistributedOptimizer(sgd(model), given)
@@ -78,6 +80,52 @@ def test_names_are_checked() -> None:
             assert text in str(error.value)
         more = [*named, ("of another model", nn.Parameter(torch.zeros(1)))]
         fl.DistributedOptimizer(sgd(model), more)
+
+
+class Compiled(nn.Module):
+    """Has the names of a module that ``torch.compile`` returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self._orig_mod(x)
+
+
+def blockwise(model: nn.Module) -> nn.Module:
+    return nn.Sequential(*(Compiled(module) for module in model))  # type: ignore[attr-defined]
+
+
+def as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+@looped("first, then", [(blockwise, as_it_is), (as_it_is, blockwise), (Compiled, blockwise)])
+@looped("sync", [None, fl.Local.averaging(every=2)])
+def test_names_and_states_do_not_depend_on_what_is_compiled(first: Any, then: Any, sync: Any) -> None:
+    """Training that goes on with other blocks compiled has the bits of training without a break."""
+
+    @on_ranks()
+    def rank_main(rank: int) -> None:
+        def make(how: Any, **options: Any) -> tuple[nn.Module, Any]:
+            model = how(make_model())
+            return model, wrap(model, **{"codec": "int4", "error_feedback": True, "sync": sync, **options})
+
+        model, optimizer = make(first)
+        train(model, optimizer, rank, range(4))
+        names = {name for bucket in optimizer.fusion_plan.buckets for name in bucket.names}
+        assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        saved = copy.deepcopy([p.data for p in model.parameters()]), copy.deepcopy(optimizer.state_dict())
+        plan = optimizer.fusion_plan if sync is None else None
+        train(model, optimizer, rank, range(4, 8))
+        optimizer.close()
+        again, resumed = make(then, plan=plan, **({"codec": None} if plan else {}))
+        for p, value in zip(again.parameters(), saved[0], strict=True):
+            p.data.copy_(value)
+        resumed.load_state_dict(saved[1])
+        train(again, resumed, rank, range(4, 8))
+        assert torch.equal(weights(again), weights(model))
 
 
 def test_parameters_without_names_are_known_by_their_place() -> None:
@@ -373,7 +421,7 @@ def test_dropped_optimizer_takes_its_hooks_and_thread_along() -> None:
 
     assert len(threads) == 2
     for thread in threads:
-        thread.join(30)
+        thread.join(180)
         assert not thread.is_alive()
 
 

@@ -46,7 +46,7 @@ def check_training(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_training(world: int) -> None:
-    run_ranks(check_training, world, timeout=50)
+    run_ranks(check_training, world)
 
 
 def check_overlap(rank: int, world: int) -> None:
@@ -67,7 +67,7 @@ def check_overlap(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_overlap_with_the_next_forward(world: int) -> None:
-    run_ranks(check_overlap, world, timeout=50)
+    run_ranks(check_overlap, world)
 
 
 def check_dynamic(rank: int, world: int) -> None:
@@ -98,7 +98,7 @@ def check_dynamic(rank: int, world: int) -> None:
 
 
 def test_dynamic_graphs_scaler_and_two_optimizers() -> None:
-    run_ranks(check_dynamic, 3, timeout=50)
+    run_ranks(check_dynamic, 3)
 
 
 def check_fsdp(rank: int, world: int) -> str:
@@ -111,7 +111,7 @@ def check_fsdp(rank: int, world: int) -> str:
 
 
 def test_sharded_parameters_are_refused() -> None:
-    for message in run_ranks(check_fsdp, 2, timeout=50):
+    for message in run_ranks(check_fsdp, 2):
         assert "'0.weight' is sharded by FSDP" in message
         assert "fusionlayer.fsdp.compress(model)" in message
 
@@ -150,4 +150,4 @@ def check_state(rank: int, world: int) -> None:
 
 
 def test_start_save_and_resume() -> None:
-    run_ranks(check_state, 2, timeout=50)
+    run_ranks(check_state, 2)

@@ -77,7 +77,7 @@ def test_loading_goes_back_in_the_middle_of_training() -> None:
     local.run(rank_main, 2)
 
 
-def test_checkpoint_of_another_rank_brings_its_step_but_not_its_residuals() -> None:
+def test_a_state_of_another_rank_is_refused_unless_the_rank_has_its_own() -> None:
     def rank_main(rank: int) -> None:
         model, optimizer = make_pair(codec="int4")
         train(model, optimizer, rank, range(2))
@@ -86,14 +86,29 @@ def test_checkpoint_of_another_rank_brings_its_step_but_not_its_residuals() -> N
         assert (mine["rank"], mine["size"], mine["step"]) == (rank, 2, 2)
         assert mine["residuals"].keys() == dict(model.named_parameters()).keys()
         assert all(residual.any() for residual in mine["residuals"].values())
-        for key, value in (("rank", 1 - rank), ("size", 3)):
-            optimizer.load_state_dict({**state, "fusionlayer": {**mine, key: value, "step": 7}})
+
+        def kept() -> bool:
             loaded = optimizer.state_dict()["fusionlayer"]
-            assert loaded["step"] == 7
-            assert not any(residual.any() for residual in loaded["residuals"].values())
+            same = (torch.equal(loaded["residuals"][name], kept) for name, kept in mine["residuals"].items())
+            return loaded["step"] == 2 and all(same)
+
+        for key, value in (("rank", 1 - rank), ("size", 3)):
+            other = {**state, "fusionlayer": {**mine, key: value}}
+            with pytest.raises(fl.ConfigError, match=rf"of rank \d of \d, this is rank {rank} of 2; .* every rank"):
+                optimizer.load_state_dict(other)
+            assert kept(), "a refused state changes nothing"
+            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(other)  # as frameworks do that load rank 0's state everywhere
+            assert kept()
+            with pytest.raises(fl.ConfigError, match="every rank"):
+                optimizer.load_state_dict({**state, "fusionlayer": {**other["fusionlayer"], "step": 7}})
+            optimizer._fl_restored = None
+        optimizer.load_state_dict({**state, "fusionlayer": {"rank": 1 - rank, "size": 2, "step": 7}})
+        loaded = optimizer.state_dict()["fusionlayer"]
+        assert loaded["step"] == 7, "a state without error feedback serves all ranks"
+        assert not any(residual.any() for residual in loaded["residuals"].values())
         optimizer.load_state_dict(state)
-        loaded = optimizer.state_dict()["fusionlayer"]["residuals"]
-        assert all(torch.equal(loaded[name], residual) for name, residual in mine["residuals"].items())
+        assert kept()
 
     local.run(rank_main, 2)
 

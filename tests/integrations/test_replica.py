@@ -45,7 +45,7 @@ def test_copies_are_equal_and_stay_near(world: int, per_node: int, dtype: torch.
             weights = weights + 1e-3 * gradient(NUMEL, 50 * (step + 1) + transport.rank)
         return memory.clone(), excess
 
-    results = over_threads(world, body, timeout=60, ranks_per_node=per_node)
+    results = over_threads(world, body, ranks_per_node=per_node)
     for memory, excess in results:
         assert torch.equal(memory.view(torch.uint8), results[0][0].view(torch.uint8))
         assert max(excess) <= 0

@@ -212,6 +212,62 @@ def test_replicas_that_are_the_users_are_warned_of_once() -> None:
             assert "call broadcast_parameters(model.state_dict(), root_rank=0)" in text
 
 
+@looped("at", [0, 5])
+@looped("make", ["own", "broadcast=False", "sharded", "hvd"])
+def test_learning_rates_that_differ_are_named_before_parameters_do(make: str, at: int) -> None:
+    """In the first step before the update; later within ``check_replicas`` steps, also where parameters differ too."""
+
+    def rank_main(rank: int) -> None:
+        model = make_model()
+        optimizer: Any
+        if make == "sharded":
+            optimizer = fl.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, check_replicas=4)
+        elif make == "hvd":
+            hvd.init()
+            optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+        else:
+            options = {"broadcast": make == "own", "check_replicas": 4}
+            optimizer = fl.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, **options)
+        text = r"lr of group 0 is 0\.1 on rank 0, lr of group 0 is 0\.2 on rank 1; .*schedule"
+        steps = range(1 if at == 0 else 12)
+        if make in ("own", "sharded"):
+            with pytest.raises(fl.ReplicaMismatch, match=text) as found:
+                train_with(optimizer, model, rank, at, steps)
+            assert found.value.ranks == (0, 1)
+        else:
+            train_with(optimizer, model, rank, at, steps)
+        if make == "hvd":
+            hvd.shutdown()
+
+    def train_with(optimizer: Any, model: nn.Module, rank: int, at: int, steps: range) -> None:
+        for step in steps:
+            if step >= at:
+                optimizer.param_groups[0]["lr"] = 0.2 if rank else 0.1
+            train(model, optimizer, rank, [step])
+
+    if make == "hvd" and at:
+        return  # it compares within 200 steps
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        local.run(rank_main, 2)
+    texts = [str(warning.message) for warning in warned]
+    if make in ("broadcast=False", "hvd"):
+        assert len(texts) == 2 and all("lr of group 0 is 0.2 on rank 1" in text for text in texts), texts
+        assert not any("broadcast_parameters" in text for text in texts)
+
+
+def test_learning_rates_of_local_steps_are_each_ranks_own() -> None:
+    def rank_main(rank: int) -> None:
+        model = make_model()
+        sync = fl.Local.averaging(every=2)
+        optimizer: Any = fl.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1 + rank), model, check_replicas=1, sync=sync
+        )
+        train(model, optimizer, rank, range(4))
+
+    local.run(rank_main, 2)
+
+
 def test_ranks_that_have_joined_are_not_compared() -> None:
     def rank_main(rank: int) -> None:
         hvd.init()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 import fusionlayer as fl
 from fusionlayer import codecs
@@ -17,6 +18,7 @@ from fusionlayer.integrations.sharded import ShardedOptimizer
 from fusionlayer.integrations.weights import Weights
 from fusionlayer.transport import Transport
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
@@ -145,7 +147,7 @@ def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype
             small.append(drift <= change / 14 + rounding)  # codes are change / 7 apart
         return flat(model), all(small)
 
-    results = over_threads(world, body, timeout=60, ranks_per_node=per_node)
+    results = over_threads(world, body, ranks_per_node=per_node)
     assert not torch.equal(results[0][0], flat(make_model(dtype)))
     for weights, small in results:
         assert torch.equal(weights.view(torch.uint8), results[0][0].view(torch.uint8)) and small
@@ -342,6 +344,12 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     optimizer = make([w])
     with pytest.raises(fl.UsageError, match="when it is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(fl.UsageError, match="has 2 groups, not the 1"):
+        optimizer.step()
+    optimizer.param_groups.pop()
+    with pytest.raises(fl.UsageError, match="cannot be copied or pickled; copy or save its state_dict"):
+        copy.deepcopy(optimizer)
     optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
     with pytest.raises(fl.UsageError, match="has 2 parameters, not the 1"):
         optimizer.step()
@@ -378,6 +386,120 @@ def test_ranks_that_disagree_are_told() -> None:
     over_threads(2, body)
 
 
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    x = gradient(4 * 21, 77 + 10 * step + rank).view(4, 21)
+    return model(x).square().mean()
+
+
+def sgd(model: nn.Module, transport: Transport) -> ShardedOptimizer:
+    return ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, group=transport)
+
+
+@looped("scaled", [False, True])
+@looped("world, norm_type", [(1, 2.0), (3, 2.0), (3, 1.0), (2, float("inf"))])
+def test_clipping_is_that_of_averaged_gradients(world: int, norm_type: float, scaled: bool) -> None:
+    """The norms and weights of one process that averages, clips and steps."""
+    plain = make_model()
+    reference, expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(3):
+        reference.zero_grad()
+        for rank in range(world):
+            (loss_of(plain, rank, step) / world).backward()
+        expected.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)))
+        reference.step()
+
+    def body(transport: Transport) -> tuple[list[float], Tensor]:
+        model = make_model()
+        optimizer, scaler, norms = sgd(model, transport), GradScaler("cpu", init_scale=1024.0, enabled=scaled), []
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, transport.rank, step)).backward()
+            scaler.unscale_(optimizer)
+            norms.append(float(optimizer.clip_grad_norm_(0.01, norm_type)))
+            scaler.step(optimizer)
+            scaler.update()
+        return norms, flat(model)
+
+    results = over_threads(world, body)
+    for norms, got in results:
+        assert norms == results[0][0] and norms == pytest.approx(expected, rel=1e-4) and min(norms) > 0.01
+        torch.testing.assert_close(got, flat(plain), rtol=1e-5, atol=1e-6)
+
+
+@looped("scaled", [False, True])
+@looped("wrong", ["clip", "clip one", "noise"])
+def test_a_gradient_that_was_changed_after_backward_is_refused(wrong: str, scaled: bool) -> None:
+    def body(transport: Transport) -> None:
+        model = make_model()
+        optimizer, scaler = sgd(model, transport), GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        scaler.scale(loss_of(model, transport.rank, 0)).backward()
+        scaler.unscale_(optimizer)
+        if wrong == "noise":
+            assert model[2].weight.grad is not None
+            model[2].weight.grad += 0.1
+        else:
+            nn.utils.clip_grad_norm_(model.parameters() if wrong == "clip" else model[2].weight, 1e9)
+        name = "group 0, parameter 0" if wrong == "clip" else "group 0, parameter 2"
+        for call in (lambda: scaler.step(optimizer), lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(fl.UsageError, match=rf"{name}, .*clip_grad_norm_\(\) of the ShardedOptimizer"):
+                call()
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5  # a new tensor: the user's own gradient
+        optimizer.step()
+
+    over_threads(2, body)
+
+
+def test_backward_after_clipping_is_refused() -> None:
+    def body(transport: Transport) -> None:
+        model = make_model()
+        optimizer = sgd(model, transport)
+        for step in range(2):
+            loss_of(model, transport.rank, step).backward()
+            optimizer.clip_grad_norm_(1.0)
+        loss_of(model, transport.rank, 2).backward()
+        with pytest.raises(
+            fl.UsageError, match=r"parameter \d: backward has changed its gradient after clip_grad_norm_"
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, transport.rank, 2).backward()
+        optimizer.step()
+
+    over_threads(2, body)
+
+
+@looped("clip", [False, True])
+@looped("world", [2, 3])
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_with_one_scale(world: int, clip: bool) -> None:
+    """Also where a rank has no gradient in the step, and where two ranks overflow."""
+
+    def train_scaled(transport: Transport, steps: list[int], overflows: dict[int, list[int]]) -> tuple[Tensor, float]:
+        model = make_model()
+        optimizer, scaler = sgd(model, transport), GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for step in steps:
+            optimizer.zero_grad()
+            loss = loss_of(model, transport.rank, step)
+            if transport.rank in overflows.get(step, []):
+                loss = loss * float("inf")
+            if (step, transport.rank) not in ((1, 0), (4, 0)):
+                scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                optimizer.clip_grad_norm_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return flat(model), scaler.get_scale()
+
+    overflows = {0: [world - 1], 1: [1], 3: [0, 1]}
+    results = over_threads(world, lambda transport: train_scaled(transport, [*range(6)], overflows))
+    expected = over_threads(world, lambda transport: train_scaled(transport, [2, 4, 5], {}))
+    for got, scale in results:
+        assert scale == 128.0, "halved in steps 0, 1 and 3"
+        torch.testing.assert_close(got, expected[0][0], rtol=1e-5, atol=1e-6)
+        assert torch.equal(got, results[0][0])
+
+
 def train_over_processes(rank: int, world: int) -> list[float]:
     fl.init()
     optimizer, model = train(fl.context.transport(), 10, SDP4BIT)
@@ -386,7 +508,6 @@ def train_over_processes(rank: int, world: int) -> list[float]:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(60)
 def test_over_processes() -> None:
-    first, *rest = run_ranks(train_over_processes, 3, timeout=50)
+    first, *rest = run_ranks(train_over_processes, 3)
     assert all(first == other for other in rest)

@@ -118,10 +118,9 @@ def hold_styles(rank: int, world: int) -> None:
         assert transport.bytes_sent > before
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("world", tiered([2, 4], lambda world: world == 2))
 def test_styles_are_those_of_torch(world: int) -> None:
-    run_ranks(hold_styles, world, timeout=80)
+    run_ranks(hold_styles, world)
 
 
 def hold_layouts(rank: int, world: int) -> None:
@@ -167,9 +166,8 @@ def hold_layouts(rank: int, world: int) -> None:
         torch.testing.assert_close(mine[0], theirs[0])
 
 
-@pytest.mark.timeout(100)
 def test_layouts_are_those_of_torch() -> None:
-    run_ranks(hold_layouts, 2, timeout=80)
+    run_ranks(hold_layouts, 2)
 
 
 def refuse(rank: int, world: int) -> None:
@@ -214,10 +212,9 @@ def hold_compiled(rank: int, world: int, backend: str) -> None:
     assert bits_equal(results[1][0])
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], lambda backend: backend == "aot_eager"))
 def test_operations_compile_as_one_graph(backend: str) -> None:
-    run_ranks(hold_compiled, 2, backend, timeout=140)
+    run_ranks(hold_compiled, 2, backend)
 
 
 def hold_compiled_styles(rank: int, world: int) -> None:
@@ -233,9 +230,8 @@ def hold_compiled_styles(rank: int, world: int) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=1e-4)
 
 
-@pytest.mark.timeout(150)
 def test_styles_compile_as_one_graph() -> None:
-    run_ranks(hold_compiled_styles, 2, timeout=140)
+    run_ranks(hold_compiled_styles, 2)
 
 
 def hold_two_dimensions(rank: int, world: int) -> None:
@@ -277,9 +273,8 @@ def hold_two_dimensions(rank: int, world: int) -> None:
         )
 
 
-@pytest.mark.timeout(100)
 def test_data_parallelism_beside_it() -> None:
-    run_ranks(hold_two_dimensions, 4, timeout=80)
+    run_ranks(hold_two_dimensions, 4)
 
 
 def differ(rank: int, world: int) -> str:
@@ -291,6 +286,6 @@ def differ(rank: int, world: int) -> str:
 
 
 def test_ranks_that_send_other_shapes_are_named_and_nothing_hangs() -> None:
-    for rank, message in enumerate(run_ranks(differ, 2, timeout=30)):
+    for rank, message in enumerate(run_ranks(differ, 2)):
         assert f"rank {rank}: collective" in message
         assert "rank 1 sends" in message or "rank 0 sends" in message

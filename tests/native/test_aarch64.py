@@ -88,7 +88,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Po
     library, program = cross_build(folder), folder / "remote_core"
     command: list[str | Path] = [CROSS, "-O1", "-std=c++17", f"-I{ROOT}/fusionlayer/csrc/include", "-o", program]
     command += [Path(__file__).with_name("remote_core.cpp"), library, f"-Wl,-rpath,{library.parent}"]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True)
     run = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", str(program)]
     with subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         yield process

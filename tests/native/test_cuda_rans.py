@@ -18,7 +18,7 @@ from tests.native.abi import GUARD, Area
 from tests.synthetic import bit_patterns, gradient
 from tests.tiers import exhaustive
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(300)]  # the first test of a kind builds the kernels for the host
+pytestmark = pytest.mark.short  # the first test of a kind builds the kernels for the host
 
 BLOCK = 16384
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

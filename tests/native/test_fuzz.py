@@ -75,6 +75,6 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("isa", usable())
 def test_nothing_is_read_or_written_out_of_bounds(fuzzer: Path, isa: str) -> None:
-    run = subprocess.run([str(fuzzer), isa, str(RUNS), "7"], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([str(fuzzer), isa, str(RUNS), "7"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout == f"{RUNS} inputs\n"

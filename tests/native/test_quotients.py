@@ -27,7 +27,7 @@ def test_quotients_that_lie_near_the_middle_of_two_floats_are_rounded_right(isa:
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *MARCH[isa], f"-DFL_ISA={isa}"]
     includes = [f"-I{CSRC / part}" for part in ("include", "core", "cpu")]
     subprocess.run([find_compiler(), *flags, *includes, str(source), "-o", str(program)], check=True)
-    run = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([str(program)], capture_output=True, text=True)
     tried = int(run.stdout.split()[0])
     assert run.stdout == f"{tried} quotients, 0 wrong\n"
     assert tried > 40_000_000

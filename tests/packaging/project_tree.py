@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -33,5 +34,8 @@ def copy_project(tree: Path) -> None:
     for name in NEEDED:
         shutil.copy(ROOT / name, tree)
     shutil.copytree(ROOT / "fusionlayer", tree / "fusionlayer", ignore=shutil.ignore_patterns("__pycache__", "lib"))
-    if (ROOT / "build/native").exists():
-        shutil.copytree(ROOT / "build/native", tree / "build/native")
+    native = ROOT / "build/native"
+    if native.exists():
+        with (native / "lock").open("w") as lock:  # as setup.py has it while it compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            shutil.copytree(native, tree / "build/native")

@@ -40,7 +40,6 @@ def cpu_is_built(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(300)
 def test_build_in_place_needs_no_torch(source_tree: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('setup.py imported torch')")
     done = run(source_tree, *BUILD_IN_PLACE, PYTHONPATH=str(tmp_path))
@@ -49,7 +48,6 @@ def test_build_in_place_needs_no_torch(source_tree: Path, run: Run, tmp_path: Pa
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(300)
 def test_second_build_compiles_nothing(source_tree: Path, run: Run) -> None:
     assert run(source_tree, *BUILD_IN_PLACE).returncode == 0
     done = run(source_tree, *BUILD_IN_PLACE)
@@ -57,7 +55,6 @@ def test_second_build_compiles_nothing(source_tree: Path, run: Run) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(300)
 def test_failing_nvcc_leaves_cuda_out_unless_it_is_demanded(source_tree: Path, run: Run, tmp_path: Path) -> None:
     nvcc = program(tmp_path / "nvcc", "echo unsupported host compiler; exit 1")
     (source_tree / "fusionlayer/lib").mkdir(exist_ok=True)

@@ -50,7 +50,7 @@ class Overdue(subprocess.Popen[bytes]):
     def wait(self, timeout: float | None = None) -> int:
         if timeout is None or self.log is None:
             return super().wait(timeout)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while not (self.log.exists() and self.log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.01)
         raise subprocess.TimeoutExpired(self.args, timeout)

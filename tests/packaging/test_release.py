@@ -55,7 +55,7 @@ def run(tree: Path, *arguments: str) -> None:
         "-c",
         "tag.gpgsign=false",
     )
-    subprocess.run(["git", *who, *arguments], cwd=tree, check=True, capture_output=True, timeout=20)
+    subprocess.run(["git", *who, *arguments], cwd=tree, check=True, capture_output=True)
 
 
 def commit(tree: Path) -> None:

@@ -14,7 +14,7 @@ import fusionlayer
 
 from .project_tree import ROOT, Run
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.medium
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tests.ranks import over_threads
 from tests.scheduler.engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
 from tests.tiers import tiered
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.short
 
 
 class Clock(Autotuner):

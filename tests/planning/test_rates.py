@@ -15,7 +15,7 @@ from fusionlayer.planning.rates import least_time, measure_rates, shares_by, sha
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(40)]
+pytestmark = pytest.mark.short
 
 
 @pytest.mark.parametrize(

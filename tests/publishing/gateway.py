@@ -51,7 +51,7 @@ class Gateway:
         self.open.set()
         self.cut()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(180)
             assert not thread.is_alive()
 
     def _accept(self) -> None:

@@ -64,7 +64,7 @@ def snapshot(version: int, state: Mapping[str, Tensor], run: str = RUN) -> Snaps
     return Snapshot(run, version, {name: copies[id(x)] for name, x in state.items()})
 
 
-def until(condition: Callable[[], bool], deadline: float = 30.0) -> None:
+def until(condition: Callable[[], bool], deadline: float = 180) -> None:
     """Return when something that another thread or process brings about is so."""
     end = time.monotonic() + deadline
     while not condition():

@@ -16,9 +16,9 @@ from fusionlayer.publishing.folder import File, files_of, newest_of, way
 from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.synthetic import mixed
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.short
 
-LONG = 30.0
+LONG = 180.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError
+from fusionlayer.integrations import publication
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.publishing.states import bits, until
+from tests.transport.test_connecting import free_port
 
-LONG = 30.0
+LONG = 180.0
 
 
 class Tied(nn.Module):
@@ -52,6 +56,68 @@ def test_a_model_follows_and_ties_travel_once(tmp_path: Path) -> None:
         again = dict(follower.tensors())
         assert again["head.weight"] is again["embed.weight"]
         assert list(again) == list(source.state_dict())
+
+
+def compiled(model: Tied, how: str) -> nn.Module:
+    """Return ``model`` compiled as a whole, block by block, or both; nothing is traced before it is called."""
+    if how in ("blocks", "both"):
+        model.norm = torch.compile(model.norm)  # type: ignore[assignment]
+        model.more = nn.Sequential(torch.compile(nn.Sequential(torch.compile(nn.Linear(2, 2)))))  # type: ignore[call-overload]
+    else:
+        model.more = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    return torch.compile(model) if how in ("whole", "both") else model  # type: ignore[return-value]
+
+
+@pytest.mark.short
+@looped("how, follows", [("plain", "both"), ("whole", "blocks"), ("blocks", "plain"), ("both", "whole")])
+@looped("mapping", [False, True])
+def test_names_do_not_depend_on_what_is_compiled(
+    how: str, follows: str, mapping: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("versions")
+    source, other = compiled(Tied(), how), compiled(Tied(), follows)
+    published = source.state_dict() if mapping else source
+    with fl.publish(published, folder) as publisher, fl.subscribe(folder, other) as follower:
+        publisher.step()
+        follower.wait(LONG)
+        assert list(follower.state_dict()) == list(compiled(Tied(), "plain").state_dict())
+    assert bits(source.state_dict()) == bits(dict(zip(source.state_dict(), other.state_dict().values(), strict=True)))
+
+
+@pytest.mark.short
+def test_two_names_that_differ_by_the_prefix_alone_are_refused(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(1), "a._orig_mod.weight": torch.zeros(1)}
+    with fl.publish(state, tmp_path) as publisher, pytest.raises(ConfigError, match="another name are both 'a.weight'"):
+        publisher.step()
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int64)
+
+
+@pytest.mark.short
+@looped("given", [*FLOATS, *INTEGERS, torch.complex64])
+def test_a_value_is_never_truncated(given: torch.dtype, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Into each type of a follower: floats may be rounded, other values stay what they are."""
+    for value in (1, 200) if given in (torch.uint8, torch.int64) else (1,):
+        x = torch.full((3,), value, dtype=torch.float32).to(given)
+        folder = tmp_path_factory.mktemp("versions")
+        with fl.publish({"x": x}, folder) as publisher, fl.subscribe(folder) as follower:
+            publisher.step()
+            follower.wait(LONG)
+            for kind in (*FLOATS, *INTEGERS, torch.complex64):
+                model = nn.Module()
+                model.x = nn.Parameter(torch.zeros(3, dtype=kind), requires_grad=False)
+                fits = kind == given or kind.is_complex or (kind in FLOATS and not given.is_complex)
+                if given in INTEGERS and kind in INTEGERS:
+                    fits = torch.equal(x.to(kind).long(), x.long())
+                if fits:
+                    follower.load_into(model)
+                    assert torch.equal(model.x, x.to(kind))
+                else:
+                    with pytest.raises(ConfigError, match=f"'x' has values of {given} that {kind} in the model cannot"):
+                        follower.load_into(model)
+                    assert not model.x.to(torch.int64).any()
 
 
 @pytest.mark.short
@@ -175,3 +241,49 @@ def publish_sharded(rank: int, world: int, folder: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_ranks_publish_together(kind: str, tmp_path: Path) -> None:
     run_ranks(publish_sharded, 2, str(tmp_path), kind)
+
+
+@pytest.mark.short
+@looped("where", ["port", "folder"])
+def test_another_process_publishes_when_it_has_become_rank_0(
+    where: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As in an elastic job, where the processes after the one that was lost move up."""
+    place = tmp_path_factory.mktemp("versions") if where == "folder" else f"tcp://127.0.0.1:{free_port()}"
+    x, ranks = torch.zeros(3), {"first": 0, "second": 1}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def publisher_of(name: str) -> fl.Publisher:
+            patch.setattr(publication, "_rank", lambda: ranks[name])
+            return fl.publish({"x": x}, place)
+
+        def step_of(name: str) -> int:
+            patch.setattr(publication, "_rank", lambda: ranks[name])
+            return publishers[name].step()
+
+        publishers = {name: publisher_of(name) for name in ranks}
+        with fl.subscribe(place) as follower:
+            assert step_of("first") == step_of("second") == 0
+            follower.wait(LONG)
+            ranks = {"first": 1, "second": 0}
+            for version in (1, 2):
+                x += 1
+                assert step_of("first") == step_of("second") == version, "the one that lost the rank steps first"
+                until(lambda version=version: follower.latest == version)
+                follower.poll()
+                assert follower.state_dict()["x"].tolist() == [version] * 3
+            assert publishers["second"].address and not publishers["first"].address
+        for publisher in publishers.values():
+            publisher.close()
+
+
+@pytest.mark.short
+def test_a_new_rank_0_raises_where_followers_cannot_find_it() -> None:
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as taken:
+        for port, told in ((0, "followers know the port"), (taken.getsockname()[1], "nobody can listen")):
+            patch.setattr(publication, "_rank", lambda: 1)
+            with fl.publish({"x": torch.zeros(1)}, f"tcp://127.0.0.1:{port}") as publisher:
+                publisher.step()
+                patch.setattr(publication, "_rank", lambda: 0)
+                with pytest.raises((fl.UsageError, ConfigError), match=told):
+                    publisher.step()

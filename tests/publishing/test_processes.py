@@ -18,7 +18,7 @@ from tests.harness import checkpoint, outcomes_of
 from tests.publishing.gateway import Gateway
 from tests.publishing.states import plain_state, until
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.medium
 
 TRAINER, KILLED, CUT, RESTARTED, LATE = range(5)
 LAST = 1_002
@@ -94,9 +94,7 @@ def test_every_version_that_a_follower_shows_is_the_publishers(tmp_path: Path) -
         cutter.start()
         try:
             signals = {(TRAINER, "kill"): signal.SIGKILL, (KILLED, "kill"): signal.SIGKILL}
-            outcomes = outcomes_of(
-                hold, 5, port, gateway.address, str(tmp_path), signals=signals, backend=None, timeout=90
-            )
+            outcomes = outcomes_of(hold, 5, port, gateway.address, str(tmp_path), signals=signals, backend=None)
         finally:
             done.set()
             cutter.join()

@@ -29,7 +29,7 @@ from .engines import MODEL, collective_named, exact_sum, gradients, make_engine,
 
 pytestmark = pytest.mark.short
 
-PATIENCE = 20
+PATIENCE = 180
 
 
 def plan_of(*runs: str, codec: str = "int", algorithm: str = "two_shot", world: int = 3, **options: Any) -> FusionPlan:

@@ -20,7 +20,7 @@ from tests.ranks import over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(40)]
+pytestmark = pytest.mark.short
 
 WORLD, ODD = 3, 1  # ranks, and the one that is different
 PLAN = FusionPlan.build([MODEL[:3], MODEL[3:]], WORLD, "int", {}, "two_shot", 128)
@@ -54,7 +54,7 @@ def test_a_missing_gradient_is_named_and_can_still_come() -> None:
             values = gradients(transport.rank, step)
             for name in values.keys() - {"w1", "w4"}:
                 engine.submit(name, values[name])
-            with pytest.raises(UsageError, match=f"2 gradients were not submitted in step {step}, the first: 'w1'"):
+            with pytest.raises(UsageError, match=f"2 of .* have not come in step {step}, the first is that of 'w1'"):
                 engine.synchronize()
             for name in ("w1", "w4"):
                 engine.submit(name, values[name])
@@ -153,7 +153,7 @@ def disagree(common: dict[str, Any], difference: dict[str, Any], told: str = "")
         with pytest.raises(PlanMismatch):
             engine.submit("w1", values["w1"])
 
-    over_threads(WORLD, body, timeout=10)
+    over_threads(WORLD, body)
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
@@ -190,7 +190,7 @@ def test_an_error_in_one_collective_ends_the_step_everywhere(error: type[Excepti
         expected = error if transport.rank == ODD else TransportError
         with pytest.raises(expected) as raised:
             run_step(engine, gradients(transport.rank, failing_step))
-        everybody_knows.wait(20)
+        everybody_knows.wait(180)
         assert ("boom" in str(raised.value)) == (transport.rank == ODD)
         if isinstance(raised.value, FusionLayerError):
             assert engine.plan is not None
@@ -205,7 +205,7 @@ def test_an_error_in_one_collective_ends_the_step_everywhere(error: type[Excepti
         assert str(again.value) == str(raised.value)
 
     with collective_named("failing", failing):
-        over_threads(WORLD, body, timeout=10)
+        over_threads(WORLD, body)
     assert calls[ODD] == failing_step * buckets + 2, "a bucket was sent after the failure"
 
 
@@ -221,7 +221,7 @@ def test_a_rank_that_leaves_is_named() -> None:
         assert raised.value.ranks == (ODD,)
         assert raised.value.bucket == 0
 
-    over_threads(WORLD, body, timeout=10)
+    over_threads(WORLD, body)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     def body(transport: Transport) -> None:
         engine = make_engine(transport)
         if transport.rank == ODD:
-            assert released.wait(20)
+            assert released.wait(180)
             engine.close()
             return
         try:

@@ -23,7 +23,7 @@ from tests.ranks import over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(40)]
+pytestmark = pytest.mark.short
 
 WORLD, ODD = 3, 1  # ranks, and the one that is different
 A_WHILE = 0.2  # seconds that correct code waits in vain for what must not happen
@@ -50,7 +50,7 @@ def hold(transport: Transport, until: threading.Event, called: Callable[[], None
 
 def wait_until(is_so: Callable[[], bool]) -> None:
     """Return when something is so that no event tells."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 180
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -94,7 +94,7 @@ def test_no_lane_sends_before_the_ranks_agree(switched: bool, differ: bool) -> N
         engine.close()
 
     with collective_named("spy", spy):
-        over_threads(WORLD, body, timeout=10)
+        over_threads(WORLD, body)
     assert not too_early, "payload was sent before the ranks agreed"
 
 
@@ -113,11 +113,11 @@ def test_one_lane_fails_while_the_other_is_under_way(in_backward: bool) -> None:
         bucket = numels.index(x.numel())
         ran[transport.rank].append(bucket)
         if bucket == 0:
-            under_way.wait(20)
-            assert has_failed.wait(20)
+            under_way.wait(180)
+            assert has_failed.wait(180)
         if bucket == 1 and transport.rank == ODD:
-            under_way.wait(20)
-            assert may_fail.wait(20)
+            under_way.wait(180)
+            assert may_fail.wait(180)
             raise ValueError("boom")
         transport.all_reduce(x)
 
@@ -149,7 +149,7 @@ def test_one_lane_fails_while_the_other_is_under_way(in_backward: bool) -> None:
         assert type(again.value) is type(engine.failure) is type(raised.value)
 
     with collective_named("odd", odd):
-        over_threads(WORLD, body, timeout=10)
+        over_threads(WORLD, body)
     assert all(3 not in buckets for buckets in ran), "the lane that failed went on"
 
 
@@ -175,7 +175,7 @@ def test_what_failed_first_is_what_is_raised() -> None:
         assert str(engine.failure) == str(raised.value)
 
     with collective_named("broken", broken):
-        over_threads(1, body, timeout=10)
+        over_threads(1, body)
 
 
 # ---- another plan while a bucket is under way -----------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_plan_is_switched_while_a_bucket_is_under_way(codec: str) -> None:
         assert all(torch.equal(residuals[name], kept[name]) for name in kept)
 
     with collective_named("held_up", held_up):
-        over_threads(WORLD, body, timeout=10)
+        over_threads(WORLD, body)
     assert calls == [2] * WORLD
 
 
@@ -288,7 +288,7 @@ def test_the_agreed_order_holds_on_all_lanes(monkeypatch: pytest.MonkeyPatch) ->
         engine.close()
 
     with collective_named("spy", spy):
-        over_threads(WORLD, body, timeout=10)
+        over_threads(WORLD, body)
     assert all(sorted(lanes.values()) == [[4, 2, 0], [5, 3, 1]] for lanes in left)
 
 

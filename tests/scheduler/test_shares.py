@@ -16,7 +16,7 @@ from tests.ranks import over_threads
 
 from .engines import MODEL, gradients, make_engine, run_step
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(40)]
+pytestmark = pytest.mark.short
 
 WORLD, SHARES, OWN = 3, (2, 1, 0), (0, 0, 1)
 PLAN = FusionPlan.build([MODEL[:3], MODEL[3:]], WORLD, "int", {}, "two_shot", 128)

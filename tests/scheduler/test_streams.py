@@ -27,7 +27,7 @@ from tests.synthetic import gradient
 
 from .engines import MODEL, make_engine
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.short
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -16,7 +16,7 @@ from tests.tiers import tiered
 
 from .engines import MODEL, gradients, make_engine, run_step
 
-pytestmark = [pytest.mark.short, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.short
 
 WORLD, STEPS = 3, 3
 SHAPES = ((30, 10), (5,), (16, 8), (25, 40), (1,), (21, 37))

@@ -30,7 +30,7 @@ def on_this_rank(names: list[str]) -> Callable[[int], None]:
 @looped("size", [1, 2, 3, 4])
 @looped("name", CHECKS)
 def test_behaviour(name: str, size: int) -> None:
-    local.run(on_this_rank([name]), size, timeout=30)
+    local.run(on_this_rank([name]), size)
 
 
 def all_in_processes(rank: int, world: int) -> None:
@@ -41,4 +41,4 @@ def all_in_processes(rank: int, world: int) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize("size", [1, 3])
 def test_processes(size: int) -> None:
-    run_ranks(all_in_processes, size, timeout=55)
+    run_ranks(all_in_processes, size)

@@ -49,7 +49,7 @@ class Job:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TEST_AGENT": name,
-            "HOROVOD_ELASTIC_TIMEOUT": "4",
+            "HOROVOD_ELASTIC_TIMEOUT": "10",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if standalone else "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
@@ -57,10 +57,10 @@ class Job:
         nodes = [
             *("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"),
             *("--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--local-addr", "127.0.0.1", "--rdzv-conf"),
-            "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+            "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10",
         ]
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"),
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "9"),
             *(["--standalone", "--nproc-per-node", "2"] if standalone else nodes),
             *("-m", "tests.torch.elastic_worker", str(self.folder)),
         ]
@@ -78,7 +78,7 @@ class Job:
     def worker(self, name: str) -> int:
         return int([line["pid"] for line in self.lines() if line["agent"] == name][-1])
 
-    def await_steps(self, size: int, after: int, seconds: float = 100) -> int:
+    def await_steps(self, size: int, after: int, seconds: float = 180) -> int:
         """Return once all ranks of a job of ``size`` have taken 3 steps beyond ``after``; the last of these."""
 
         def taken() -> bool:
@@ -145,7 +145,7 @@ def test_worker_killed_then_host_lost_then_another_added(tmp_path: Path) -> None
         last = run.await_steps(2, last)
         (tmp_path / "finish").touch()
         for name in "ac":
-            assert run.agents[name].wait(60) == 0, run.told()
+            assert run.agents[name].wait(180) == 0, run.told()
         lines = run.lines()
 
     steps = {line["step"]: [] for line in lines}
@@ -205,7 +205,6 @@ def generations(lines: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]
 
 
 @pytest.mark.medium
-@pytest.mark.timeout(170)
 def test_worker_of_one_agent_killed(tmp_path: Path) -> None:
     """The agent's store has what the processes before have left there; every rank finds its own part again."""
     with job(tmp_path) as run:
@@ -214,7 +213,7 @@ def test_worker_of_one_agent_killed(tmp_path: Path) -> None:
         kill(run.worker("a"))
         run.await_steps(2, last)
         (tmp_path / "finish").touch()
-        assert run.agents["a"].wait(60) == 0, run.told()
+        assert run.agents["a"].wait(180) == 0, run.told()
         before, after = generations(run.lines())
     for begun, taken, *_ in after:
         (committed,) = (at(worker, begun["step"]) for worker in before if worker[0]["rank"] == begun["rank"])

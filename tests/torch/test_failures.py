@@ -50,7 +50,7 @@ def stall(rank: int, world: int) -> tuple[str, list[str]]:
 
 @pytest.mark.medium
 def test_stalls_are_named_and_end() -> None:
-    found = run_ranks(stall, 3, timeout=50)
+    found = run_ranks(stall, 3)
     for text, _ in found:
         assert "waited longer than 3 s" in text
         assert "allreduce 'only.rank.0' (ranks [1, 2] missing" in text
@@ -69,7 +69,7 @@ def test_ranks_in_different_operations_hear_of_it_and_go_on(monkeypatch: pytest.
         assert hvd.allreduce(torch.ones(1), name="y", op=hvd.Sum).item() == 2
         hvd.shutdown()
 
-    local.run(rank_main, 2, timeout=30)
+    local.run(rank_main, 2)
 
 
 def lose(rank: int, world: int) -> None:
@@ -89,14 +89,14 @@ def lose(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_a_rank_that_is_killed_ends_the_others_operations() -> None:
-    found = outcomes_of(lose, 3, signals={(1, "now"): signal.SIGKILL}, timeout=50)
+    found = outcomes_of(lose, 3, signals={(1, "now"): signal.SIGKILL})
     assert found[1].kind == "died"
     for rank in (0, 2):  # rank 2 asks when rank 0, which coordinates, has left because of rank 1
         assert found[rank].attributes["ranks"] == (1,) and "rank 1 is lost" in found[rank].error[1], found[rank]
 
 
 def ask_in_vain(rank: int, world: int) -> None:
-    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "0.5"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
     hvd.init()
     hvd.allreduce(torch.ones(3), name="before")
     checkpoint("now")
@@ -105,9 +105,9 @@ def ask_in_vain(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_a_coordinator_that_is_stopped_is_named_where_waits_have_a_limit() -> None:
-    found = outcomes_of(ask_in_vain, 2, signals={(0, "now"): signal.SIGSTOP}, timeout=50)
+    found = outcomes_of(ask_in_vain, 2, signals={(0, "now"): signal.SIGSTOP})
     assert found[1].attributes["ranks"] == (0,), found
-    assert "rank 1: rank 0, which coordinates, has not answered for 0.5 s" in found[1].error[1], found
+    assert "rank 1: rank 0, which coordinates, has not answered for 2 s" in found[1].error[1], found
 
 
 def leave(rank: int, world: int) -> str:
@@ -129,7 +129,7 @@ def leave(rank: int, world: int) -> str:
 
 @pytest.mark.medium
 def test_a_rank_that_leaves_is_named() -> None:
-    found = run_ranks(leave, 3, timeout=50)
+    found = run_ranks(leave, 3)
     assert "rank 1 has shut down" in found[0] and "rank 1 has shut down" in found[2]
 
 
@@ -145,4 +145,4 @@ def again(rank: int, world: int) -> list[float]:
 
 @pytest.mark.medium
 def test_a_job_may_begin_again() -> None:
-    assert run_ranks(again, 2, timeout=50) == [[2.0] * 3] * 2
+    assert run_ranks(again, 2) == [[2.0] * 3] * 2

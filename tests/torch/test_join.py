@@ -25,7 +25,7 @@ def over_ranks(size: int, body: Callable[[int], Any]) -> list[Any]:
         finally:
             hvd.shutdown()
 
-    return local.run(rank_main, size, timeout=30)
+    return local.run(rank_main, size)
 
 
 def make_model() -> nn.Sequential:
@@ -328,7 +328,7 @@ def lose(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_processes_one_of_which_is_killed_while_another_stands_in() -> None:
-    found = outcomes_of(lose, 3, signals={(1, "now"): signal.SIGKILL}, timeout=50)
+    found = outcomes_of(lose, 3, signals={(1, "now"): signal.SIGKILL})
     assert [outcome.kind for outcome in found] == ["raised", "died", "raised"], found
     assert "join: " in found[0].error[1] and "rank 1" in found[0].error[1]
     assert found[2].error[0] == "TransportError" and "rank 1" in found[2].error[1]

@@ -26,7 +26,7 @@ def conform(transport: HorovodTransport) -> None:
 
 
 def differ() -> None:
-    transport = HorovodTransport(timeout=15)
+    transport = HorovodTransport(timeout=120)
     x = torch.zeros(100 + hvd.rank() // 2, dtype=torch.uint8)
     with pytest.raises(TransportError, match="rank . sends 10[01] bytes .*, which expects 10[01]") as caught:
         transport.exchange([x] * hvd.size(), [torch.empty_like(x) for _ in range(hvd.size())])
@@ -43,7 +43,7 @@ def main() -> None:
     x = torch.full((1000,), float(fl.rank()))
     fl.all_reduce(x, codec="int8", op=fl.Sum)
     torch.testing.assert_close(x, torch.full_like(x, sum(range(fl.size()))), rtol=0.02, atol=0)
-    conform(HorovodTransport(timeout=30))
+    conform(HorovodTransport(timeout=120))
     differ()
     print(f"rank {fl.rank()} {fl.size()} {fl.local_rank()} {fl.local_size()} conforms", flush=True)
     fl.shutdown()

@@ -24,7 +24,7 @@ WORLD = MPI.COMM_WORLD
 
 
 def some_of_the_ranks() -> None:
-    world = MpiTransport(timeout=20)
+    world = MpiTransport(timeout=120)
     ranks = [WORLD.size - 1, 0]
     if WORLD.rank in ranks:
         part = world.subset(ranks)
@@ -44,12 +44,12 @@ def some_of_the_ranks() -> None:
 def conformance() -> None:
     """All sizes up to that of the world: the world itself, and its halves at the same time."""
     torch.set_num_threads(1)
-    with closing(MpiTransport(timeout=20)) as transport:
+    with closing(MpiTransport(timeout=120)) as transport:
         conform(transport)
     some_of_the_ranks()
     for first in range((WORLD.size + 1) // 2):
         part = WORLD.Split(WORLD.rank <= first)
-        with closing(MpiTransport(part, timeout=20)) as transport:
+        with closing(MpiTransport(part, timeout=120)) as transport:
             conform(transport)
         part.Free()
     print(f"rank {WORLD.rank} conforms", flush=True)
@@ -90,7 +90,7 @@ def exchange(transport: MpiTransport, n: int) -> None:
 
 def failures() -> None:
     """What goes wrong on three ranks, each on a transport of its own."""
-    transport = MpiTransport(timeout=20)
+    transport = MpiTransport(timeout=120)
     with pytest.raises(TransportError, match="rank . sends 10[01] bytes .*, which expects 10[01]") as caught:
         exchange(transport, 101 if WORLD.rank == 2 else 100)
     assert 2 in caught.value.ranks
@@ -137,7 +137,7 @@ def failures() -> None:
 
 
 def killed() -> None:
-    transport = MpiTransport(timeout=20)
+    transport = MpiTransport(timeout=120)
     transport.barrier()
     if WORLD.rank == 1:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()

@@ -68,7 +68,7 @@ class Relay:
         with suppress(OSError):
             while data := source.recv(1 << 14):
                 if place in self.holding:
-                    self.holding[place].wait(20)
+                    self.holding[place].wait(180)
                 altered = self.alter(place, from_caller, passed, data)
                 if altered is None:
                     break
@@ -88,7 +88,7 @@ class _Connecting:
 
 
 @contextmanager
-def links(size: int = 2, connections: int = 1, *, checked: bool = False, timeout: float = 20.0) -> Iterator[Any]:
+def links(size: int = 2, connections: int = 1, *, checked: bool = False, timeout: float = 180) -> Iterator[Any]:
     """Yield the links of all ranks, and the relays through which rank 0 is called: one for each of its listeners."""
     store = dist.HashStore()
     relays: list[Relay] = []

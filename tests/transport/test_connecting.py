@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from fusionlayer.transport import _rendezvous, _shared_memory, star
 from fusionlayer.transport.c10d import C10dTransport
 from fusionlayer.transport.heartbeat import Watch
 from tests.harness import checkpoint, outcomes_of, stay_last
+from tests.ports import free_port
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
@@ -94,12 +94,6 @@ def connect() -> None:
     end.close()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 CASES = [(phase, lost, end) for phase in PHASES for lost in (1, 0) for end in (signal.SIGKILL, signal.SIGSTOP)]
 FAST = {
     ("rendezvous", 0, signal.SIGSTOP),
@@ -115,9 +109,7 @@ FAST = {
 @pytest.mark.parametrize("phase, lost, end", tiered(CASES, lambda *case: case in FAST))
 def test_a_rank_that_is_lost_while_ranks_connect_is_named(phase: str, lost: int, end: signal.Signals) -> None:
     # The harness ends ranks that wait for six time-outs, one after the other, and they count as hung.
-    outcomes = outcomes_of(
-        connect_everything, 3, free_port(), lost, phase, signals={(lost, phase): end}, backend=None, timeout=17
-    )
+    outcomes = outcomes_of(connect_everything, 3, free_port(), lost, phase, signals={(lost, phase): end}, backend=None)
     assert phase in outcomes[lost].checkpoints, outcomes[lost]
     for rank, outcome in enumerate(outcomes):
         if rank != lost:
@@ -164,7 +156,7 @@ def test_a_rank_that_is_lost_before_another_has_the_group_is_named_alone(tmp_pat
     """A rank that waits for both in vain does not say that the other one did not come."""
     phase = "group, at its end"
     outcomes = outcomes_of(
-        lose_one_in_the_group, 3, free_port(), tmp_path, phase, signals={(1, phase): end}, backend=None, timeout=17
+        lose_one_in_the_group, 3, free_port(), tmp_path, phase, signals={(1, phase): end}, backend=None
     )
     assert phase in outcomes[1].checkpoints, outcomes[1]
     for outcome in (outcomes[0], outcomes[2]):
@@ -180,14 +172,14 @@ def connect_in_vain(rank: int, world: int, port: int, folder: Path) -> None:
             context.init(1.0)
         finally:  # the other is not to see that this one is gone
             (folder / str(rank)).touch()
-            end = time.monotonic() + 10
+            end = time.monotonic() + 180
             while len([*folder.iterdir()]) < world and time.monotonic() < end:
                 time.sleep(0.01)
 
 
 def test_ranks_that_meet_and_cannot_connect_are_told_what_to_do(tmp_path: Path) -> None:
     """As with a firewall that passes the port of the store alone: no rank is seen to do anything wrong."""
-    for outcome in outcomes_of(connect_in_vain, 2, free_port(), tmp_path, backend=None, timeout=17):
+    for outcome in outcomes_of(connect_in_vain, 2, free_port(), tmp_path, backend=None):
         assert outcome.error[0] == "TransportError", outcome
         assert "no connections within 1 s; if ranks are on several hosts, set GLOO_SOCKET_IFNAME" in outcome.error[1]
         assert "let firewalls pass all TCP ports between them" in outcome.error[1]

@@ -172,6 +172,26 @@ def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
     assert evidence(exchange([0, 9], [0, 0], 0)).kind == "late", "the calls fit"
 
 
+def test_all_ranks_are_heard_before_one_of_two_that_differ_is_blamed() -> None:
+    """However long that takes: a busy machine may keep one of them from answering."""
+    store, board = dist.HashStore(), Board("", 0, 3)
+    board.use(store)
+    mine, other = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(4))
+    progress, nothing = Progress(2, mine, 0.0, ((2, mine),)), Diagnosis((), "", True)
+    for last in ("alike", "failed"):
+        for rank, call in ((1, other), (2, mine)):
+            store.set(f"/at/{rank}", encode_state(1, 2, call, ((2, call),), {}))
+        inquiry = Inquiry(board, Processes(0, 3, {2: Identity.own()}), 0, progress, "0.1", 8.0)
+        store.set("/at/1", encode_state(2, 2, other, ((2, other),), {}))
+        assert not inquiry.step(nothing)
+        inquiry._started -= 10.0
+        assert not inquiry.step(nothing), "rank 2 has not answered"
+        store.set("/at/2", encode_state(2, 2, mine, ((2, mine),), {"state": "failed"} if last == "failed" else {}))
+        assert inquiry.step(nothing)
+        finding = judge(inquiry.signs, mine)
+        assert finding is not None and finding.ranks == (1,), last
+
+
 def test_messages_that_pair_and_messages_that_do_not() -> None:
     send, recv = Call.send(torch.zeros(3), 0, 1, 7, 3), Call.recv(torch.zeros(3), 1, 0, 7, 3)
     assert send.conflict(0, recv, 1) is None and recv.conflict(1, send, 0) is None
@@ -226,7 +246,7 @@ def test_who_looks_for_a_cause_ends_when_its_transport_is_closed() -> None:
     while first._inquiry is None and looking.is_alive():
         time.sleep(0.001)
     first.end()
-    looking.join(30)
+    looking.join(180)
     assert found == [otherwise]
     second.end()
 
@@ -286,7 +306,7 @@ def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
     store.delete_key("w/at/1")
     assert first.board.read_states([1]) == {1: UNREADABLE}
     store.delete_key("w/ask")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 180
     while not store.check(["w/ask"]):
         assert time.monotonic() < deadline, "the thread that watches has ended"
         time.sleep(0.05)

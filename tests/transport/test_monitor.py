@@ -47,11 +47,11 @@ def test_a_transport_may_be_dropped_in_the_middle_of_any_line() -> None:
         training = threading.Thread(target=add_and_remove, daemon=True)
         training.start()
     finally:
-        training.join(10)
+        training.join(180)
         threading.settrace(None)  # type: ignore[arg-type]
     assert not training.is_alive(), "a thread waits for a lock that it holds"
     thread = monitor._thread
     if thread is not None:
-        thread.join(10)
+        thread.join(180)
     assert monitor._thread is None and not monitor._watches and not monitor._leaving
     assert {"add", "wake", "remove", "_run"} <= {name for name, _ in lines}

@@ -17,7 +17,6 @@ from tests.tiers import exhaustive, tiered
 
 medium = pytest.mark.medium
 # Seconds on a quiet machine, minutes on one that has much else to do.
-pytestmark = pytest.mark.timeout(240)
 
 
 def worker(name: str, *arguments: str) -> list[str]:

@@ -59,9 +59,9 @@ def gathers(size: int) -> list[Gather]:
     def made(rank: int) -> Gather:
         def gather(mine: bytes) -> list[bytes]:
             every[rank] = mine
-            meeting.wait(20)
+            meeting.wait(180)
             told = [*every]
-            meeting.wait(20)
+            meeting.wait(180)
             return told
 
         return gather
@@ -123,7 +123,7 @@ def host() -> Iterator[Host]:
 
 
 def wait_for_device(link: PeerLink) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 180
     while link._is_at_work():
         assert time.monotonic() < end, "the device still waits"
         time.sleep(0.001)
@@ -279,7 +279,7 @@ def test_all_ranks_hear_which_one_cannot_reach_the_others(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(180)
     assert told == ["rank 1: no access"] * 2
 
 

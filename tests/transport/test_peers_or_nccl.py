@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionlayer.transport import C10dTransport, c10d
+from fusionlayer.transport import C10dTransport, _faster, c10d
 from fusionlayer.transport._link import LinkMessage
 from fusionlayer.transport._queueing_link import QueueingLink
 from tests.harness import run_ranks
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.medium
 
 
 class Slow(QueueingLink):
-    """Stands in for NCCL, over gloo and tensors of the host. An exchange takes at least ``seconds``."""
+    """Stands in for NCCL, over gloo and tensors of the host. An exchange takes ``seconds`` of the clock."""
 
-    seconds = 0.0
+    seconds = 1.0
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, device: torch.device) -> None:
         super().__init__(rank, timeout, torch.device("cpu"))
@@ -34,7 +34,7 @@ class Slow(QueueingLink):
         self._group = world._get_backend(self.device)
 
     def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
-        time.sleep(self.seconds)
+        clock.now += self.seconds
         works = [self._group.send([data], peer, 0) for peer, data, _ in outgoing]
         works += [self._group.recv([data], peer, 0) for peer, data, _ in incoming]
         for work in works:
@@ -50,6 +50,18 @@ class Slow(QueueingLink):
         pass
 
 
+class Timed(Keeping):
+    """An exchange takes a second of the clock."""
+
+    def exchange(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> None:
+        clock.now += 1.0
+        super().exchange(outgoing, incoming)
+
+
+# What is measured in place of the time: only exchanges move it.
+clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+
 def choose(rank: int, world: int, path: str, faster: str) -> list[Any]:
     """Return the links of a transport and of a duplicate of it, how often they were compared, and what was logged."""
     said: list[str] = []
@@ -60,10 +72,11 @@ def choose(rank: int, world: int, path: str, faster: str) -> list[Any]:
     with (
         device_on_host(path, rank, longest=0 if faster == "peers" else 20_000),
         mock.patch.object(c10d, "NcclLink", Slow),
-        mock.patch.object(c10d, "PeerLink", Keeping),
+        mock.patch.object(c10d, "PeerLink", Timed),
+        mock.patch.object(_faster, "time", clock),
         mock.patch.object(c10d, "is_faster", comparing),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(Slow, "seconds", 0.05 if faster == "peers" else 0.0),
+        mock.patch.object(Slow, "seconds", 2.0 if faster == "peers" else 0.5),
     ):
         if faster == "nobody knows" and rank == 1:
             mock.patch.object(Shared, "loads", side_effect=RuntimeError("no access\nat all")).start()

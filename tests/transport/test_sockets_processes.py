@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +23,11 @@ from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
 from . import conformance
-from .test_faults import exchange, fail_then_raise, stay_until_the_others_end, survivors
+from .test_faults import exchange, fail_then_raise, once_it_waits, stay_until_the_others_end, survivors
 
 pytestmark = pytest.mark.medium
 
-TIMEOUT = 15.0
+TIMEOUT = 150.0
 
 
 def own(connections: int = 2, timeout: float = TIMEOUT, **options: Any) -> C10dTransport:
@@ -46,7 +46,7 @@ CASES = [(2, 1, None), (2, 4, True), (3, 3, None), (4, 2, True)]
 
 @pytest.mark.parametrize("world, connections, checksum", tiered(CASES, lambda *case: case in CASES[:3]))
 def test_conformance(world: int, connections: int, checksum: bool | None) -> None:
-    run_ranks(conform, world, connections, checksum, timeout=60)
+    run_ranks(conform, world, connections, checksum)
 
 
 def exchange_after_checkpoint(rank: int, world: int, n: int, timeout: float) -> None:
@@ -95,7 +95,7 @@ def kill_while_it_moves(rank: int, world: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", tiered(["exchange", "all_reduce", "send"], lambda how: how == "exchange"))
 def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
-    outcomes = outcomes_of(kill_while_it_moves, 2, how, timeout=15)
+    outcomes = outcomes_of(kill_while_it_moves, 2, how)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert outcomes[0].error[0] == "TransportError", outcomes[0]
     assert "rank 1 is gone" in outcomes[0].error[1]
@@ -119,7 +119,7 @@ def interrupt_a_call(rank: int, world: int) -> None:
     transport = own(timeout=60)
     transport.barrier()
     if rank == 1:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        once_it_waits(transport, lambda: os.kill(os.getpid(), signal.SIGINT))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.wait(["over"])
@@ -133,7 +133,7 @@ def interrupt_a_call(rank: int, world: int) -> None:
 
 def test_a_rank_that_waits_can_be_interrupted_and_is_named() -> None:
     """gloo would end the wait at its deadline alone."""
-    outcomes = outcomes_of(interrupt_a_call, 3, timeout=20)
+    outcomes = outcomes_of(interrupt_a_call, 3)
     assert outcomes[1].error[0] == "KeyboardInterrupt"
     assert outcomes[2].attributes["ranks"] == (1,) and "rank 1 raised KeyboardInterrupt" in outcomes[2].error[1]
 
@@ -185,21 +185,27 @@ def test_results_have_the_bits_of_gloo() -> None:
     assert run_ranks(sums, 2, "sockets") == run_ranks(sums, 2, "c10d")
 
 
+def takes(kind: Any, seconds: float, clock: Any) -> None:
+    """Let each exchange by a kind of link take a time of ``clock``, which nothing else moves."""
+    exchange = kind.exchange
+
+    def timed(self: Any, *args: Any) -> None:
+        exchange(self, *args)
+        clock.now += seconds
+
+    kind.exchange = timed
+
+
 def choose(rank: int, world: int, slow: str) -> list[str]:
     """As if the ranks were on hosts of their own, and one kind of link were slow on one rank."""
-    from fusionlayer.transport import _sockets
+    from fusionlayer.transport import _faster, _sockets
 
     if slow != "alone":
         _sockets.node_name = lambda: f"host {rank}"  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        kind = {"gloo": GlooLink, "own": SocketLink}[slow]
-        fast = kind.exchange
-
-        def exchange_slowly(self: Any, *args: Any) -> None:
-            fast(self, *args)
-            time.sleep(0.05 * (rank == 1))
-
-        kind.exchange = exchange_slowly  # type: ignore[method-assign]
+        clock = _faster.time = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)  # type: ignore[assignment]
+        for name, kind in {"gloo": GlooLink, "own": SocketLink}.items():
+            takes(kind, 0.05 if name == slow and rank == 1 else 0.001, clock)
     transport = C10dTransport(timeout=TIMEOUT, sockets=SocketOptions(2, only_if_faster=True))
     second = transport.duplicate()
     x = torch.ones(70_000)

@@ -13,8 +13,8 @@ from fusionlayer.processes import Identity
 from fusionlayer.watching._judge import judge
 from fusionlayer.watching._links import Counters, Links
 from fusionlayer.watching._pace import Pace
-from fusionlayer.watching._recorder import Recorder
-from fusionlayer.watching._states import Channel, Link, Noted, State, decode, encode
+from fusionlayer.watching._recorder import Recorder, _blocks
+from fusionlayer.watching._states import BLOCK, Channel, Link, Noted, State, decode, encode
 from fusionlayer.watching._teller import Teller
 from tests.loops import looped
 
@@ -213,6 +213,14 @@ def test_calls_that_are_over_are_compared_by_blocks() -> None:
         states[rank] = replace(states[rank], channels={"group 0": channel})
     (found,) = judge(states, {}, 2)
     assert "from 192 to 255" in found.text and found.calls == "group 0 192 255"
+
+
+@looped(
+    "what, alike", [("gather of ({}) uint8", True), ("scatter of ({}) uint8", True), ("reduce of ({}) uint8", False)]
+)
+def test_blocks_of_equal_calls_are_equal_though_shapes_may_differ(what: str, alike: bool) -> None:
+    first, second = (_blocks([Noted(i, what.format(n)) for i in range(2 * BLOCK)]) for n in (1, 2))
+    assert len(first) == 2 and (first == second) == alike
 
 
 def test_an_exception_is_the_cause_of_connections_that_are_lost() -> None:

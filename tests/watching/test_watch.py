@@ -8,8 +8,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from fusionlayer import watching
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.medium
 
 CULPRIT = 1
 HERE = Path(__file__).name
@@ -88,6 +89,27 @@ def _line(mark: str) -> str | None:
     return f"{HERE}:{found[0]}" if found else None
 
 
+def _names(told: Sequence[str], case: str) -> bool:
+    """Return whether the culprit is named, with its line."""
+    line = _line(case)
+    return any(re.search(CASES[case][1], text) and (line is None or line in text) for text in told)
+
+
+def _await_write(watcher: Any, line: str, there: Path | None) -> None:
+    """Return when the watcher has written that this rank is at a line, or anywhere; then say so by a file.
+
+    The others wait for the rank only from then on: where it was before is told, too, and on a busy machine it may take
+    seconds to come to its line.
+    """
+    while line not in (watcher._state.where or ""):
+        time.sleep(0.05)
+    written = watcher._state.serial
+    while watcher._state.serial == written:
+        time.sleep(0.05)
+    if there is not None:
+        there.touch()
+
+
 def _job(rank: int, world: int, case: str, folder: str) -> None:
     os.environ["FUSIONLAYER_STATUS"] = f"{folder}/status.json"
     watcher = fl.watch(patience=1.5)
@@ -95,14 +117,20 @@ def _job(rank: int, world: int, case: str, folder: str) -> None:
     for _ in range(5):
         dist.all_reduce(torch.ones(8))
     checkpoint("trained")
-    written = watcher._state.serial
-    while watcher._state.serial == written:  # until each has written that it is here
-        time.sleep(0.05)
+    there, line = Path(folder) / "there", _line(case)
+    if rank == CULPRIT and line:
+        threading.Thread(target=_await_write, args=(watcher, line, there), daemon=True).start()
+    else:
+        _await_write(watcher, "", there if rank == CULPRIT else None)
     if rank == CULPRIT:
         CASES[case][0]()
         time.sleep(1000)
+    while not there.exists():
+        time.sleep(0.05)
     _pending = dist.all_reduce(torch.ones(8), async_op=True)
-    while rank or not watcher.lines:  # until the harness ends this job
+    # Until the harness ends this job. On a busy machine another rank may be late first.
+    end = time.monotonic() + 120  # what was told instead is worth seeing
+    while rank or not (_names(watcher.lines, case) or time.monotonic() > end):
         time.sleep(0.1)
     report = watching.read(Path(folder) / "status.json")
     while not report.findings or len(report.states) < world:  # until it has read what every rank wrote
@@ -114,12 +142,10 @@ def _job(rank: int, world: int, case: str, folder: str) -> None:
 @pytest.mark.parametrize("case", tiered(CASES, lambda case: case in ("late", "stopped", "other_type")))
 def test_the_culprit_is_named_with_its_line_while_others_wait(case: str, tmp_path: Path) -> None:
     signals = {(CULPRIT, "stops"): signal.SIGSTOP, (CULPRIT, "dies"): signal.SIGKILL}
-    outcome = outcomes_of(_one_waits, 3, case, str(tmp_path), signals=signals, timeout=140)[0]
+    # A rank that is stopped or killed while it writes a store's file keeps it locked, or leaves half a line.
+    outcome = outcomes_of(_one_waits, 3, case, str(tmp_path), signals=signals, store="tcp")[0]
     assert outcome.error[0] == "Told", (outcome.error, outcome.trace)
-    told = outcome.error[1]
-    assert re.search(CASES[case][1], told), told
-    line = _line(case)
-    assert line is None or line in told, told
+    assert _names([outcome.error[1]], case), outcome.error[1]
     report = watching.read(tmp_path / "status.json")
     assert report.findings and len(report.states) == 3
 
@@ -154,7 +180,7 @@ def _first_lost(rank: int, world: int, folder: str) -> None:
     while not known.exists():
         time.sleep(0.05)
     checkpoint("lost")
-    while not watcher.lines:
+    while not any("rank 0 is stopped" in line for line in watcher.lines):
         time.sleep(0.1)
     raise Told("\n".join(watcher.lines))
 
@@ -163,7 +189,7 @@ def _first_lost(rank: int, world: int, folder: str) -> None:
     guarded_by="tests/watching/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait"
 )
 def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path) -> None:
-    outcomes = outcomes_of(_first_lost, 2, str(tmp_path), signals={(0, "lost"): signal.SIGSTOP}, timeout=140)
+    outcomes = outcomes_of(_first_lost, 2, str(tmp_path), signals={(0, "lost"): signal.SIGSTOP})
     assert outcomes[1].error[0] == "Told" and "rank 0 is stopped" in outcomes[1].error[1]
 
 
@@ -188,7 +214,7 @@ def _torchs() -> Iterator[object]:
 
 
 def test_uneven_training_gives_no_alarm_and_writes_seldom(tmp_path: Path) -> None:
-    for lines, written, seconds in run_ranks(_healthy, 3, str(tmp_path), timeout=140):
+    for lines, written, seconds in run_ranks(_healthy, 3, str(tmp_path)):
         assert lines == []
         assert written <= 8 + seconds  # one state in 1.5 s, and one for each change
     assert not (tmp_path / "status.json").exists()

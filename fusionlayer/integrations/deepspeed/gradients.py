@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ...backend import hints
 from ...codecs import PackedResidual
-from ...plan import Bucket, Slot
+from ...plan import Bucket, Slot, plain_name
 from ...scheduler.memory import Memory
 from ...seeds import derive_seed
+from ..own_state import check_place
 from .one_bit import EngineOneBitAdam
 from .patches import replace
 from .section import DeepSpeedSection
@@ -46,7 +47,7 @@ class Gradients:
     def __init__(self, engine: Any, section: DeepSpeedSection) -> None:
         self.section = section
         self._engine = engine
-        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._names = {id(p): plain_name(name) for name, p in engine.module.named_parameters()}
         self._exempt = {
             name for name in self._names.values() if any(fnmatchcase(name, each) for each in section.exempt)
         }
@@ -67,10 +68,15 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's error feedback, by parameter name and range of elements."""
-        return dict(self._memory.state_dict())
+        return {"rank": dist.get_rank(), "size": dist.get_world_size(), **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same rank returned."""
+        """Restore what ``state_dict`` of the same rank returned.
+
+        Raises:
+            ConfigError: the state holds error feedback of another rank, or of another number of ranks.
+        """
+        check_place(state, dist.get_rank(), dist.get_world_size(), "engine.fusionlayer")
         self._memory.load_state_dict(state)
 
     def seeds(self) -> Iterator[int]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import ConfigError
+from ...plan import plain_name
 from ...registry import nearest
 from ..onebit_adam import OneBitAdam
 
@@ -88,7 +89,7 @@ def _checked(kind: str, key: str, value: Any) -> Any:
 
 def factory_of(options: Mapping[str, Any], model: nn.Module) -> Factory:
     """Return what makes the optimizer of DeepSpeed's list of parameters; names of parameters are those of ``model``."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
 
     def make(parameters: Iterable[Any]) -> EngineOneBitAdam:
         given = list(parameters)
@@ -143,6 +144,7 @@ class EngineOneBitAdam(OneBitAdam):
         if self._engine is None or self._average is None:
             # DeepSpeed takes a step by zeros to make the states of its copies of 16-bit models. Here they come later.
             return None
+        self._settle()
         if self.frozen and dist.get_world_size(self._engine.seq_data_parallel_group) > 1:
             parameters = [p for group in self.param_groups for p in group["params"]]
             for parameter in parameters:

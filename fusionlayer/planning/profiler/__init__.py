@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from ...codecs import Codec
 from ...transport import Transport
 from ..cost_model import LinkCost
 from ..profile import PROFILE_VERSION, Machine, Profile
+from ..sizes import Sizes
 from .averages import Points, average
 from .codecs import busy_seconds, measure_codecs, measure_copy, measure_staging
 from .disturbance import measure_disturbance
@@ -51,22 +51,7 @@ __all__ = [
     "profile_training",
 ]
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Which sizes are measured, and how often.
-
-    Attributes:
-        elements: sizes of tensors that are encoded, and of buckets that are packed.
-        nbytes: sizes of transfers.
-        steps: steps of the model that count; a quarter as many come before them.
-        repeats: calls for each size; their median counts.
-    """
-
-    elements: tuple[int, ...] = tuple(4**exponent for exponent in range(5, 12))
-    nbytes: tuple[int, ...] = tuple(4**exponent for exponent in range(5, 12))
-    steps: int = 20
-    repeats: int = 11
+_WHOLE = Sizes()
 
 
 def measure_profile(
@@ -77,7 +62,7 @@ def measure_profile(
     pair: Transport | None = None,
     local_size: int = 1,
     rate: str | None = None,
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = _WHOLE,
     environment: Mapping[str, str],
     clock: Clock = HOST,
     note: Callable[[float, str], object] = lambda done, what: None,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...clock import HOST, Clock, Stamp
 from ...errors import ConfigError
+from ...plan import plain_name
 from ..profile import Gradient, Model
 
 __all__ = ["as_model", "measure_step"]
@@ -41,7 +42,7 @@ def measure_step(
         clock: of the device of model and batch. It is waited for when all steps are over, so the host runs ahead as in
             training.
     """
-    names = {parameter: key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {p: plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
     spans: dict[str, list[tuple[Stamp, Stamp]]] = defaultdict(list)
     ready: dict[str, list[tuple[Stamp, Stamp]]] = {key: [] for key in names.values()}
     used: dict[str, list[tuple[Stamp, Stamp]]] = {key: [] for key in names.values()}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...codecs import PackedPart
 from ...integrations.local_steps import beginning
 from ...plan import FusionPlan
+from ...scheduler.memory import merged_residuals
 from ..basics import rank, size
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .sampler import ElasticSampler
@@ -162,6 +162,14 @@ class OptimizerStateHandler(StateHandler):
         if plan is not None:
             self.plan = plan.to_bytes()
 
+    def restore(self) -> None:
+        """Bring the optimizer back; of a commit of another rank or number of ranks, without error feedback."""
+        state = copy_to_host(self.saved)
+        own = state.get("fusionlayer", {})
+        if (own.get("rank"), own.get("size")) != (rank(), size()) and own:
+            state["fusionlayer"] = {"rank": rank(), "size": size(), "step": own["step"]}
+        self.value.load_state_dict(state)
+
     def sync(self) -> None:
         """Give every rank rank 0's state; error feedback stays each rank's.
 
@@ -230,17 +238,14 @@ def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
     Residuals and tensors of codecs are added up, so that nothing is lost. Of numbers of codecs the first ones count.
     """
-    residuals: dict[str, Tensor] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     numbers: dict[str, dict[str, float]] = {}
     for part in parts:
-        _add(residuals, part["residuals"])
-        _add(residuals, {name: PackedPart(**kept).expanded() for name, kept in part.get("packed", {}).items()})
         for name, kept in part["tensors"].items():
             _add(tensors.setdefault(name, {}), kept)
         for name, remembered in part["numbers"].items():
             numbers.setdefault(name, remembered)
-    return {"residuals": residuals, "tensors": tensors, "numbers": numbers}
+    return {"residuals": merged_residuals(parts), "tensors": tensors, "numbers": numbers}
 
 
 def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,128 @@
+"""The store of a process group while its ranks connect."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import TransportError
+
+__all__ = ["Meeting", "part"]
+
+# Seconds that ranks wait for each other before they part, and for which rank 0 may then end its server.
+_PATIENCE, _HEAD_START = 2.0, 0.3
+
+
+class Meeting(dist.Store):
+    """A store whose waits end at a deadline, and which forgets what this rank has written.
+
+    gloo waits for the keys of other ranks as long as the store likes, whatever the timeout of the group. It also leaves
+    its keys behind, and the next group of the same name would connect to addresses that are gone.
+
+    C++ does not keep the Python part of a store: keep it as long as a native backend has it.
+
+    Args:
+        store: of the group alone.
+        rank: this process in the group.
+        ranks: the members' ranks in the default group.
+        timeout: the longest time that the ranks may take to connect.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        super().__init__()
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._seconds = timeout.total_seconds()
+        self._deadline = time.monotonic() + self._seconds
+        self._written: set[str] = set()
+
+    def begin(self) -> str:
+        """Wait until all ranks have called it; return a text that no other call returns, equal on all ranks.
+
+        Raises:
+            TransportError: some did not within the timeout.
+        """
+        self.set(f"here/{self._rank}", "")
+        keys = [f"here/{rank}" for rank in range(len(self._ranks))]
+        try:
+            self.wait(keys)
+        except RuntimeError as error:
+            missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
+            raise TransportError(
+                f"process group of ranks {list(self._ranks)}: ranks {missing} did not come within {self._seconds:g} s; "
+                "make and destroy the same groups in the same order on every rank, above all before "
+                "new_group(use_local_synchronization=True), whose name depends on how many groups a rank has",
+                missing,
+            ) from error
+        if self._rank == 0:
+            self.set("token", secrets.token_hex(8))
+        return self.get("token").decode()
+
+    def forget(self) -> None:
+        """Delete what this rank has written. The ranks must meet once more before one of them uses the store again."""
+        for key in self._written:
+            with suppress(RuntimeError):  # the store has gone; so have its keys
+                self._store.delete_key(key)
+        self._written.clear()
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key, which ``forget`` deletes."""
+        self._written.add(key)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key; wait for it until the deadline."""
+        self.wait([key])
+        value: bytes = self._store.get(key)
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys until the deadline."""
+        self._store.wait(keys, timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether there are such keys."""
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key, which ``forget`` deletes."""
+        self._written.add(key)
+        return self._store.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        return self._store.delete_key(key)
+
+
+def part(store: dist.Store, rank: int, size: int) -> None:
+    """Wait until rank 0 has ended the store, if the store is a server in its process. All ranks call it at the end.
+
+    A rank that makes the next default group at once would otherwise connect to the server that is about to end. Where
+    the other ranks are late, or rank 0 keeps its server, the wait ends soon.
+    """
+    server = store
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not isinstance(server, dist.TCPStore) or by_launcher or size == 1:
+        return
+    with suppress(RuntimeError, OSError):  # others are late, or the server has ended
+        if store.add("here", 1) == size:
+            store.set("all", "")
+        store.wait(["all"], timedelta(seconds=_PATIENCE))
+        if rank == 0:
+            # A request that fails would make torch log a stack, so rank 0 goes on when the others make no more.
+            store.wait(["gone"], timedelta(seconds=_PATIENCE))
+            for key in ("here", "all", "left", "gone"):
+                store.delete_key(key)
+            return
+        with socket.create_connection((server.host, server.port), _HEAD_START) as connection:
+            if store.add("left", 1) == size - 1:
+                store.set("gone", "")
+            connection.recv(1)  # nothing comes: it ends with the server, or with the time

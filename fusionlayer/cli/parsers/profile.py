@@ -1,0 +1,58 @@
+"""The options of ``fusionlayer profile``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...planning.sizes import Sizes
+from ..arguments import add_device, names, positive
+
+__all__ = ["add_parser"]
+
+_EPILOG = """\
+examples:
+    fusionlayer profile --model gpt --codec raw,int8,int4
+    torchrun --nproc-per-node 2 --no-python fusionlayer profile --model gpt
+    mpirun -n 2 fusionlayer profile --model mypackage.training:model_and_batch
+    torchrun --nproc-per-node 2 --no-python fusionlayer profile --device cuda
+
+Alone it measures the model's step, codecs and copies. On several ranks it also
+measures a link and collectives, and writes means over ranks. The schema of the
+file is in profiles/README.md. With --device cuda model, codecs and messages
+are on GPUs, and times are those of the GPUs.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
+    whole = Sizes()
+    parser = commands.add_parser(
+        "profile",
+        help="measure what a model's step, codecs and collectives cost",
+        description="Measure a cost profile of this machine or job.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--model",
+        default="gpt",
+        metavar="NAME",
+        help="gpt, resnet, or module:function, which returns a model, whose forward returns its loss, and the "
+        "arguments of that forward (default gpt)",
+    )
+    parser.add_argument("--codec", type=names, metavar="NAME,NAME", help="codecs to measure (default: all)")
+    add_device(parser, "of the model")
+    parser.add_argument("--rate", metavar="RATE", help="of the link, such as 1gbit (default: as it was measured)")
+    parser.add_argument("--out", type=Path, default=Path("profiles"), metavar="FOLDER", help="default profiles")
+    parser.add_argument("--hardware", metavar="NAME", help="of the machine (default: its processor)")
+    parser.add_argument("--steps", type=positive, default=whole.steps, help=f"of the model (default {whole.steps})")
+    parser.add_argument(
+        "--repeats", type=positive, default=whole.repeats, help=f"calls for each size (default {whole.repeats})"
+    )
+    parser.add_argument(
+        "--largest",
+        type=positive,
+        default=whole.elements[-1],
+        metavar="N",
+        help=f"elements, and bytes of transfers, up to which sizes grow fourfold (default {whole.elements[-1]})",
+    )

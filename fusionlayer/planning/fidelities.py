@@ -1,0 +1,11 @@
+"""How much of a gradient the cost model may lose. Apart from ``codec_rules``, because this needs no torch."""
+
+__all__ = ["AUTO", "BUDGET", "FIDELITIES", "LOCAL"]
+
+AUTO = "auto"
+"""In place of a codec's name: the cost model chooses."""
+LOCAL = "local"
+"""The fidelity that may skip steps; no other may."""
+FIDELITIES = ("lossless", "near_lossless", "aggressive", LOCAL)
+BUDGET = 2.0
+"""Percent of the final loss above which what was measured is left out, where nobody names a budget."""

@@ -1,0 +1,141 @@
+"""Help, versions and refusals need no torch, and what is refused ends with status 2."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fusionlayer.cli import bench, main, make_parser, tables
+from fusionlayer.cli.parsers import simulate
+from fusionlayer.cli.parsers.bench import DTYPES
+from fusionlayer.planning.collective_phases import ALGORITHMS
+from tests.cli import test_autotune
+from tests.planning.profiles import write_example
+
+COMMANDS = ("bench collectives", "doctor", "profile", "plan", "explain", "simulate", "trace", "autotune", "status")
+REFUSED = {
+    "plan --profile x --workers 2": "nothing to do; give -o PLAN.yaml for the plan, or --compare for a table of",
+    "plan --profile x --workers 2 --rates 1gbit -o y": "--rates is for --compare",
+    "plan --profile x --workers 2 --columns palnner -o y": "unknown column 'palnner'; did you mean 'planner'? known: ",
+    "explain x --profile y --columns buckte": "unknown column 'buckte'; did you mean 'bucket'? known: ",
+    "simulate x --columns stpe": "unknown column 'stpe'; did you mean 'step'? known: workers, ",
+    "simulate x --rate 1gbit --rates 1gbit": "--rate and --rates; give one of them",
+    "autotune x --columns spahe": "unknown column 'spahe'; did you mean 'shape'? known: ",
+    "doctor --columns stat": "unknown column 'stat'; did you mean 'state'? known: section, name, state, detail, all",
+    "bench collectives -np 2 --columns bussbw,time": "unknown column 'bussbw'; did you mean 'busbw'? known: ",
+    "bench collectives -np 2 --collectives allreduce": "unknown collective 'allreduce'; did you mean 'all_reduce'?",
+    "bench collectives -np 2 --min 2K --max 1K": "--min 2048 is above --max 1024 bytes; give a range",
+}
+WITHOUT_TORCH = f"""
+import sys
+from fusionlayer.cli import fusionrun, main
+
+def status(run, line):
+    try:
+        return run(line.split())
+    except SystemExit as ended:
+        return ended.code or 0
+
+for command in {("", *COMMANDS)}:
+    assert status(main, command + " --help") == 0, command
+assert status(main, "--version") == status(fusionrun.main, "--help") == status(fusionrun.main, "--version") == 0
+for line in {[*REFUSED]}:
+    assert status(main, line) == 2, line
+fusionrun.plan(fusionrun.make_parser().parse_args("-np 2 -H localhost:1,node2:1 python train.py".split()))
+loaded = sorted({{"torch", "numpy", "scipy"}} & sys.modules.keys())
+assert not loaded, loaded
+import fusionlayer
+assert "DistributedOptimizer" in dir(fusionlayer) and "torch" not in sys.modules
+"""
+SEARCHED = {
+    "bench collectives -np 2 --codecs raw,itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
+    "bench collectives --codecs itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
+    "bench collectives --algorithms rnig": "unknown collective 'rnig'; did you mean 'ring'? known: ",
+    "profile --codec itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
+    "plan --profile PROFILE --workers 2 -o x --codec itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
+    "plan --profile PROFILE --workers 2 -o x --algorithm rnig": "unknown collective 'rnig'; did you mean 'ring'?",
+    "plan --profile PROFILE --workers 2 -o x --planner wfpb": "unknown 'wfpb'; did you mean 'wfbp'? known: ",
+    "simulate PROFILE --codec itn4": "no costs of codec 'itn4'; did you mean 'int4'? known: int4, raw",
+    "simulate PROFILE --algorithm rnig": "unknown 'rnig'; did you mean 'ring'? known: ",
+}
+
+
+@pytest.mark.medium
+def test_help_and_refusals_come_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a command says that must end with status 2."""
+    try:
+        status = main(line.split())
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert status == 2, line
+    told = capsys.readouterr()
+    assert not told.out and told.err.count("\n") == 1, line
+    return told.err
+
+
+@pytest.mark.short
+def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, words in REFUSED.items():
+        assert words in refusal(line, capsys), line
+
+
+@pytest.mark.short
+def test_names_that_need_a_search_are_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bench.run_on_ranks", "bench.context.init", "profile.context.init"):
+        monkeypatch.setattr(f"fusionlayer.cli.{name}", lambda *_, **__: pytest.fail("it has started to work"))
+    profile = str(write_example(tmp_path))
+    for line, words in SEARCHED.items():
+        assert words in refusal(line.replace("PROFILE", profile), capsys), line
+
+
+def column_names(command: str) -> set[str]:
+    """Return the names that ``--columns`` of a command takes, as its refusal lists them."""
+    (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (option,) = (action for action in commands.choices[command]._actions if action.dest == "columns")
+    assert callable(option.type)
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        option.type("no such")
+    return {*str(refused.value).partition("known: ")[2].split(", ")}
+
+
+@pytest.mark.short
+def test_columns_of_all_tables_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: set[str] = set()
+
+    def note(found: Sequence[tables.Table], *_: object) -> str:
+        shown.update(column.name for table in found for column in table.columns if column.name)
+        return ""
+
+    monkeypatch.setattr(tables, "layout", note)
+    monkeypatch.chdir(tmp_path)
+    write_example(tmp_path)
+    Path("tried.csv").write_text("\n".join([",".join(test_autotune.COLUMNS), *test_autotune.ROWS, ""]))
+    plan = "plan --profile example.yaml --workers 4 --rate 100mbit -o plan.yaml "
+    for line in (
+        "autotune tried.csv",
+        plan + "--compare",
+        plan + "--codec auto --fidelity local --loss-budget 4",
+        "explain plan.yaml --profile example.yaml",
+        "simulate example.yaml --workers 2,4",
+    ):
+        shown.clear()
+        assert main(line.split()) == 0, line
+        assert shown and shown <= column_names(line.split()[0]), line
+
+
+@pytest.mark.short
+def test_names_that_parsers_repeat_are_those_of_torch_and_the_planner() -> None:
+    assert list(ALGORITHMS) == list(simulate.ALGORITHMS)
+    assert all(hasattr(bench.torch, name) for name in DTYPES.values())

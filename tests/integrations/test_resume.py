@@ -1,0 +1,304 @@
+"""Resumed training equals uninterrupted training, bit for bit: every way to train by every way to save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import fusionlayer as fl
+from fusionlayer.scheduler.memory import merged_residuals
+from fusionlayer.transport import Transport
+from tests.harness import run_ranks
+from tests.integrations.training import make_model, train
+from tests.loops import looped
+from tests.ranks import over_threads
+from tests.tiers import exhaustive
+
+STEPS, AT = range(7), 5
+"""Five steps, then a checkpoint: in the middle of a round of four local steps."""
+
+
+class Job:
+    """A model and all that trains it.
+
+    Args:
+        kind: the way to train.
+        codec: of gradients and differences.
+        first: weights to load before anything wraps the model or the optimizer.
+    """
+
+    def __init__(self, kind: str, codec: str = "int4", first: dict[str, Any] | None = None) -> None:
+        self.model: nn.Module = make_model()
+        if first is not None:
+            self.model.load_state_dict(first)
+        self.optimizer: Any
+        self.objects: dict[str, Any] = {}
+        self.close: Callable[[], None] = lambda: None
+        if kind == "fsdp.compress":
+            fully_shard(self.model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        if kind == "ShardedOptimizer":
+            both = {"weights": "qwd", "gradients": "int8"}
+            self.optimizer = fl.ShardedOptimizer(self.model.parameters(), AdamW, lr=0.01, **both)
+        else:
+            self.optimizer = AdamW(self.model.parameters(), lr=0.01)
+        if kind == "fsdp.compress":
+            self.objects["compression"] = fl.fsdp.compress(self.model, "qwd", "int8")
+        elif kind == "hook":
+            self.model = DistributedDataParallel(self.model)
+            self.objects["hook"] = fl.ddp.register(self.model, codec, error_feedback=True)
+            self.close = self.objects["hook"].close
+        elif kind in ("optimizer", "local steps"):
+            sync = fl.Local.diloco(every=4) if kind == "local steps" else None
+            self.optimizer = fl.DistributedOptimizer(
+                self.optimizer, self.model, codec=codec, error_feedback=True, sync=sync
+            )
+            self.close = self.optimizer.close
+        self.objects["optimizer"] = self.optimizer
+
+    def train(self, steps: Iterable[int]) -> None:
+        train(self.model, self.optimizer, dist.get_rank(), steps)
+
+    def weights(self) -> Tensor:
+        parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.model.parameters()]
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    def states(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()} | {name: each.state_dict() for name, each in self.objects.items()}
+
+    def load(self, states: dict[str, Any]) -> None:
+        self.model.load_state_dict(states["model"])
+        for name, each in self.objects.items():
+            each.load_state_dict(states[name])
+
+
+def by_torch_save(kind: str, job: Job, folder: Path) -> Job:
+    path = folder / f"of rank {dist.get_rank()}.pt"
+    torch.save(job.states(), path)
+    again = Job(kind)
+    again.load(torch.load(path, weights_only=False))
+    return again
+
+
+def by_torch_save_before_wrapping(kind: str, job: Job, folder: Path) -> Job:
+    path = folder / f"of rank {dist.get_rank()}.pt"
+    torch.save(job.states(), path)
+    states = torch.load(path, weights_only=False)
+    plain = {name.removeprefix("module."): x for name, x in states["model"].items()}
+    again = Job(kind, first=plain)
+    for name, each in again.objects.items():
+        each.load_state_dict(states[name])
+    return again
+
+
+def by_save_ranks(kind: str, job: Job, folder: Path) -> Job:
+    """The model is rank 0's, except what the optimizer's own state holds."""
+    if dist.get_rank() == 0:
+        torch.save(job.model.state_dict(), folder / "model.pt")
+    fl.checkpoint.save_ranks(folder, **job.objects, **_optimizer_of(job))
+    again = Job(kind)
+    again.model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    fl.checkpoint.load_ranks(folder, **again.objects, **_optimizer_of(again))
+    return again
+
+
+def by_dcp(kind: str, job: Job, folder: Path) -> Job:
+    again = Job(kind)
+    if kind != "fsdp.compress":
+        state = {"model": job.model.state_dict(), "own": fl.checkpoint.rank_state(**job.objects)}
+        dcp.save(state, checkpoint_id=folder)
+        found = {"model": again.model.state_dict()}
+        dcp.load(found, checkpoint_id=folder)
+        again.model.load_state_dict(found["model"])
+        fl.checkpoint.load_ranks(folder, **again.objects)
+        return again
+    of_model, of_optimizer = get_state_dict(job.model, job.optimizer)
+    saved = {"model": of_model, "optimizer": of_optimizer, "compression": job.objects["compression"]}
+    dcp.save(saved, checkpoint_id=folder)
+    of_model, of_optimizer = get_state_dict(again.model, again.optimizer)
+    loaded = {"model": of_model, "optimizer": of_optimizer, "compression": again.objects["compression"]}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(again.model, again.optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    return again
+
+
+def _optimizer_of(job: Job) -> dict[str, Any]:
+    return {} if "optimizer" in job.objects else {"optimizer": job.optimizer}
+
+
+WAYS: dict[str, Callable[[str, Job, Path], Job]] = {
+    "torch.save": by_torch_save,
+    "torch.save, loaded before wrapping": by_torch_save_before_wrapping,
+    "save_ranks": by_save_ranks,
+    "dcp": by_dcp,
+}
+
+
+FAST = {
+    "optimizer": ("save_ranks",),
+    "local steps": ("torch.save, loaded before wrapping",),
+    "hook": ("torch.save",),
+    "ShardedOptimizer": ("dcp",),
+    "fsdp.compress": ("torch.save",),
+}
+"""A way for each kind, and each way at least once."""
+
+# Its state and its weights are sharded over ranks; the other ways save whole ones.
+ALL = {kind: ("torch.save", "dcp") if kind == "fsdp.compress" else tuple(WAYS) for kind in FAST}
+
+
+def check_matrix(rank: int, world: int, folder: str, matrix: dict[str, tuple[str, ...]]) -> list[str]:
+    fl.init()
+    wrong = []
+    for kind, ways in matrix.items():
+        through = Job(kind)
+        through.train(STEPS[:AT])
+        torch.save(through.states(), f"{folder}/{kind} {rank}")
+        through.train(STEPS[AT:])
+        expected = through.weights()
+        through.close()
+        for way in ways:
+            job = Job(kind)
+            job.load(torch.load(f"{folder}/{kind} {rank}", weights_only=False))
+            place = Path(folder, kind, way)
+            place.mkdir(parents=True, exist_ok=True)
+            again = WAYS[way](kind, job, place)
+            job.close()
+            again.train(STEPS[AT:])
+            if not torch.equal(again.weights(), expected):
+                wrong.append(f"{kind} by {way}")
+            again.close()
+        refused(kind, folder)
+    dist.barrier()
+    return wrong
+
+
+def refused(kind: str, folder: str) -> None:
+    """Rank 0's state on every rank, as frameworks load it, is an error on the others, and changes nothing."""
+    dist.barrier()
+    job = Job(kind)
+    state = torch.load(f"{folder}/{kind} 0", weights_only=False)
+    name = {"hook": "hook", "fsdp.compress": "compression"}.get(kind, "optimizer")
+    before = job.weights()
+    if dist.get_rank():
+        with pytest.raises(fl.ConfigError, match="rank 0 of 2|of another rank: it has rows 0 to "):
+            job.objects[name].load_state_dict(state[name])
+    assert torch.equal(job.weights(), before)
+    dist.barrier()
+    job.close()
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
+    assert run_ranks(check_matrix, 2, str(tmp_path), FAST, timeout=280) == [[], []]
+
+
+@pytest.mark.medium
+@exhaustive(guarded_by="tests/integrations/test_resume.py::test_resumed_training_equals_uninterrupted_training")
+@pytest.mark.timeout(300)
+def test_resumed_training_by_all_ways_equals_uninterrupted_training(tmp_path: Path) -> None:
+    assert run_ranks(check_matrix, 2, str(tmp_path), ALL, timeout=280) == [[], []]
+
+
+def owed(optimizer: Any) -> dict[str, Tensor]:
+    """Return the error feedback of this rank in the unit of what is applied, by name."""
+    state = optimizer.state_dict()["fusionlayer"]
+    return {name: x * state["factor"] for name, x in merged_residuals([state]).items()}
+
+
+@pytest.mark.short
+@looped("before, after", [(3, 2), (2, 3), (4, 2)])
+@looped("options", [{}, {"gradient_predivide_factor": 2.0}, {"op": fl.Sum}, {"feedback_bits": 8}])
+def test_error_feedback_goes_to_another_number_of_ranks_and_its_sum_stays(
+    options: dict[str, Any], before: int, after: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"{before} {after} {sorted(options)}"
+
+    def make() -> tuple[nn.Module, Any]:
+        model = make_model()
+        return model, fl.DistributedOptimizer(SGD(model.parameters(), lr=0.01), model, codec="int4", **options)
+
+    def save(transport: Transport) -> dict[str, Tensor]:
+        model, optimizer = make()
+        train(model, optimizer, transport.rank, range(3))
+        fl.checkpoint.save_ranks(folder, optimizer=optimizer)
+        return owed(optimizer)
+
+    def load(transport: Transport) -> dict[str, Tensor]:
+        model, optimizer = make()
+        fl.checkpoint.load_ranks(folder, optimizer=optimizer)
+        found = owed(optimizer)
+        # A framework loads the state of rank 0 of before on all ranks; each rank keeps its own.
+        optimizer.load_state_dict(torch.load(folder / "state of rank 0", weights_only=True))
+        assert all(torch.equal(x, found[name]) for name, x in owed(optimizer).items())
+        train(model, optimizer, transport.rank, [3])
+        return found
+
+    def save_rank_0s(transport: Transport) -> None:
+        model, optimizer = make()
+        fl.checkpoint.load_ranks(folder, optimizer=optimizer)
+        if transport.rank == 0:
+            torch.save(optimizer.state_dict(), folder / "state of rank 0")
+
+    saved = over_threads(before, save)
+    over_threads(before, save_rank_0s)
+    loaded = over_threads(after, load)
+    for name in saved[0]:
+        expected = sum(each[name] for each in saved)
+        got = sum(each[name] for each in loaded if name in each)
+        assert isinstance(expected, Tensor) and expected.any()
+        rounding = float(expected.abs().max()) * (0.05 if "feedback_bits" in options else 1e-6)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=rounding)
+
+
+@pytest.mark.short
+def test_states_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
+    sync = fl.Local.averaging(every=4)
+
+    def make(transport: Transport, sharded: bool = False) -> tuple[nn.Module, Any]:
+        model = make_model()
+        if sharded:
+            return model, fl.ShardedOptimizer(model.parameters(), AdamW, group=transport)
+        return model, fl.DistributedOptimizer(SGD(model.parameters(), lr=0.01), model, sync=sync)
+
+    def save(transport: Transport) -> None:
+        model, optimizer = make(transport)
+        train(model, optimizer, transport.rank, range(2))
+        fl.checkpoint.save_ranks(tmp_path / "middle", optimizer=optimizer)
+        optimizer.synchronize()
+        fl.checkpoint.save_ranks(tmp_path / "end", optimizer=optimizer)
+        fl.checkpoint.save_ranks(tmp_path / "sharded", optimizer=make(transport, True)[1])
+
+    def load(transport: Transport) -> None:
+        _, optimizer = make(transport)
+        with pytest.raises(fl.ConfigError, match=r"middle of a round .* of 3 ranks, this job has 2; .*synchronize\(\)"):
+            fl.checkpoint.load_ranks(tmp_path / "middle", optimizer=optimizer)
+        fl.checkpoint.load_ranks(tmp_path / "end", optimizer=optimizer)
+        with pytest.raises(fl.ConfigError, match="for 3 ranks, this job has 2, and a ShardedOptimizer is for as many"):
+            fl.checkpoint.load_ranks(tmp_path / "sharded", optimizer=make(transport, True)[1])
+        with pytest.raises(fl.ConfigError, match="has states of optimizer, not of 'hook'"):
+            fl.checkpoint.load_ranks(tmp_path / "end", hook=optimizer)
+        with pytest.raises(fl.ConfigError, match=r"rank 2 of 3; expected the states of all ranks"):
+            fl.checkpoint.load_ranks(tmp_path / "cut", optimizer=optimizer)
+        with pytest.raises(fl.ConfigError, match="has no states of ranks"):
+            fl.checkpoint.load_ranks(tmp_path, optimizer=optimizer)
+        with pytest.raises(fl.ConfigError, match=r"x=3; expected an object with state_dict\(\)"):
+            fl.checkpoint.save_ranks(tmp_path, x=3)
+
+    over_threads(3, save)
+    (tmp_path / "cut").mkdir()
+    for rank in (0, 2):
+        name = f"rank {rank} of 3.pt"
+        (tmp_path / "cut" / name).write_bytes((tmp_path / "end" / name).read_bytes())
+    over_threads(2, load)

@@ -1,0 +1,82 @@
+"""YAML in every file and option: what PyYAML reads, but no key twice."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fusionlayer import config, records
+from fusionlayer.cli.arguments import key_value
+from fusionlayer.errors import ConfigError
+from fusionlayer.plan import FusionPlan
+from fusionlayer.planning.codec_rules import CodecRules
+from fusionlayer.planning.losses import LossCosts
+from fusionlayer.planning.profile import Profile
+from tests.loops import looped
+
+pytestmark = pytest.mark.short
+
+UNIQUE = (
+    "",
+    "a: 1\nb: {a: 1, c: [{a: 1}, {a: 2}]}",
+    '{1: a, "1": b, 1.5: c, false: d, null: e}',
+    "base: &base {a: 1, b: 2}\none: {<<: *base, a: 3}\ntwo: {<<: [*base, {a: 4}], c: 5}\nsame: *base",
+    "x: &x {a: 1}\ny: &y {<<: *x, a: 2}\nz: {<<: *y, a: 3}\nagain: [*x, *y]",
+    "{? {a: 1} : 2}",
+    "=: 1",
+)
+TWICE = (
+    "a: 1\na: 2",
+    "a: 1\nb: 2\na: 1",
+    "{a: 1, 'a': 2}",
+    "{1: a, 0x1: b}",
+    "{true: a, yes: b}",
+    "{1: a, true: b}",
+    "{1: a, 1.0: b}",
+    "a:\n  b: [{c: 1, c: 2}]",
+    "base: &base {a: 1}\none: {a: 2, <<: *base, a: 3}",
+    "base: &base {a: 1, a: 2}\none: {<<: *base}",
+    "one: {<<: {a: 1}, <<: {b: 1}}",
+)
+
+
+@looped("text", UNIQUE)
+def test_what_has_no_key_twice_is_read_as_ever(text: str) -> None:
+    try:
+        expected = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        with pytest.raises(type(error)):
+            records.parse(text)
+    else:
+        assert records.parse(text) == expected
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "settings": lambda path: config.load({"FUSIONLAYER_CONFIG": str(path)}),
+    "options in a variable": lambda path: config.load({"FUSIONLAYER_CODEC_OPTIONS": path.read_text()}),
+    "plan": FusionPlan.from_yaml,
+    "profile": Profile.from_yaml,
+    "rules": CodecRules.from_yaml,
+    "losses": LossCosts.from_yaml,
+    "option of a command": lambda path: key_value(f"options={path.read_text()}"),
+}
+
+
+@looped("text", TWICE)
+@looped("reader", READERS)
+def test_a_key_that_stands_twice_is_refused(reader: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises((ConfigError, argparse.ArgumentTypeError), match="the mapping has the key .* twice"):
+        READERS[reader](path)
+
+
+def test_the_error_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("version: 1\nbuckets:\n- names: []\n  codec: int8\n  codec: int4\n")
+    with pytest.raises(ConfigError, match=r"plan.yaml cannot be read: .*'codec' twice; .* \(line 5, column 3\)"):
+        FusionPlan.from_yaml(path)
