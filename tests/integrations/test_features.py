@@ -583,6 +583,26 @@ def check_copies(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> No
         hook.close()
 
 
+def check_resumed_types(rank: int, world: int) -> None:
+    """A hook that goes on from a saved state has the bits of one that was not interrupted, in buckets of two types."""
+
+    def go_on(model: Any) -> list[Tensor]:
+        for step in (3, 4):
+            model.zero_grad()
+            loss(model, rank, step).backward()
+        return [p.grad for p in model.parameters()]
+
+    models = [DistributedDataParallel(FEATURES["types"].net(), bucket_cap_mb=0.001) for _ in range(2)]
+    hooks = [fl.ddp.register(model, "int4") for model in models]
+    for step in range(3):
+        models[0].zero_grad()
+        loss(models[0], rank, step).backward()
+    saved = copy.deepcopy(hooks[0].state_dict())
+    whole = go_on(models[0])
+    hooks[1].load_state_dict(saved)
+    assert all(map(torch.equal, go_on(models[1]), whole))
+
+
 def check_refusals(rank: int, world: int) -> None:
     def register(net: nn.Module, codec: str = "int4", **ddp: Any) -> None:
         fl.ddp.register(DistributedDataParallel(net, **ddp), codec)
@@ -647,4 +667,5 @@ def check_all_else(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> 
     check_two_passes(rank, world, codecs)
     check_copies(rank, world, codecs)
     check_optimizer(rank, world, codecs)
+    check_resumed_types(rank, world)
     check_refusals(rank, world)
