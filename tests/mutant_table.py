@@ -652,6 +652,7 @@ MUTANTS: list[Mutant] = [
         ),
         ("deepspeed/weights.py", ".detach().clone()", ".detach()", "differences from what the step has overwritten"),
         ("deepspeed/one_bit.py", "= not self.frozen", "= True", "averaged gradients go into momenta"),
+        ("ddp.py", "for name in unused if not used[name]", "for name in ()", "what an unused parameter owes is lost"),
         (
             "ddp.py",
             "flat, seed, done)\n                self._sent += 1\n",
@@ -790,6 +791,7 @@ LIKELY = {
     "integrations/local_optimizer.py": "integrations/test_local.py integrations/test_local_after.py",
     "integrations/onebit_adam.py": "integrations/test_onebit_adam.py integrations/test_local_after.py",
     "integrations/optimizer.py": "integrations/test_optimizer_contract.py",
+    "integrations/ddp.py": "integrations/test_ddp.py integrations/test_features.py",
     "integrations/replicas.py": "integrations/test_replicas.py",
     "integrations/weights.py": "integrations/test_sharded.py",
     "integrations/enrolment.py": "integrations/test_enrolment.py",

@@ -216,7 +216,6 @@ def test_errors_that_pages_explain_are_errors_that_there_are() -> None:
         "Host key",
         "Permission denied",
         "ambiguous option",
-        "register_comm_hook",
         "torchrun:",
         "OMP_",
         "rank 0 of 1",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 
-__all__ = ["NO_BACKWARD", "at_end_of_backward", "running_backward"]
+__all__ = ["NO_BACKWARD", "at_end_of_backward", "is_nested", "running_backward"]
 
 NO_BACKWARD = -1
 """The number of the running backward where none runs."""
@@ -16,6 +18,21 @@ def running_backward() -> int:
     """Return the number of the backward that runs on this thread, which no other has; ``NO_BACKWARD`` if none does."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def is_nested() -> bool:
+    """Return whether the backward that runs was called by a node of another, as reentrant checkpointing does.
+
+    It walks the stack, so it is not for every gradient of every step.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _NODE:
+        frame = frame.f_back
+    return frame is not None
+
+
+_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+"""By which torch runs the nodes that are written in Python."""
 
 
 def at_end_of_backward(function: Callable[[], object]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from .. import collectives, context
 from ..codecs import Codec, CodecOptions
@@ -24,6 +26,7 @@ from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from .averaging import refuse_averaged
+from .backward_end import NO_BACKWARD, running_backward
 from .construction import GradientOptions, autotuning, make_engine
 from .own_state import check_place
 from .parameters import describe, one_device
@@ -87,7 +90,8 @@ def register(
         The hook. Save its ``state_dict`` in the rank's checkpoint; ``close`` ends its threads.
 
     Raises:
-        ConfigError: ``model`` is not wrapped by DDP, or names and options are unknown or do not fit each other.
+        ConfigError: ``model`` is not wrapped by DDP, uses a feature of DDP that gives a hook no gradients, or names and
+            options are unknown or do not fit each other.
         PlanMismatch: ranks disagree on options.
         UsageError: the model has a hook with other arguments, or one that was closed.
     """
@@ -112,6 +116,15 @@ def register(
         )
     refuse_unknown(register, codec, codec_options)
     context.refuse_elastic("ddp.register", "DDP's own state is of one number of ranks; use DistributedOptimizer")
+    # DDP looks for a parameter of the outermost module by a name with a dot in front.
+    ignored = model.parameters_to_ignore
+    named = model.module.named_parameters()
+    parameters = {p: plain_name(name) for name, p in named if (name if "." in name else f".{name}") not in ignored}
+    _refuse_features(model, parameters)
+    names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
+    frozen = {parameter: name for parameter, name in parameters.items() if not parameter.requires_grad}
+    refuse_twice(names)
+    refuse_averaged(names, modules=False)
     every = check_interval(check_replicas)
     settings = context.settings()
     if codec is None and settings.policy is not None:
@@ -143,15 +156,12 @@ def register(
         with blame(settings, *([] if algorithm is not None else ["algorithm"])):
             algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
         ahead = collectives.is_gather(algorithm)
+        if ahead:
+            for dtype in sorted({parameter.dtype for parameter in names}, key=str):
+                chosen.wire(0, dtype)  # refuses types that it cannot encode
         template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
         # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
         options = replace(options, codec=chosen, codec_options={}, planner=Config.planner, autotune=False)
-    named = model.module.named_parameters()
-    parameters = {p: plain_name(name) for name, p in named if name not in model.parameters_to_ignore}
-    names = {parameter: name for parameter, name in parameters.items() if parameter.requires_grad}
-    frozen = {parameter: name for parameter, name in parameters.items() if not parameter.requires_grad}
-    refuse_twice(names)
-    refuse_averaged(names, modules=False)
     engine = make_engine(
         options,
         describe(names, None),
@@ -165,11 +175,70 @@ def register(
     replicas = Replicas(kept, broadcast=True, every=every)
     if transport.size > 1:
         engine.put(partial(replicas.unite, rejoining=True))()
-    hook = CommHook(engine, names, template, replicas.check(engine.put) if transport.size > 1 else None, frozen)
-    # DDP checks a hook's annotations and rejects postponed ones, so the hook is a function without annotations.
-    model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+    hook = CommHook(model, engine, names, template, replicas.check(engine.put) if transport.size > 1 else None, frozen)
+    try:
+        # DDP checks a hook's annotations and rejects postponed ones, so the hook is a function without annotations.
+        model.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+    except RuntimeError as error:
+        hook.close()
+        raise ConfigError(_ANOTHER_HOOK) from error
+    # The reducer has the hook. A copy of the model gets a reducer of its own, and would copy what this list has: the
+    # engine with its threads.
+    model._comm_hooks.pop()
     _registered[model] = asked, hook
     return hook
+
+
+_ANOTHER_HOOK = (
+    "ddp.register on a model that has another communication hook; DDP takes one hook for its life: wrap the model in "
+    "DistributedDataParallel again, and leave the other hook out"
+)
+
+
+def _refuse_features(model: DistributedDataParallel, parameters: Mapping[Tensor, str]) -> None:
+    """Raise ``ConfigError`` if ``model`` uses a feature of DDP that gives a hook no gradients, or not in buckets."""
+    if model._delay_all_reduce_all_params:
+        raise ConfigError(
+            "ddp.register on DistributedDataParallel(delay_all_reduce_named_params=...) with all parameters; such "
+            "gradients do not reach a hook: name fewer parameters"
+        )
+    if model.mixed_precision is not None:
+        raise ConfigError(
+            "ddp.register on DistributedDataParallel(mixed_precision=...), which has a communication hook of its own; "
+            "leave mixed_precision out and use torch.autocast"
+        )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise ConfigError(
+            "ddp.register on DistributedDataParallel(skip_all_reduce_unused_params=True), with which buckets do not "
+            "reach a hook in every step; leave it out, or freeze what is unused before you wrap the model"
+        )
+    if model._use_python_reducer:
+        raise ConfigError(
+            "ddp.register with torch._dynamo.config.optimize_ddp='python_reducer', which gives a hook no buckets; "
+            "set it to True"
+        )
+    if model._comm_hooks:
+        raise ConfigError(_ANOTHER_HOOK)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for path, module in model.module.named_modules():
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_table and module.sparse and module.weight.requires_grad and module.weight in parameters:
+            raise ConfigError(
+                f"ddp.register on a model whose layer {path!r} makes sparse gradients; give the layer sparse=False, or "
+                "leave DDP out and wrap the optimizer in DistributedOptimizer, which gathers the rows"
+            )
+    for parameter in trained:
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"ddp.register on a model whose parameter {parameters[parameter]!r} is of {parameter.dtype}; expected "
+                "floats: hold complex numbers as torch.view_as_real of them"
+            )
+    expected = model._get_ddp_logging_data()["num_parameter_tensors"]
+    if len(trained) != expected:
+        raise ConfigError(
+            f"ddp.register on a model of which {len(trained)} parameters require gradients, {expected} when it was "
+            "wrapped in DistributedDataParallel; freeze and unfreeze first, then wrap the model"
+        )
 
 
 class CommHook:
@@ -177,11 +246,16 @@ class CommHook:
 
     DDP calls the hook on the thread of backward when a bucket is full. It does so in the order of the buckets' numbers,
     which is the same on all ranks. At the end of backward, DDP waits for the futures and copies averages from its
-    buckets into gradients.
+    buckets into gradients. After this rank has joined (``DistributedDataParallel.join``), DDP calls the hook outside of
+    backward, with zeros.
+
+    With ``find_unused_parameters`` DDP drops the average of a parameter that no rank has used. What the codec has taken
+    from its error feedback is then given back: DDP finds out by itself which parameters these are.
 
     Args:
+        model: has the hook; it is not kept alive.
         engine: reduces the gradients; ``close`` closes it.
-        names: names of the parameters.
+        names: names of the parameters, in DDP's order.
         template: codec and collective of DDP's buckets. These buckets are the engine's plan, and change when DDP
             rebuilds them after the first step. None: the engine fuses gradients by plans of its own.
         check: compares parameters over ranks; None: nothing does.
@@ -190,12 +264,14 @@ class CommHook:
 
     def __init__(
         self,
+        model: DistributedDataParallel,
         engine: Engine,
         names: Mapping[Tensor, str],
         template: Bucket | None,
         check: ReplicaCheck | None,
         frozen: Mapping[Tensor, str],
     ) -> None:
+        self._model = weakref.ref(model)
         self._engine = engine
         self._frozen = frozen
         self._names = names
@@ -210,38 +286,64 @@ class CommHook:
         self._ended = False
         self._error: BaseException | None = None
         self._sent = 0
+        # How many buckets, with how many parameters, have come in this step. DDP's own numbers are all 0 in the first
+        # step of a static graph.
+        self._buckets = self._arrived = 0
+        # Parameters that this rank has not used since the last step, if DDP finds unused ones; and those of the step
+        # that has ended, with DDP's count of the ranks that have used each parameter, until it is known.
+        self._unused: set[str] = set()
+        self._undecided: tuple[Sequence[str], Tensor] | None = None
+        self._finds_unused = model.find_unused_parameters or model.static_graph
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_discard, self._unused, name))
+            for parameter, name in (names.items() if self._finds_unused else ())
+        ]
+        self._await_uses()
         # A program that has failed closes nothing, and the engine's threads do not end by themselves.
-        self._release = weakref.finalize(self, engine.close)
+        self._release = weakref.finalize(self, _release, engine, handles)
         self._release.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the reduction of one bucket; the future holds its average."""
-        flat = bucket.buffer()
+        flat, parameters = bucket.buffer(), bucket.parameters()
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
         done = partial(future.set_result, flat)
-        if bucket.index() == 0:
-            # An error in a future would reach the user as a failed cast inside DDP; an error raised at the end of
-            # backward arrives unchanged. It must be raised after DDP's own final callback, which leaves the reducer
-            # ready for the next backward. DDP queues that callback with its last bucket, after this one: so this
-            # callback queues another one, which runs behind it.
-            queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_backward))
-            if not self._resumed:
-                self._last = {}
+        index, self._buckets = self._buckets, self._buckets + 1
+        self._arrived += len(parameters)
+        is_last = self._arrived == len(self._names)
+        in_backward = running_backward() != NO_BACKWARD
+        if is_last:
+            self._buckets = self._arrived = 0
+            if in_backward:
+                # An error in a future would reach the user as a failed cast inside DDP; an error raised at the end of
+                # backward arrives unchanged. It must be raised after DDP's own final callback, which leaves the reducer
+                # ready for the next backward. DDP queues that callback after its last bucket, so this callback queues
+                # another one, which runs behind it. It does so with the last bucket: reentrant checkpoints are
+                # backwards of their own, and an earlier bucket's has callbacks of its own.
+                queue = Variable._execution_engine.queue_callback
+                queue(lambda: queue(self._end_step))
+        if index == 0 and not self._resumed:
+            self._last = {}
         try:
+            if index == 0:
+                self._begin_step()
+            names = [self._names[parameter] for parameter in parameters]
+            self._engine.memory.remember(self._unused.intersection(names))
             if self._template is None:
-                self._fuse(bucket, done)
+                self._fuse(bucket, names, is_last, done)
             elif self._resumed:
-                self._resume(bucket, done)
+                self._resume(bucket, names, is_last, done)
             else:
-                layout, seed = self._layout(bucket, self._template), derive_seed(self._sent)
-                self._engine.submit_bucket(bucket.index(), layout, flat, seed, done)
+                layout, seed = self._layout(bucket, names, self._template), derive_seed(self._sent)
+                self._engine.submit_bucket(index, layout, flat, seed, done)
                 self._sent += 1
-                self._last[bucket.index()] = layout
+                self._last[index] = layout
         except BaseException as error:
             self._error = self._error or error
             if self._template is not None and not future.done():
                 done()
+        if is_last and not in_backward:
+            self._end_step(present=False)
         return future
 
     @property
@@ -263,6 +365,7 @@ class CommHook:
             FusionLayerError: a step has failed; weights and error feedback are worthless.
         """
         self._engine.drain()
+        self._decide()
         engine = self._engine
         place = {"rank": engine.rank, "size": engine.size}
         layouts = self._resumed or [layout for _, layout in sorted(self._last.items())]
@@ -286,6 +389,7 @@ class CommHook:
             ConfigError: the state holds error feedback of another rank, or of another number of ranks.
         """
         check_place(state, self._engine.rank, self._engine.size, "the hook of fl.ddp")
+        self._undecided = None
         self._sent, self._engine.step = state.get("sent", 0), state.get("step", 0)
         self._engine.memory.load_state_dict(state)
         self._resumed = []
@@ -309,34 +413,44 @@ class CommHook:
         """
         self._release()
 
-    def _fuse(self, bucket: GradBucket, done: Callable[[], None]) -> None:
+    def _begin_step(self) -> None:
+        """Refuse a join that divides by the ranks that are left: only DDP's own sum knows how many those are."""
+        model = self._model()
+        assert model is not None  # it runs backward
+        if model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True):
+            raise UsageError(
+                "join(divide_by_initial_world_size=False) with ddp.register; gradients are divided by the number of "
+                "all ranks: leave divide_by_initial_world_size out"
+            )
+        self._decide()
+
+    def _fuse(self, bucket: GradBucket, names: Sequence[str], is_last: bool, done: Callable[[], None]) -> None:
         """Submit the gradients of a bucket by name; with the last bucket, when backward has ended, wait for all."""
         self._waiting.append(done)
         try:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                self._engine.submit(self._names[parameter], gradient)
-            if bucket.is_last():
+            for name, gradient in zip(names, bucket.gradients(), strict=True):
+                self._engine.submit(name, gradient)
+            if is_last:
                 self._engine.synchronize()
         finally:
             # DDP waits for all futures before backward ends. They must be set even after a failure, or it would hang.
-            if bucket.is_last():
+            if is_last:
                 waiting, self._waiting = self._waiting, []
                 for each in waiting:
                     each()
 
-    def _resume(self, bucket: GradBucket, done: Callable[[], None]) -> None:
+    def _resume(self, bucket: GradBucket, names: Sequence[str], is_last: bool, done: Callable[[], None]) -> None:
         """Keep the gradients of a bucket; with the last one, reduce all in the buckets that were saved, and wait."""
-        names = [self._names[parameter] for parameter in bucket.parameters()]
         self._gradients.update(zip(names, bucket.gradients(), strict=True))
         self._waiting.append(done)
-        if not bucket.is_last():
+        if not is_last:
             return
         layouts, self._resumed, self._last = self._resumed, [], {}
         gradients, self._gradients = self._gradients, {}
         places: list[tuple[Tensor, Tensor]] = []
         try:
             for index, layout in enumerate(layouts):
-                flat = bucket.buffer().new_zeros(layout.numel)
+                flat = bucket.buffer().new_zeros(layout.numel, dtype=getattr(torch, layout.dtype))
                 for slot in layout.slots:
                     place = flat[slot.offset : slot.offset + slot.numel].view_as(gradients[slot.name])
                     places.append((place.copy_(gradients[slot.name]), gradients[slot.name]))
@@ -352,16 +466,27 @@ class CommHook:
             for each in waiting:
                 each()
 
-    def _end_backward(self) -> None:
-        """End the step, after DDP has waited for its results, or raise what has failed in it."""
+    def _end_step(self, present: bool = True) -> None:
+        """End the step, after DDP has waited for its results, or raise what has failed in it.
+
+        Args:
+            present: False: this rank has joined, so its parameters may differ, and DDP tells only later which
+                parameters were used.
+        """
         error, self._error = self._error, None
         if error is not None:
             raise error
         ended, self._ended = self._ended, False
         if self._template is not None and not ended:
             self._engine.synchronize()
+        model = self._model()
+        if self._unused and model is not None:
+            self._undecided = tuple(self._unused), model.reducer._get_local_used_map()
+        self._await_uses()
+        if present:
+            self._decide()
         if self._check is not None:
-            self._check.begin()
+            self._check.begin(present=present)
             self._check.settle()
         for parameter, name in self._frozen.items():
             if parameter.requires_grad and parameter.grad is not None:
@@ -370,10 +495,23 @@ class CommHook:
                     "wrapped the model; unfreeze it first, then wrap the model and register the hook again"
                 )
 
-    def _layout(self, bucket: GradBucket, template: Bucket) -> Bucket:
+    def _await_uses(self) -> None:
+        """Count every parameter as unused, until backward makes its gradient."""
+        if self._finds_unused:
+            self._unused.update(self._names.values())
+
+    def _decide(self) -> None:
+        """Give parameters that no rank has used in the last step the error feedback back that they had before it."""
+        if self._undecided is not None:
+            (unused, counts), self._undecided = self._undecided, None
+            used = dict(zip(self._names.values(), counts.tolist(), strict=True))
+            self._engine.memory.restore(name for name in unused if not used[name])
+            self._engine.memory.forget()
+
+    def _layout(self, bucket: GradBucket, names: Sequence[str], template: Bucket) -> Bucket:
         """Return the bucket's layout for the engine; known layouts are reused in every step."""
-        names = tuple(self._names[parameter] for parameter in bucket.parameters())
-        layout = self._layouts.get(names)
+        key = tuple(names)
+        layout = self._layouts.get(key)
         if layout is None:
             flat = bucket.buffer()
             slots = tuple(
@@ -381,5 +519,16 @@ class CommHook:
                 for name, gradient in zip(names, bucket.gradients(), strict=True)
             )
             dtype = str(flat.dtype).removeprefix("torch.")
-            layout = self._layouts[names] = replace(template, slots=slots, numel=flat.numel(), dtype=dtype)
+            layout = self._layouts[key] = replace(template, slots=slots, numel=flat.numel(), dtype=dtype)
         return layout
+
+
+def _discard(unused: set[str], name: str, parameter: Tensor) -> None:
+    """Note that backward has made a parameter's gradient; as a hook, it keeps no parameter and no engine alive."""
+    unused.discard(name)
+
+
+def _release(engine: Engine, handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    engine.close()

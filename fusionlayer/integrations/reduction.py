@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..errors import ConfigError, UsageError, again
 from ..scheduler import Engine
 from ..timeline import Timeline
 from .averaging import refuse_averaged
-from .backward_end import NO_BACKWARD, at_end_of_backward, running_backward
+from .backward_end import NO_BACKWARD, at_end_of_backward, is_nested, running_backward
 from .enrolment import Roster, what_changed
 from .overlap import ForwardOverlap
 from .parameters import local_part
@@ -93,6 +93,9 @@ class GradientReduction(Optimizer):
         self._fl_names = names
         self._fl_passes = passes_per_step
         self._fl_passes_left = dict.fromkeys(names, passes_per_step)
+        # How many parts of a gradient each backward computes, where it is not one, and has computed in this backward.
+        self._fl_parts: dict[Tensor, int] = {}
+        self._fl_computed: dict[Tensor, int] = {}
         self._fl_hooks: list[RemovableHandle] = []
         self._fl_new: list[Tensor] = []
         self._fl_sparse_as_dense = sparse_as_dense
@@ -144,7 +147,7 @@ class GradientReduction(Optimizer):
 
     def _fl_count_anew(self) -> None:
         """Begin to count backward passes: of all parameters with hooks, also of those that are frozen now."""
-        self._fl_passes_left = dict.fromkeys(self._fl_passes_left, self._fl_passes)
+        self._fl_passes_left = {p: self._fl_passes * self._fl_parts.get(p, 1) for p in self._fl_passes_left}
 
     @property
     def _fl_pending(self) -> bool:
@@ -174,8 +177,12 @@ class GradientReduction(Optimizer):
         assert engine is not None
         if engine.failure is not None:
             raise again(engine.failure)
+        if engine.plan is None:
+            self._fl_learn_parts(parameter)
         if self._fl_passes_left[parameter] <= 0 or self._fl_has_added_to_result(parameter):
             name = self._fl_roster.names[parameter]
+            if not self._fl_reduced and is_nested():
+                self._fl_refuse_part(parameter)
             if self._fl_reduced:
                 self._fl_forget_results()  # this rank's gradient has been added to one of them
             raise UsageError(
@@ -193,12 +200,40 @@ class GradientReduction(Optimizer):
             if self._fl_state is not StepState.REDUCING:
                 self._fl_begin(engine)
             # Not there: it was unfrozen after the step began, which step() refuses, or has left the optimizer.
-            if parameter in self._fl_names:
+            if parameter in self._fl_given:
+                self._fl_given[parameter] = _Given.of(
+                    self._fl_given[parameter].gradient
+                )  # another part was added to it
+            elif parameter in self._fl_names:
                 self._fl_hand_over(engine, parameter)
             if self._fl_ends_with_backward:
                 self._fl_await_end_of_backward()
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
+
+    def _fl_learn_parts(self, parameter: Tensor) -> None:
+        """Count how often one backward computes a gradient, while ranks have no plan and nothing is sent.
+
+        A layer in several reentrant checkpoints gets a part of its gradient from each. In this step a part may still be
+        added to what was handed over; from the next step on, the gradient is handed over with its last part.
+        """
+        if not self._fl_computed:
+            at_end_of_backward(self._fl_computed.clear)
+        times = self._fl_computed[parameter] = self._fl_computed.get(parameter, 0) + 1
+        if times > self._fl_parts.get(parameter, 1):
+            if self._fl_passes_left[parameter] <= 0:
+                given = self._fl_given.get(parameter)
+                if given is None or given.gradient is not parameter.grad or self._fl_sent is not None:
+                    self._fl_refuse_part(parameter)
+            self._fl_parts[parameter] = times
+            self._fl_passes_left[parameter] += self._fl_passes
+
+    def _fl_refuse_part(self, parameter: Tensor) -> NoReturn:
+        raise UsageError(
+            f"gradient {self._fl_roster.names[parameter]!r} was computed again after it had been sent: its layer is "
+            "used in several reentrant checkpoints of one backward; give torch.utils.checkpoint.checkpoint "
+            "use_reentrant=False"
+        )
 
     def _fl_await_end_of_backward(self) -> None:
         """Have the step end with the backward that runs: then gradients are results when ``backward()`` returns.
@@ -299,7 +334,8 @@ class GradientReduction(Optimizer):
 
     def _fl_under_way(self, parameter: Tensor) -> bool:
         """Return whether a parameter has something that is not reduced yet, though it may be frozen by now."""
-        return self._fl_passes_left.get(parameter, self._fl_passes) < self._fl_passes
+        passes = self._fl_passes * self._fl_parts.get(parameter, 1)
+        return self._fl_passes_left.get(parameter, passes) < passes
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
         """Start the reduction of a gradient, or of what the wrapped optimizer sends in its place."""
