@@ -117,7 +117,8 @@ class GradientReduction(Optimizer):
         self._fl_settled: frozenset[Tensor] = frozenset()
         self._fl_backward = NO_BACKWARD  # the one whose end is awaited
         self._fl_leaves_ranks_out = context.settings().grace is not None
-        may_end = self._fl_may_end_with_backward and not self._fl_as_horovod
+        # With grace no rank knows at the end of backward which parameters others use, so none may get zeros by then.
+        may_end = self._fl_may_end_with_backward and not self._fl_as_horovod and not self._fl_leaves_ranks_out
         self._fl_ends_with_backward = may_end and overlap_forward is None
         self._fl_looked = False
         if engine is None:
