@@ -22,7 +22,7 @@ GPU_STAGES := build bytes nccl trainers race kernels steps bytes-all
 GPU_SELECTIONS := first second
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-demo demo test test-exhaustive test-all test-short lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
+.PHONY: help install install-test install-demo demo test test-exhaustive test-all test-short test-torch lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
@@ -68,6 +68,15 @@ test-exhaustive: install ## the cases that the fast tier leaves out
 
 test-all: install ## every test that needs no GPU, of both tiers
 	$(PYTEST) -n 3 -m "not gpu" $(ARGS)
+
+# Its own environment: the newest torch that pip finds, several GB with CUDA.
+TORCH := build/torch
+test-torch: install-test ## short, backend and integration tests on the newest torch, in $(TORCH), with versions above constraints.txt
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip -q install --no-compile --upgrade 'setuptools>=77' torch
+	FUSIONLAYER_CUDA=0 $(TORCH)/bin/python -m pip -q install --no-compile --no-build-isolation -e '.[test]'
+	$(TORCH)/bin/python -m pytest -m "short and not exhaustive and not gpu" $(ARGS)
+	$(TORCH)/bin/python -m pytest -m "medium and not exhaustive and not gpu" tests/backend tests/integrations $(ARGS)
 
 test-short: install-test ## of the fast tier, the tests in one process
 	$(BIN)/python -m pytest -m "short and not exhaustive" $(ARGS)
