@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import _fusionlayer_autoload
 
-from . import forks as _forks  # noqa: F401 - its exit handler is registered before the program's, so it runs after them
+# Its exit handlers, and those of forks, are registered before the program's, so they run after them.
+from . import bounded as _bounded  # noqa: F401
 
 if TYPE_CHECKING:
     from . import backend, codecs, collectives, libraries, metrics, transport

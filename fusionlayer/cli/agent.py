@@ -12,10 +12,9 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-__all__ = ["REPORT", "main"]
+from .arguments import REPORT
 
-REPORT = "FUSIONRUN_REPORT"
-"""The variable with the file that gets the report of a failed rank; without it the report is printed."""
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..registry import nearest
 
 __all__ = [
+    "REPORT",
     "Parser",
     "above_zero",
     "chance",
@@ -33,6 +34,10 @@ __all__ = [
     "positive",
     "seconds",
 ]
+
+
+REPORT = "FUSIONRUN_REPORT"
+"""The variable with the file that gets the report of a failed rank of ``fusionrun``; without it that is printed."""
 
 
 class Parser(argparse.ArgumentParser):

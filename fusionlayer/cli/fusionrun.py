@@ -23,8 +23,7 @@ from ..errors import ConfigError, FusionLayerError
 from ..interfaces import ipv4_addresses, reachable_names
 from ..planning.fidelities import AUTO
 from . import horovodrun
-from .agent import REPORT
-from .arguments import Parser, check_file, check_folder, count, positive
+from .arguments import REPORT, Parser, check_file, check_folder, count, positive
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
 

@@ -14,10 +14,8 @@ NO_BACKWARD = -1
 """The number of the running backward where none runs."""
 
 
-def running_backward() -> int:
-    """Return the number of the backward that runs on this thread, which no other has; ``NO_BACKWARD`` if none does."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward that runs on this thread, which no other has; ``NO_BACKWARD`` if none does."""
 
 
 def is_nested() -> bool:

@@ -180,7 +180,8 @@ class GradientReduction(Optimizer):
             raise again(engine.failure)
         if engine.plan is None:
             self._fl_learn_parts(parameter)
-        if self._fl_passes_left[parameter] <= 0 or self._fl_has_added_to_result(parameter):
+        reduced = self._fl_reduced.get(parameter)
+        if self._fl_passes_left[parameter] <= 0 or reduced is not None and reduced.is_next_of(parameter.grad):
             name = self._fl_roster.names[parameter]
             if not self._fl_reduced and is_nested():
                 self._fl_refuse_part(parameter)
@@ -202,12 +203,13 @@ class GradientReduction(Optimizer):
                 self._fl_begin(engine)
             # Not there: it was unfrozen after the step began, which step() refuses, or has left the optimizer.
             if parameter in self._fl_given:
-                self._fl_given[parameter] = _Given.of(
-                    self._fl_given[parameter].gradient
-                )  # another part was added to it
+                # Another part was added to what was handed over.
+                self._fl_given[parameter] = _Given.of(self._fl_given[parameter].gradient)
             elif parameter in self._fl_names:
+                if self._fl_sent is not None:
+                    self._fl_make_own(parameter)
                 self._fl_hand_over(engine, parameter)
-            if self._fl_ends_with_backward:
+            if self._fl_ends_with_backward and self._fl_backward != running_backward():
                 self._fl_await_end_of_backward()
         if self._fl_phases is not None:
             self._fl_phases.note_gradient()
@@ -241,9 +243,8 @@ class GradientReduction(Optimizer):
 
         A parameter that has no gradient by then has not been used, unless another backward follows before ``step``.
         """
-        backward = running_backward()
-        if backward not in (NO_BACKWARD, self._fl_backward):
-            self._fl_backward = backward
+        if running_backward() != NO_BACKWARD:
+            self._fl_backward = running_backward()
             at_end_of_backward(partial(_backward_ended, weakref.ref(self)))
 
     def _fl_end_with_backward(self) -> None:
@@ -254,11 +255,6 @@ class GradientReduction(Optimizer):
                 raise again(engine.failure)
             with torch.no_grad():
                 self._fl_reduced = self._fl_synchronize()
-
-    def _fl_has_added_to_result(self, parameter: Tensor) -> bool:
-        """Return whether backward has just added to a result of the step that the backward before has ended."""
-        result = self._fl_reduced.get(parameter)
-        return result is not None and result.is_next_of(parameter.grad)
 
     def _fl_begin_again(self, engine: Engine) -> None:
         """Go on after a backward that has ended a step, without ``step`` in between.
@@ -339,23 +335,16 @@ class GradientReduction(Optimizer):
         return self._fl_passes_left.get(parameter, passes) < passes
 
     def _fl_hand_over(self, engine: Engine, parameter: Tensor) -> None:
-        """Start the reduction of a gradient, or of what the wrapped optimizer sends in its place."""
-        if self._fl_sent is not None:
-            self._fl_make_own(parameter)
-        self._fl_submit(engine, parameter)
-
-    def _fl_submit(self, engine: Engine, parameter: Tensor) -> None:
-        """Give a gradient to the engine, or gather it by name if its rows are gathered."""
+        """Start the reduction of a gradient: on the engine, or by name if its rows are gathered."""
         name, gradient, sparse = self._fl_names[parameter], parameter.grad, self._fl_sparse
         assert sparse is not None
         if not sparse.gathered and type(gradient) is Tensor and not gradient.is_sparse:
             engine.submit(name, gradient)  # the fast path, which nearly all gradients take
+            self._fl_given[parameter] = _Given(gradient, gradient._version, gradient.data_ptr())
         elif not sparse.take(name, parameter):
             gradient = sparse.dense(name, parameter)
             engine.submit(name, local_part(gradient))
-        else:
-            return
-        self._fl_given[parameter] = _Given.of(gradient)
+            self._fl_given[parameter] = _Given.of(gradient)
 
     def _fl_leave_unused(self, engine: Engine, parameter: Tensor) -> None:
         """Submit zeros for a parameter that this rank has not used; it gets no gradient unless another rank has."""
@@ -370,7 +359,10 @@ class GradientReduction(Optimizer):
         """
         given, self._fl_given = self._fl_given, {}
         for parameter, each in given.items():
-            if not each.is_still(parameter.grad):
+            gradient = each.gradient
+            # Written out, as it is looked at for each gradient of each step.
+            same = parameter.grad is gradient and gradient._version == each.version
+            if not same or type(gradient) is Tensor and gradient.data_ptr() != each.place:
                 name = self._fl_roster.names.get(parameter)
                 engine.fail(
                     UsageError(
@@ -379,10 +371,10 @@ class GradientReduction(Optimizer):
                         "hook that changes a parameter's gradient has to be registered before the optimizer is wrapped"
                     )
                 )
-            if each.gradient.requires_grad:
+            if gradient.requires_grad:
                 # backward(create_graph=True) may have saved the values that the result has replaced.
-                increment_version(each.gradient)
-                given[parameter] = _Given.of(each.gradient)
+                increment_version(gradient)
+                given[parameter] = _Given.of(gradient)
         return given
 
     def _fl_assign_unused(self, engine: Engine) -> dict[Tensor, _Given]:
@@ -490,7 +482,7 @@ class GradientReduction(Optimizer):
                 if finds_unused and (settled or parameter.grad is None):
                     self._fl_leave_unused(engine, parameter)
                 else:
-                    self._fl_submit(engine, parameter)
+                    self._fl_hand_over(engine, parameter)
         self._fl_settled = frozenset()
         self._fl_state = StepState.IDLE
         self._fl_count_anew()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,11 +125,12 @@ def section_rms(x: Tensor) -> Tensor:
     each = torch.nn.functional.pad(x.float(), (0, -x.numel() % SECTION)).view(-1, SECTION).double()
     amax = each.abs().amax(1)
     usual = amax.isfinite() & (amax >= _TINY)
-    unit = torch.exp2(torch.frexp(torch.where(usual, amax, 1.0))[1].double() - 9)
+    # By numpy: torch's exp2 and sqrt come from MKL, which rounds them otherwise on some processors.
+    unit = torch.from_numpy(np.ldexp(1.0, torch.frexp(torch.where(usual, amax, 1.0))[1].numpy() - 9))
     squares = torch.where(usual.unsqueeze(1), each / unit.unsqueeze(1), 0.0).round().square().sum(1)
     elements = torch.full_like(squares, SECTION)
     elements[-1:] = x.numel() - SECTION * (len(elements) - 1)
-    rms = (squares.float() / elements.float()).sqrt() * unit.float()
+    rms = torch.from_numpy(np.sqrt((squares.float() / elements.float()).numpy())) * unit.float()
     return torch.where(amax.isfinite(), torch.where(usual & (rms >= _TINY), rms, 0.0), math.nan)
 
 

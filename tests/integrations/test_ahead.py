@@ -196,7 +196,7 @@ def test_gradients_of_any_layout() -> None:
     local.run(rank_main, 2)
 
 
-def test_parameters_without_gradients_send_what_they_kept() -> None:
+def test_what_is_owed_waits_for_a_gradient_that_some_rank_has() -> None:
     def rank_main(rank: int) -> None:
         model, optimizer = make_pair(codec="toysparse", density=0.3)
         loss_of(model, rank, 0).backward()
@@ -208,8 +208,14 @@ def test_parameters_without_gradients_send_what_they_kept() -> None:
 
         before = kept()
         assert before.any()
-        for _ in range(8):
+        optimizer.zero_grad()
+        optimizer.step()
+        assert torch.equal(kept(), before)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for step in range(1, 9):
             optimizer.zero_grad()
+            if rank == 0:
+                (0 * loss_of(model, rank, step)).backward()
             optimizer.step()
         assert not kept().any()
         assert all(parameter.grad is not None for parameter in model.parameters())

@@ -380,6 +380,7 @@ def test_groups_that_cannot_be_added_leave_the_optimizer_as_it_was(world: int) -
             with pytest.raises(fl.UsageError, match="being reduced; call it before backward"):
                 optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2)))]})
         optimizer.step()
+        optimizer.close()
         theirs.close()
 
     local.run(rank_main, world)
