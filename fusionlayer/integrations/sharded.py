@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from numbers import Real
 from operator import is_
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,6 +43,10 @@ class ShardedOptimizer(Optimizer):
     ``step`` averages each gradient on the rank that owns it. Each rank updates its part of the weights in f32, and
     gathers all weights. The model keeps whole weights, the same bits on every rank; a rank holds states for 1 / size of
     them. All ranks begin with rank 0's weights.
+
+    A parameter that no rank uses in a step (``p.grad`` is None on all ranks) or that is frozen keeps its values and its
+    optimizer state. ``optimizer_class`` sees one tensor per group, so its counters of steps, such as AdamW's ``step``,
+    count every step of the group.
 
         optimizer = fl.ShardedOptimizer(
             model.parameters(), torch.optim.AdamW, weights="qwd", gradients="tlq_hs", lr=1e-3
@@ -129,6 +135,8 @@ class ShardedOptimizer(Optimizer):
         self._fl_seen: dict[Tensor, tuple[int, int]] = {}
         self._fl_reduced = False
         self._fl_late: Tensor | None = None
+        self._fl_unused: frozenset[Tensor] = frozenset()
+        self._fl_stand_in: Tensor | None = None
         note = partial(_note, weakref.ref(self))
         hooks = [p.register_post_accumulate_grad_hook(note) for p in named.values()]
         weakref.finalize(self, _remove, hooks).atexit = False
@@ -178,13 +186,9 @@ class ShardedOptimizer(Optimizer):
         self._fl_reduce()
         self._fl_reduced, self._fl_late = True, None
         own = [part.main.grad for part in self._fl_parts if part.main.grad is not None]
-        device, transport = own[0].device, self._fl_transport
-        norms = torch.stack([torch.linalg.vector_norm(each, norm_type).to(device) for each in own])
-        rows = torch.zeros(transport.size, dtype=norms.dtype, device=device)
-        rows[transport.rank] = torch.linalg.vector_norm(norms, norm_type)
-        if transport.size > 1:
-            transport.all_reduce(rows)  # brings each rank the norms of all ranks' parts
-        norm: Tensor = torch.linalg.vector_norm(rows, norm_type)
+        norms = torch.stack([torch.linalg.vector_norm(each, norm_type).to(own[0].device) for each in own])
+        every = self._fl_find_unused(torch.linalg.vector_norm(norms, norm_type))
+        norm: Tensor = torch.linalg.vector_norm(every, norm_type)
         for each in own:
             each.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(each.device))
         return norm
@@ -199,7 +203,8 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Average gradients, update this rank's part of the weights, and gather all; return what ``closure`` returns.
 
-        A parameter without a gradient counts as zeros. One that is frozen now does not move.
+        A parameter without a gradient counts as zeros if another rank has a gradient of it. If no rank has one, or if
+        the parameter is frozen now, its values and its optimizer state do not change.
 
         Raises:
             UsageError: a group has other parameters than when the optimizer was made; a gradient was changed after
@@ -216,6 +221,7 @@ class ShardedOptimizer(Optimizer):
             self._fl_check.settle()
         if not self._fl_reduced:
             self._fl_reduce()
+            self._fl_find_unused(torch.zeros((), device=self._fl_parts[0].main.device))
         elif self._fl_late is not None:
             raise UsageError(
                 f"{self._fl_named[self._fl_late]}: backward has changed its gradient after clip_grad_norm_(); call "
@@ -223,13 +229,16 @@ class ShardedOptimizer(Optimizer):
             )
         for outer, inner in zip(self.param_groups, self._fl_inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
-        held = [part.frozen() for part in self._fl_parts]
-        self._fl_inner.step()
-        for part, values in zip(self._fl_parts, held, strict=True):
-            part.put_back(values)
+        held = [part.hold(self._fl_unused, self._fl_inner.state.get(part.main, {})) for part in self._fl_parts]
+        try:
+            self._fl_inner.step()
+        finally:
+            _put_back(pair for pairs in held for pair in pairs)
         for index, part in enumerate(self._fl_parts):
             seed = derive_seed(self._fl_step, index, 1)
+            copies = [] if self._fl_weights.codec.lossless else part.copies(self._fl_unused)
             part.gather(self._fl_weights, transport, seed)
+            _put_back(copies)
         self._fl_step += 1
         self._fl_forget_gradients()
         return loss
@@ -276,6 +285,27 @@ class ShardedOptimizer(Optimizer):
         for index, part in enumerate(self._fl_parts):
             part.reduce(self._fl_gradients, self._fl_transport, derive_seed(self._fl_step, index, 0))
 
+    def _fl_find_unused(self, norm: Tensor) -> Tensor:
+        """Find the parameters that no rank uses in this step, and return each rank's ``norm``, in one message.
+
+        Each rank sends four bytes for its norm, and one bit per parameter. Only a rank that lacks a gradient, or clips,
+        reads the message, so on a device the other ranks do not wait for it.
+        """
+        used = np.array([p.requires_grad and p.grad is not None for p in self._fl_named])
+        mine = torch.cat([norm.view(1).view(torch.uint8), torch.from_numpy(np.packbits(used)).to(norm.device)])
+        every = mine.view(1, -1)
+        transport = self._fl_transport
+        if transport.size > 1:
+            every = mine.new_empty(transport.size, mine.numel())
+            with transport.doing("which parameters ranks have used"):
+                transport.all_gather(mine, every)
+        if used.all():
+            self._fl_unused = frozenset()
+        else:
+            bits = np.bitwise_or.reduce(every[:, 4:].cpu().numpy(), axis=0)
+            self._fl_unused = frozenset(compress(self._fl_named, np.unpackbits(bits, count=len(used)) == 0))
+        return every[:, :4].flatten().view(torch.float32)
+
     def _fl_forget_gradients(self) -> None:
         self._fl_seen.clear()
         self._fl_reduced = False
@@ -290,6 +320,10 @@ class ShardedOptimizer(Optimizer):
             )
         for each, part in zip(self.param_groups, self._fl_parts, strict=True):
             part.check(each["params"])
+        first = self._fl_parts[0].params[0]
+        if first.grad is not None and first.grad is self._fl_stand_in and first not in self._fl_seen:
+            first.grad = None  # GradScaler has seen it
+        self._fl_stand_in = None
         for p, name in self._fl_named.items():
             address, version = self._fl_seen.get(p, (None, None))
             if p.grad is not None and p.grad.data_ptr() == address and p.grad._version != version:
@@ -306,7 +340,8 @@ class ShardedOptimizer(Optimizer):
         self._fl_look()
         first = self._fl_parts[0].params[0]
         if all(p.grad is None for p in self._fl_named):
-            first.grad = torch.zeros_like(first)  # GradScaler refuses a rank without gradients
+            # GradScaler refuses a rank without gradients.
+            first.grad = self._fl_stand_in = torch.zeros_like(first)
         gradients = [p.grad for p in self._fl_named if p.grad is not None]
         found = torch.stack([each.isfinite().all().logical_not().to(gradients[0].device) for each in gradients])
         overflown = found.any().float().view(1)
@@ -346,6 +381,11 @@ def _note(optimizer: weakref.ref[ShardedOptimizer], p: Tensor) -> None:
         self._fl_seen[p] = p.grad.data_ptr(), p.grad._version
         if self._fl_reduced:
             self._fl_late = p
+
+
+def _put_back(held: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for place, values in held:
+        place.copy_(values)
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:
@@ -411,21 +451,29 @@ class _Part:
             mine = self.main.to(self._replica.dtype)
             halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed)
 
-    def frozen(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the places in ``main`` of this rank's elements of frozen parameters, with copies of their values."""
-        found = []
-        main = self.main.detach()
-        for p, view in zip(self.params, self._views, strict=True):
-            if not p.requires_grad:
-                first = view.storage_offset() - self._own.storage_offset()
-                place = main[max(0, first) : max(0, first + p.numel())]
-                found.append((place, place.clone()))
-        return found
+    def hold(self, unused: Collection[Tensor], state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's elements of ``unused`` parameters in ``main`` and its ``state``: views, and their copies.
 
-    def put_back(self, values: list[tuple[Tensor, Tensor]]) -> None:
-        """Give frozen parameters the values that ``frozen`` returned: weight decay and momentum have moved them."""
-        for place, value in values:
-            place.copy_(value)
+        ``main`` and its gradient become zero there until ``_put_back``. Otherwise weight decay, or a lossy codec's
+        noise, would add to states that the inner step creates.
+        """
+        assert self.main.grad is not None
+        main, held = self.main.detach(), []
+        states = [
+            x for x in state.values() if isinstance(x, Tensor) and x.shape == main.shape and x.is_floating_point()
+        ]
+        for p, view in zip(self.params, self._views, strict=True):
+            first = view.storage_offset() - self._own.storage_offset()
+            place = slice(max(0, first), max(0, first + p.numel()))
+            if p in unused and main[place].numel():
+                held += [(x[place], x[place].clone()) for x in (main, *states)]
+                main[place] = 0
+                self.main.grad[place] = 0
+        return held
+
+    def copies(self, unused: Collection[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the model's weights of ``unused`` parameters, and their copies: a lossy gather changes the weights."""
+        return [(view, view.clone()) for p, view in zip(self.params, self._views, strict=True) if p in unused]
 
     def check(self, params: Sequence[Tensor]) -> None:
         """Raise ``UsageError`` if the group has other parameters now, or their memory is no longer the flat tensor."""

@@ -290,6 +290,130 @@ def test_a_parameter_without_gradient_counts_as_zeros() -> None:
         assert not moved[21 * 61 :].any()
 
 
+def give_some(model: nn.Module, rank: int, step: int, world: int) -> None:
+    """Give gradients to a part of the parameters: in each step some have none on any rank, and some on one rank only.
+
+    The first step leaves out most of them, so that their optimizer state begins in a later step.
+    """
+    give_gradients(model, rank, step)
+    for i, p in enumerate(model.parameters()):
+        if (step == 0 and i > 1) or (i + step) % 3 == 0 or ((i + step) % 3 == 1 and rank != step % world):
+            p.grad = None
+
+
+@looped("world", [1, 2, 3])
+@looped("clip", [False, True])
+@looped("options", [{"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
+def test_sgd_skips_unused_parameters_as_on_one_process(options: dict[str, Any], clip: bool, world: int) -> None:
+    """A parameter that no rank uses does not move; its momentum waits. If some ranks use it, others count as zeros."""
+    plain = make_model()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, **options)
+    for step in range(7):
+        sums: list[Tensor | None] = [None for _ in plain.parameters()]
+        for rank in range(world):
+            give_some(plain, rank, step, world)
+            for i, p in enumerate(plain.parameters()):
+                if p.grad is not None:
+                    was = sums[i]
+                    sums[i] = p.grad / world if was is None else was + p.grad / world
+        assert None in sums
+        for p, total in zip(plain.parameters(), sums, strict=True):
+            p.grad = total
+        if clip:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+
+    def body(transport: Transport) -> Tensor:
+        model = make_model()
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, group=transport, **options)
+        for step in range(7):
+            optimizer.zero_grad()
+            give_some(model, transport.rank, step, world)
+            without = [p for p in model.parameters() if p.grad is None]
+            if clip:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            assert all(p.grad is None for p in without)
+        return flat(model)
+
+    for got in over_threads(world, body):
+        torch.testing.assert_close(got, flat(plain), rtol=1e-5, atol=1e-6)
+
+
+@looped("world", [2, 3])
+@looped("frozen", [False, True])
+@looped("weights, gradients", [("raw", "raw"), ("qwd", "tlq_hs"), ("qw", "int8")])
+@looped("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_a_parameter_that_no_rank_uses_keeps_values_and_state(
+    kind: Any, weights: str, gradients: str, frozen: bool, world: int
+) -> None:
+    """To the bit, also where codecs lose some, on the rank that owns it and in the copies of others."""
+
+    def body(transport: Transport) -> None:
+        model = make_model()
+        options: dict[str, Any] = {"weights": weights, "gradients": gradients, "lr": 1e-2, "weight_decay": 0.5}
+        optimizer = ShardedOptimizer(model.parameters(), kind, group=transport, **options)
+        (part,) = optimizer._fl_parts
+        marks = [torch.zeros_like(part._replica) for _ in model.parameters()]  # 1 where a parameter has its elements
+        for mark, view in zip(marks, part._views, strict=True):
+            mark[view.storage_offset() : view.storage_offset() + view.numel()] = 1
+        for step in range(4):
+            unused = [2, 3] if step == 1 else [0, 4] if step else [1, 2]
+            for i, p in enumerate(model.parameters()):
+                p.requires_grad_(not (frozen and i in unused))
+            optimizer.zero_grad()
+            give_gradients(model, transport.rank, step)
+            for i, p in enumerate(model.parameters()):
+                p.grad = None if i in unused else p.grad
+            mine = torch.stack([marks[i].view_as(part._rows)[transport.rank] for i in unused]).sum(0).bool()
+            state = optimizer._fl_inner.state[part.main]
+            kept = {"main": part.main.detach(), **{key: x for key, x in state.items() if x.shape == part.main.shape}}
+            before = {key: x[mine].clone() for key, x in kept.items()}
+            copies = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            for key, x in kept.items():
+                assert torch.equal(x[mine], before[key]), (step, key)
+            if step == 0:  # states that begin in this step hold nothing of weight decay
+                begun = [x for key, x in state.items() if x.shape == part.main.shape and key not in kept]
+                assert not any(x[mine].any() for x in begun)
+            moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), copies, strict=True)]
+            assert not any(moved[i] for i in unused), (step, moved)
+            assert weights != "raw" or sum(moved) == 4  # codes that are coarse beside an update may hold a weight
+
+    over_threads(world, body)
+
+
+def test_a_rank_without_gradients_uses_none_for_the_look_for_overflows() -> None:
+    """What GradScaler needs to see there is no gradient of the step, and is gone after it."""
+
+    def body(transport: Transport) -> None:
+        model = make_model()
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.5, group=transport)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))  # a scaler that has scaled nothing refuses to unscale
+        last = [*model.parameters()][-1]
+        last.grad = torch.ones_like(last) if transport.rank else None
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+        assert moved == [False] * 5 + [True]
+        assert all(p.grad is None for p in [*model.parameters()][:-1])
+
+    over_threads(2, body)
+
+
+def test_the_message_of_used_parameters_has_a_bit_for_each() -> None:
+    def body(transport: Transport) -> int:
+        optimizer = ShardedOptimizer(
+            [nn.Parameter(torch.ones(1)) for _ in range(100)], torch.optim.SGD, group=transport
+        )
+        before = transport.bytes_sent
+        optimizer._fl_find_unused(torch.zeros(()))
+        return transport.bytes_sent - before
+
+    assert over_threads(3, body) == [2 * (4 + 13)] * 3
+
+
 def test_bits_on_the_wire() -> None:
     """SDP4Bit's payloads between two nodes of two ranks, counted: 4.25 bits for gradients, 4.0156 for weights."""
     numel = 1 << 18
