@@ -525,7 +525,12 @@ MUTANTS: list[Mutant] = [
     *_of(
         "integrations/",
         ("backward_end.py", "if outer is None:", "if True:", "a backward within a backward ends the step"),
-        ("reduction.py", "if not same or type(gradient)", "if False and type(gradient)", "gradients change in flight"),
+        (
+            "reduction.py",
+            "if not same or type(gradient)",
+            "if False and type(gradient)",
+            "gradients change while in flight",
+        ),
         (
             "reduction.py",
             "_Given.of(gradient)[1:] == self[1:]",
