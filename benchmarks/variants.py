@@ -31,7 +31,7 @@ LOCAL = "local="
 """Begins the word for local steps: ``local=diloco:every=60`` is ``fusionlayer.Local.diloco(every=60)``."""
 
 _KEYS = ("algorithm", "connections", "feedback_bits", "freeze_step", "warmup_codec")
-_WORDS = ("autotune", "behind", "nodes", "overlap", "unchecked")
+_WORDS = ("autotune", "behind", "instep", "nodes", "overlap", "unchecked")
 
 
 def codec_presets() -> list[str]:
@@ -62,6 +62,8 @@ class Variant:
         autotune: the plan is searched for by measured steps. The word "autotune".
         unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
             word "unchecked".
+        instep: ``step`` waits for results, not backward, and unused parameters get zeros: Horovod's contract, which
+            ``fusionlayer.torch`` keeps. The word "instep".
         nodes: DDP averages gradients within a host in each step, and fusionlayer syncs hosts. The word "nodes".
         sync: ``fusionlayer.Local``, whose steps are local; a word local=PRESET:OPTION=VALUE. A name that begins with it
             has the preset's own codec.
@@ -79,6 +81,7 @@ class Variant:
     overlap: bool = False
     autotune: bool = False
     unchecked: bool = False
+    instep: bool = False
     nodes: bool = False
     sync: Any = None
 
@@ -147,6 +150,7 @@ class Variant:
         parts += ["overlap_forward"] if self.overlap else []
         parts += ["autotune"] if self.autotune else []
         parts += ["nothing checked"] if self.unchecked else []
+        parts += ["results with step()"] if self.instep else []
         parts += ["DDP within hosts"] if self.nodes else []
         parts += [f"local steps, a sync every {self.period}"] if self.sync is not None else []
         return ", ".join(parts)
@@ -179,7 +183,7 @@ class Variant:
         if self.unchecked or self.connections:
             sockets = SocketOptions(self.connections) if self.connections else None
             own = C10dTransport(checksum=False if self.unchecked else None, sockets=sockets)
-        return fl.DistributedOptimizer(
+        distributed = fl.DistributedOptimizer(
             optimizer,
             model.named_parameters(),
             codec=codec or (AUTO if self.codec == AUTO else self.make_codec()),
@@ -195,6 +199,9 @@ class Variant:
             check_replicas=False if self.unchecked else None,
             **({} if self.sync is None else {"sync": self.sync}),
         )
+        if self.instep:
+            distributed._fl_follow_horovod()
+        return distributed
 
 
 @functools.cache

@@ -38,6 +38,7 @@ def test_a_variant_is_told_in_words() -> None:
     )
     assert about("int4+connections=16") == "fusionlayer with the codec int4, 16 connections of its own"
     assert about("int8+unchecked") == "fusionlayer with the codec int8, nothing checked"
+    assert about("raw+instep") == "fusionlayer with the codec raw, results with step()"
     assert Variant.parse("dynamiq+algorithm=ring").make_codec().options["bits"] == 5
     assert about("ddp").startswith("DistributedDataParallel")
 
