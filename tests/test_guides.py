@@ -61,7 +61,11 @@ def test_the_two_lines_train_alike_on_all_ranks(
 ) -> None:
     """The script of the first page, and those for Ray, whose stand-in starts threads."""
     (laptop,), (ray, _, horovod) = (
-        [code.replace("range(200)", "range(10)") for code in blocks(f"start/{page}.md", "python")]
+        # Digits: losses of two ranks, which have data of their own, are equal in three of them now and then.
+        [
+            code.replace("range(200)", "range(10)").replace(":.3f}", ":.8f}")
+            for code in blocks(f"start/{page}.md", "python")
+        ]
         for page in ("laptop", "ray")
     )
     fl.transport.local.run(lambda rank: exec(compile(laptop, "laptop.md", "exec"), {}), 2)
