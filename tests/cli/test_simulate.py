@@ -181,5 +181,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(path: Path, workers: str) -> 
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    errors = process.stderr.read()
-    assert (process.wait(180), errors) == (141, "")
+    # What takes seconds, as on a busy machine, says how far it is.
+    errors = [line for line in process.stderr if "% done" not in line]
+    assert (process.wait(180), errors) == (141, [])
