@@ -72,6 +72,15 @@ def end(group: Any) -> None:
         group.shutdown()  # torch does not know of groups that were split off
 
 
+def new_local_group(ranks: list[int]) -> Any:
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    except ValueError as error:
+        # torch names it by its ranks and by how many groups there are, which another one may have been named by.
+        assert "name has already been created" in str(error)
+        return dist.new_group()
+
+
 def come_and_go(rank: int, world: int, folder: str, port: int, seed: int, rounds: int) -> None:
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "FUSIONLAYER_WATCH": "true"}
     control, chance, every = Control(folder, world), random.Random(seed), list(range(world))
@@ -83,7 +92,7 @@ def come_and_go(rank: int, world: int, folder: str, port: int, seed: int, rounds
         )
         makes: list[Callable[[], Any]] = [
             dist.new_group,
-            lambda: dist.new_group(every, use_local_synchronization=True),
+            lambda: new_local_group(every),
             lambda: dist.group.WORLD.split_group(every),  # type: ignore[union-attr]
         ]
         groups: list[Any] = [dist.group.WORLD]
