@@ -1,4 +1,4 @@
-"""What batch schedulers tell of a job in which no launcher started this process: whether there are other processes.
+"""Reads from the variables of batch schedulers whether a job has other processes, where no launcher started this one.
 
 Such a process would train alone, and each of its job would, without an error.
 """
