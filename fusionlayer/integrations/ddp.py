@@ -478,7 +478,10 @@ class CommHook:
             raise error
         ended, self._ended = self._ended, False
         if self._template is not None and not ended:
-            self._engine.synchronize()
+            try:
+                self._engine.synchronize()
+            except UsageError as error:  # gradients have not come
+                raise UsageError(f"{error}; or give DistributedDataParallel find_unused_parameters=True") from None
         model = self._model()
         if self._unused and model is not None:
             self._undecided = tuple(self._unused), model.reducer._get_local_used_map()

@@ -70,6 +70,7 @@ class GradientReduction(Optimizer):
     _fl_plan_anew: Callable[[Engine, Mapping[Tensor, str], str], None]
     _fl_replicas: Replicas
     _fl_enlist: Callable[[GradientReduction], ByName] | None = None
+    # Whether a step may end with its backward at all; and whether ``fusionlayer.torch`` has made this optimizer.
     _fl_may_end_with_backward = True
     _fl_as_horovod = False
     # Raises ConfigError if something else averages gradients of these parameters.

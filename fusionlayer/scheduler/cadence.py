@@ -78,8 +78,7 @@ class Cadence:
         missing = [name for name in self.due if name not in self.arrived]
         raise UsageError(
             f"{len(missing)} of {len(self.due)} gradients have not come in step {self.step}, the first is that of "
-            f"{missing[0]!r}: backward ended without it; use the parameter in each forward, freeze it, or give "
-            "DistributedDataParallel find_unused_parameters=True"
+            f"{missing[0]!r}: backward ended without it; use the parameter in each forward, or freeze it"
         )
 
     def refuse(self, name: str, tensors: Mapping[str, TensorInfo]) -> NoReturn:
