@@ -102,11 +102,6 @@ class Config:
         "each rank sums a share that its link can carry; none: equal shares",
         (),
     )
-    grace: float | None = _setting(
-        "seconds that a sum of gradients waits for late ranks once half of them are there: what comes later travels "
-        "with the next sum; null: a sum waits for all ranks",
-        None,
-    )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
     stall_warning: float = _setting(
         "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0
@@ -140,11 +135,9 @@ class Config:
         records.check(self)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
-        for name in ("timeout", "stall_warning", "grace"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
+        for name in ("timeout", "stall_warning"):
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds above 0")
-        if self.grace is not None and not self.grace < self.timeout:
-            raise ConfigError(f"grace={self.grace:g} with timeout={self.timeout:g}; expected a shorter grace")
         if self.check_replicas < 0:
             raise ConfigError(f"check_replicas={self.check_replicas}; expected a number of steps, or 0 for never")
         if self.feedback_bits not in (32, 8):
@@ -174,6 +167,11 @@ _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_OBJECTS": "when building: folder that keeps compiled files for builds in other folders",
     "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
 }
+_REMOVED: Mapping[str, str] = {
+    "grace": "it did not make runs faster; ranks wait for each other less often with sync=fl.Local(...)",
+}
+"""Settings of earlier versions, and why they are no more or what to use."""
+
 _KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in fields(Config)}
 VARIABLES: Mapping[str, str] = {
     **_OTHERS,
@@ -201,6 +199,11 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         given = (records.read(path, "config") or {}) if path else {}
     except ConfigError as error:
         raise ConfigError(f"FUSIONLAYER_CONFIG={path}: {error}") from None
+    for key, why in _REMOVED.items():
+        source = f"FUSIONLAYER_{key.upper()}"
+        if environ.get(source) or key in given:
+            where = source if environ.get(source) else f"FUSIONLAYER_CONFIG={path}: {key}"
+            raise ConfigError(f"{where}: this setting was removed: {why}; leave it out")
     settings = records.build(Config, given, f"config {path}")
     chosen = {key: environ[variable] for variable, key in _KEYS.items() if environ.get(variable)}
     replaced = {key for name in chosen for key in _REPLACED.get(name, ())} - chosen.keys()

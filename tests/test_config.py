@@ -64,7 +64,6 @@ WRONG = {
     "interfaces": "eth0",
     "rates": "100mbit",
     "congestion": "[bbr]",
-    "grace": "soon",
     "timeout": "soon",
     "stall_warning": "true",
     "watch": "maybe",
@@ -110,6 +109,13 @@ def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, name: str) -> None
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_file(tmp_path, text)
+
+
+def test_a_setting_that_was_removed_is_refused_with_what_to_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"FUSIONLAYER_CONFIG=.*: grace: this setting was removed: .*sync=fl.Local"):
+        from_file(tmp_path, "grace: 0.05")
+    with pytest.raises(ConfigError, match="^FUSIONLAYER_GRACE: this setting was removed"):
+        load({"FUSIONLAYER_GRACE": "0.05"})
 
 
 def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None:

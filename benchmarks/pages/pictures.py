@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from matplotlib.figure import Figure
 
-from benchmarks import ablation, hops, interfaces, missing, plots, sharded_losses, stragglers
+from benchmarks import ablation, hops, interfaces, missing, plots, sharded_losses
 from benchmarks.collective.cell import Cell, Row
 from benchmarks.collective.picture import draw_shares
 from benchmarks.faults import summary as faults
@@ -122,7 +122,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         "sharded-losses", sharded_losses.curves(rows("sharded-losses"), result("sharded-losses").title)
     ),
     "simulate-gpt-far": lambda: _titled("simulate-gpt-far", projections(rows("simulate-gpt-far"))),
-    "stragglers": lambda: stragglers.picture(rows("stragglers-2-percent-sockets")),
     "tensor-parallel-2x1": lambda: _titled("tensor-parallel-2x1", tensor_parallel.picture(rows("tensor-parallel-2x1"))),
     "zipped": lambda: _titled("zipped", zipped.ratios([row for row in rows("zipped") if "size" in row])),
     "zipped-late": lambda: _titled("zipped-late", zipped.designs([row for row in rows("zipped") if "split" in row])),

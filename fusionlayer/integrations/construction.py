@@ -89,9 +89,6 @@ def make_engine(
         if getattr(options, name) not in (None, True, False):
             raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
-    if settings.grace is not None and transport.size > 1:
-        with blame(settings, "grace"):
-            _check_grace(settings.grace, options, planning, settings, overlap_forward)
     own = transport.duplicate()
     with blame(settings, "rates"):
         shares = shares_by(settings.rates, own)
@@ -111,27 +108,8 @@ def make_engine(
         hold_results=hold_results,
         undoable=undoable,
         shares=shares,
-        grace=settings.grace if transport.size > 1 else None,
         clock=clock_of(device),
     )
-
-
-def _check_grace(
-    grace: float, options: GradientOptions, planning: Planning, settings: Config, overlap_forward: bool
-) -> None:
-    """Raise ``ConfigError`` if a trainer cannot leave out ranks that are late."""
-    feedback = options.error_feedback if options.error_feedback is not None else settings.error_feedback
-    refused = {
-        "sync=fl.Local(...), whose ranks wait for each other only at syncs": options.sync is not None,
-        "codec='auto', autotune or a planner that needs costs, which measure steps of all ranks": (
-            planning.plan_controller is not None
-        ),
-        "overlap_forward, which has not been tried with it": overlap_forward,
-        "error_feedback=False, where late gradients have to wait": feedback is False,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ConfigError(f"grace={grace:g} beside {what}; leave one of them out")
 
 
 def _say_where_shares_count(planning: Planning, transport: Transport) -> None:

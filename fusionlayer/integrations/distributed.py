@@ -60,7 +60,7 @@ class Distributed(GradientReduction):
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. With ``sync``: sync now, on all ranks.
 
-        ``backward`` does so by itself, or where it does not, ``step``: with ``overlap_forward``, the setting ``grace``,
+        ``backward`` does so by itself, or where it does not, ``step``: with ``overlap_forward``,
         in elastic jobs and if ``backward`` runs several times in a step. There call it before you read or change
         gradients, for instance to clip them; then call ``step`` within ``skip_synchronize``. With ``overlap_forward``,
         between ``step`` and the next backward, it waits until every parameter is updated.

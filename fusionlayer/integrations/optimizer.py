@@ -301,7 +301,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         )
 
     if sent_by(optimizer) is not None:
-        context.refuse_grace(type(optimizer).__name__)
         refused = sync if not isinstance(optimizer, FollowsSyncs) else None
         if op is not Average or refused is not None or plan is not None or context.settings().plan is not None:
             raise ConfigError(

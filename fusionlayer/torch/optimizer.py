@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import codecs, context, functional
+from .. import codecs, functional
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..integrations import optimizer as _optimizer
@@ -83,7 +83,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     transport: Transport | None = None
     if process_set is not global_process_set:
         transport = transport_of(process_set) if process_set.included() else local.alone()
-    context.refuse_grace("Horovod's optimizer")
     session()
     distributed = _optimizer.DistributedOptimizer(
         optimizer,
