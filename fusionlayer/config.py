@@ -16,7 +16,7 @@ from . import records
 from .errors import ConfigError
 from .registry import closest, nearest
 
-__all__ = ["TRANSPORTS", "VARIABLES", "Config", "blame", "describe", "load", "unknown_variables"]
+__all__ = ["REMOVED", "TRANSPORTS", "VARIABLES", "Config", "blame", "describe", "load", "unknown_variables"]
 
 TRANSPORTS = ("c10d", "sockets", "auto", "mpi", "horovod")
 MOST_CONNECTIONS = 64
@@ -61,12 +61,6 @@ class Config:
         "near_lossless",
     )
     replan: bool = _setting("when planning by costs: measure and plan again when steps have drifted", True)
-    autotune: bool = _setting(
-        "while training runs, search for the number and sizes of buckets with the shortest measured steps", False
-    )
-    autotune_options: Mapping[str, Any] = _setting(
-        "`steps`, `every`, `drift`, `log`: the fields of `fusionlayer.Autotune`", factory=dict
-    )
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
@@ -167,10 +161,12 @@ _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_OBJECTS": "when building: folder that keeps compiled files for builds in other folders",
     "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
 }
-_REMOVED: Mapping[str, str] = {
+REMOVED: Mapping[str, str] = {
     "grace": "it did not make runs faster; ranks wait for each other less often with sync=fl.Local(...)",
+    "autotune": "it did not make steps faster than the default planner; codec='auto' chooses codecs by measured costs",
+    "autotune_options": "autotune did not make steps faster than the default planner",
 }
-"""Settings of earlier versions, and why they are no more or what to use."""
+"""Settings and arguments that were removed: why, or what to use instead."""
 
 _KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in fields(Config)}
 VARIABLES: Mapping[str, str] = {
@@ -199,7 +195,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         given = (records.read(path, "config") or {}) if path else {}
     except ConfigError as error:
         raise ConfigError(f"FUSIONLAYER_CONFIG={path}: {error}") from None
-    for key, why in _REMOVED.items():
+    for key, why in REMOVED.items():
         source = f"FUSIONLAYER_{key.upper()}"
         if environ.get(source) or key in given:
             where = source if environ.get(source) else f"FUSIONLAYER_CONFIG={path}: {key}"
@@ -292,7 +288,7 @@ def describe() -> str:
             "## Settings",
             "",
             "The file is YAML, with any of these keys. An unknown key is an error. The variable of each key is",
-            "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_PLAN`, `FUSIONLAYER_AUTOTUNE`.",
+            "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_PLAN`, `FUSIONLAYER_LANES`.",
             "",
             "| key | type | default | meaning |",
             "|---|---|---|---|",

@@ -18,7 +18,6 @@ from ..config import Config, blame
 from ..errors import ConfigError, require
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
-from ..planning.autotune import Autotune, Autotuner
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
 from ..planning.rates import shares_by
@@ -29,7 +28,7 @@ from ..timeline import Timeline
 from ..transport import Transport
 from .local import Local, state_tensors
 
-__all__ = ["GradientOptions", "Planning", "autotuning", "make_engine", "make_planning"]
+__all__ = ["GradientOptions", "Planning", "make_engine", "make_planning"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -50,7 +49,6 @@ class GradientOptions:
     replan: bool | None = None
     error_feedback: bool | None = None
     feedback_bits: int | None = None
-    autotune: bool | Autotune | None = None
     sync: Local | None = None
 
 
@@ -178,10 +176,7 @@ def make_planning(
             f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, which choose both for each "
             "codec; leave them out"
         )
-    tuning = autotuning(options.autotune)
     replan = settings.replan if options.replan is None else options.replan
-    if tuning is not None and options.replan:
-        raise ConfigError("replan=True beside autotune, which detects drift itself from measured steps; leave one out")
     plan_controller: PlanController | None = None
     if plan is None and by_costs:
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
@@ -194,7 +189,7 @@ def make_planning(
             size,
             algorithm=algorithm,
             ahead=ahead,
-            replan=replan and tuning is None,
+            replan=replan,
             local_size=context.local_size(),
             clock=clock_of(device),
         )
@@ -204,20 +199,11 @@ def make_planning(
                 measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
                 require(measured, Profile, "profile", "the path of a file that `fusionlayer profile` has written")
                 plan = by_measuring.plan_by(measured)
-    if tuning is not None:
-        plan_controller = Autotuner(
-            tensors,
-            tuning,
-            rank,
-            clock_of(device),
-            overlap_forward,
-            first=None if plan is not None else plan_controller,
-        )
     if options.sync is not None:
         if plan_controller is not None:
             raise ConfigError(
-                "sync=fl.Local(...) beside codec='auto', autotune or a planner that needs costs, which measure steps "
-                "in which gradients travel; name a codec and a planner that needs no costs"
+                "sync=fl.Local(...) beside codec='auto' or a planner that needs costs, which measure steps in which "
+                "gradients travel; name a codec and a planner that needs no costs"
             )
         if (options.sync.overlaps or options.sync.states) and tensors and plan is None:
             plan = _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
@@ -256,22 +242,6 @@ def _plan_of_fragments(
         grouped = [replace(tensor, group=i * count // len(ordered)) for i, tensor in enumerate(ordered)]
         plan = fuse(grouped, planner, codec, size, algorithm=algorithm, ahead=ahead)
     return plan
-
-
-def autotuning(asked: bool | Autotune | None) -> Autotune | None:
-    """Return how to autotune, or None for no autotuning; settings fill in what the argument ``asked`` leaves open.
-
-    Raises:
-        ConfigError: ``asked`` is of another type, or the settings hold unknown options.
-    """
-    settings = context.settings()
-    if isinstance(asked, Autotune):
-        return asked
-    if asked is not None and not isinstance(asked, bool):
-        raise ConfigError(f"autotune={asked!r}; expected True, False or fusionlayer.Autotune(...)")
-    wanted = settings.autotune if asked is None else asked
-    with blame(settings, "autotune_options"):
-        return Autotune.of(settings.autotune_options) if wanted else None
 
 
 def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:

@@ -56,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         num_groups: deprecated name for an integer ``groups``.
         groups: number of buckets, or lists of the tensors that travel together.
         sparse_as_dense: make sparse gradients dense. If False, gradients that are sparse in the first step on any rank
-            are gathered in every step. ``plan``, ``autotune``, ``overlap_forward`` and planning by costs cannot be
+            are gathered in every step. ``plan``, ``overlap_forward`` and planning by costs cannot be
             combined with that. Gradients that become sparse later are made dense.
         process_set: ranks to reduce over. On other ranks the optimizer steps by itself.
         options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ...
