@@ -114,7 +114,15 @@ def forged(**changes: object) -> bytes:
 @looped(
     "changes",
     [
-        *({"form": 2}, {"run": 3}, {"version": "1"}, {"base": 5}, {"digest": "0" * 32}, {"tensors": 3}),
+        *(
+            {"form": 2},
+            {"run": 3},
+            {"version": "1"},
+            {"version": 10**4000},
+            {"base": 5},
+            {"digest": "0" * 32},
+            {"tensors": 3},
+        ),
         *({"tied": {"w": "w"}}, {"tied": {"x": "y"}}, {"tied": []}, {"tensors": [["w"]]}, {"tensors": [3]}),
         *({"tied": {"x": "w"}, "order": ["x"]}, {"tensors": None}),
         *(
@@ -122,6 +130,11 @@ def forged(**changes: object) -> bytes:
             for row in (
                 ("float32", [1 << 62], "zip", 16, "0" * 32),  # memory that the bytes cannot fill
                 ("float32", [1 << 40], "zip", 16, "0" * 32),
+                ("float32", [10**4000] * 2000 + [0], "raw", 0, "0" * 32),  # minutes of multiplying
+                ("float32", [1 << 40, 1 << 40, 0], "raw", 0, "0" * 32),  # strides that overflow
+                ("float32", [1] * 10000, "raw", 4, "0" * 32),
+                ("float32", [4], "raw", 10**4000, "0" * 32),
+                ("float32", [4], ["raw"], 16, "0" * 32),
                 ("float32", [-4], "raw", 16, "0" * 32),
                 ("float32", [True] * 4, "raw", 16, "0" * 32),
                 ("float32", [4], "raw", -16, "0" * 32),
