@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..errors import printable
 from ..processes import Identity
 from . import _report
 from ._judge import Finding, judge
@@ -188,6 +189,7 @@ class Teller:
         return any(waiting - _READING < age < _FRESH for age in ages)
 
     def _say(self, text: str) -> None:
+        text = printable(text)  # ranks have written parts of it, or others who reach the store
         self.lines.append(text)
         self._past = [*self._past, (time.time(), text)][-_KEPT:]
         _logger.warning("fusionlayer watch, %s: %s", datetime.now().strftime("%H:%M:%S"), text)
