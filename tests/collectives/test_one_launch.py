@@ -87,7 +87,7 @@ def mine_alone(rank: int, world: int, path: str) -> tuple[bool, int]:
     """Return whether rank 1, which cannot map the memory of others, keeps all ranks from it, and the calls of a sum."""
     with kernels_instead(path):
         if rank == 1:
-            with mock.patch.object(_peer_memory.ForkingPickler, "loads", side_effect=RuntimeError("no access")):
+            with mock.patch.object(_peer_memory.DeviceMemory, "reach", side_effect=RuntimeError("no access")):
                 return _summed(rank)
         return _summed(rank)
 
