@@ -121,9 +121,10 @@ def _read(folder: Path, version: int) -> dict[str, Any]:
     except Exception as error:  # torch raises errors of many kinds for files that were damaged
         first = str(error).partition("\n")[0]
         raise WireError(f"{path} cannot be read ({first}): it was damaged, or is no version of a checkpoint") from error
-    if not isinstance(content, dict) or content.get("form") != _FORM or content.get("version") != version:
+    told = content if isinstance(content, dict) else {}
+    if (told.get("form"), told.get("version")) != (_FORM, version) or not {"since", "state"} <= told.keys():
         raise WireError(f"{path} is not version {version} of a checkpoint as save_delta makes it; give another folder")
-    return content
+    return told
 
 
 # ---- tensors in a state ---------------------------------------------------------------------------------------------

@@ -218,9 +218,10 @@ def _facts(folder: Path) -> dict[str, Any] | None:
     try:
         facts: dict[str, Any] = json.loads(text)
         found = _told(facts)
-        types = tuple(map(type, (*found, facts.get("signature", ""))))
+        types = tuple(map(type, found))
         fits = 0 <= found.version <= _MOST_VERSION and re.fullmatch(r"[0-9a-f]{1,16}", found.run, re.ASCII)
-        if facts["form"] == _FORM and types == (str, int, bool, int, str) and fits:
+        fits = fits and re.fullmatch(r"[0-9a-f]{64}", facts.get("signature", "0" * 64), re.ASCII)
+        if facts["form"] == _FORM and types == (str, int, bool, int) and fits:
             return facts
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         pass

@@ -171,9 +171,10 @@ def _header(text: bytearray) -> dict[str, Any]:
             and type(header["version"]) is int
             and abs(header["version"]) <= _MOST_VERSION
             and isinstance(header["base"], (str, type(None)))
+            and isinstance(header["digest"], str)
             and len({*names, *again}) == len(names) + len(again)
             and {*again.values()} <= {*names}
-            and (not again or sorted(order) == sorted([*names, *again]))
+            and (not (again or order) or sorted(order) == sorted([*names, *again]))
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise WireError(f"an update's header makes no sense ({error!r}): it was damaged") from error

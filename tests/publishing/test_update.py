@@ -124,7 +124,7 @@ def forged(**changes: object) -> bytes:
             {"tensors": 3},
         ),
         *({"tied": {"w": "w"}}, {"tied": {"x": "y"}}, {"tied": []}, {"tensors": [["w"]]}, {"tensors": [3]}),
-        *({"tied": {"x": "w"}, "order": ["x"]}, {"tensors": None}),
+        *({"tied": {"x": "w"}, "order": ["x"]}, {"order": ["x"]}, {"digest": None}, {"tensors": None}),
         *(
             {"tensors": [["w", *row]]}
             for row in (
