@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from fusionlayer import codecs, native, records
-from fusionlayer.cli import timelines
+from fusionlayer.cli import main
 from fusionlayer.coordination import requests
 from fusionlayer.elastic import generation
 from fusionlayer.errors import ConfigError, TransportError, WireError
@@ -40,6 +40,7 @@ from fusionlayer.watching._states import Channel, Noted, State
 from fusionlayer.watching._states import decode as decode_state
 from fusionlayer.watching._states import encode as encode_state
 from fusionlayer.wire import Header
+from tests.cli.test_trace import step_spans
 from tests.codecs.conformance import encoded
 from tests.synthetic import gradient
 
@@ -225,12 +226,11 @@ def _folders(place: Path) -> Iterator[tuple[str, Parser]]:
 
     def trace(data: bytes) -> object:
         (place / "trace.json").write_bytes(data)
-        return timelines.read([place / "trace.json"])
+        with _silence():
+            return main(["trace", str(place / "trace.json")])
 
-    span = {"name": "STEP", "ph": "X", "ts": 1.0, "dur": 2.0, "pid": 0, "tid": 1, "args": {"step": 1}}
-    clock = {"name": "clock", "ph": "M", "pid": 0, "args": {"offset_us": 1.0, "error_us": 0.5, "ranks": 1}}
-    whole = json.dumps([clock, span, span]).encode()
-    yield "timeline", Parser([whole, whole.replace(b"}, {", b"},\n{").replace(b"[{", b"[\n{")], trace, (ConfigError,))
+    whole = json.dumps(step_spans(0, 0.0) + step_spans(1, 1000.0)).encode()
+    yield "timeline", Parser([whole, whole.replace(b"}, {", b"},\n{").replace(b"[{", b"[\n{")], trace)
     yield "status", Parser([(place / "status.json").read_bytes()], status, (ConfigError,))
 
 
@@ -248,11 +248,8 @@ class _Nowhere:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    before, sys.stdout = sys.stdout, _Nowhere()  # type: ignore[assignment]
-    try:
+    with redirect_stdout(_Nowhere()), redirect_stderr(_Nowhere()):  # type: ignore[type-var]
         yield
-    finally:
-        sys.stdout = before
 
 
 def _rank_states() -> tuple[State, ...]:
@@ -404,7 +401,7 @@ def attempt(parser: Parser, count: int, seed: int) -> list[tuple[bytes, str]]:
     return wrong
 
 
-def main(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Try as many inputs as the command line says; return the exit status."""
     count, seed = int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 1
     # What takes memory by a number of the input fails.
@@ -422,4 +419,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

@@ -44,7 +44,7 @@ def save_delta(state: Mapping[str, Any], folder: str | os.PathLike[str], *, ever
     Args:
         state: tensors, numbers and texts, in mappings and lists; what ``torch.load`` takes with ``weights_only``. No
             ``DTensor``: save what ``to_local`` returns.
-        folder: is made if it is missing.
+        folder: is made if it is missing. Only this user can read the files, unless it is set-group-ID.
         every: how many versions share one that is whole.
 
     Raises:

@@ -60,7 +60,8 @@ def save_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
     """Save the states of all ranks in ``folder``, a file for each rank. All ranks call it, and it ends on all together.
 
     Args:
-        folder: one folder for all ranks; it is made if it is missing.
+        folder: one folder for all ranks; it is made if it is missing. Only this user can read the files, unless it is
+            set-group-ID.
         group: as for ``rank_state``.
         objects: as for ``rank_state``.
 
