@@ -14,7 +14,7 @@ from benchmarks import ablation
 from fusionlayer.planning.profile import Profile
 from tests.examples.places import ROOT, needs_namespaces
 from tests.planning.profiles import write_example
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 def example_plans(folder: Path) -> list[ablation.Planned]:
@@ -51,7 +51,7 @@ def test_waiting_is_compared_round_by_round(tmp_path: Path) -> None:
 
 
 @needs_namespaces
-@exhaustive(guarded_by="tests/benchmarks/test_ablation.py::test_waiting_is_compared_round_by_round")
+@long(guarded_by="tests/benchmarks/test_ablation.py::test_waiting_is_compared_round_by_round")
 def test_all_of_it_in_small(tmp_path: Path) -> None:
     small = ["--model", "gpt-small", "--rates", "1gbit", "--rounds", "1", "--repeats", "1", "--busy-ok"]
     command = [sys.executable, "-m", "benchmarks.ablation", *small, "--out", str(tmp_path)]

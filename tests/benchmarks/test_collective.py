@@ -17,7 +17,7 @@ from benchmarks.collective.picture import draw_shares
 from benchmarks.collective.summary import cpu_per_gigabyte, summarize, wire_share
 from tests.examples.places import needs_namespaces
 from tests.loops import looped
-from tests.tiers import exhaustive, needs, tiered
+from tests.tiers import long, needs, tiered
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -244,7 +244,7 @@ def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     assert all(len(row.seconds) == where.rounds and min(row.seconds) > 0 for row in rows)
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
+@long(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

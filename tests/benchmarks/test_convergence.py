@@ -17,7 +17,7 @@ from benchmarks.convergence.running import train
 from benchmarks.report import Environment
 from benchmarks.variants import codec_presets
 from tests.examples.places import needs_namespaces
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 def row(method: str, seed: int, final: float) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class TestResultFile:
 
 @pytest.mark.medium
 class TestRuns:
-    @exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
+    @long(guarded_by="tests/integrations/test_ddp.py::test_training")
     def test_differ_by_the_method_alone(self) -> None:
         """With two workers the f32 sum is one addition: fusionlayer without compression must repeat DDP's bits."""
         settings = Settings(model="small", steps=13, every=12)
@@ -180,7 +180,7 @@ class TestRuns:
             assert losses[0] == ddp[0]
             assert 0 < abs(losses[-1][1] - ddp[-1][1]) < 0.5, method
 
-    @exhaustive(guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps")
+    @long(guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps")
     @needs_namespaces
     def test_sgd_in_hosts_and_then_over_hosts_is_sgd(self) -> None:
         """Where hosts sync after each step, what DDP has averaged in each is averaged over them."""
@@ -191,7 +191,7 @@ class TestRuns:
         assert ddp[-1].loss < ddp[0].loss
         assert [point.loss for point in nodes] == pytest.approx([point.loss for point in ddp], rel=1e-5)
 
-    @exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
+    @long(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
     def test_that_fail_are_told_of(self, capfd: pytest.CaptureFixture[str]) -> None:
         assert command.run("no such codec", 0, Settings(model="small", steps=1), "broken") is None
         assert "unknown codec 'no such codec'" in capfd.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.deepspeed.__main__ import shown_losses, shown_steps, step_rows
 from benchmarks.deepspeed.variants import BASELINE, section
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 from .labs import ROOT, needs_namespaces
 
@@ -49,7 +49,7 @@ def test_sections_of_variants() -> None:
         section("int5", "zero2")
 
 
-@exhaustive(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
+@long(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

@@ -26,7 +26,7 @@ from benchmarks.faults.verdict import FAILURES, GOALS, Expected, blamed, judge
 from benchmarks.training.cell import Measured
 from benchmarks.training.cell import Round as Turn
 from benchmarks.variants import Variant
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS, long
 
 RIGHT = ["same"] * 3
 FINISHED = Outcome("finished", 11.0, digest="same", status=0)
@@ -150,7 +150,7 @@ def test_a_cost_is_within_rounds() -> None:
     Variant.parse("int8+unchecked")
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
+@long(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
 def test_what_is_bad_on_purpose_is_judged_so() -> None:
     """And a rank of fusionlayer's that is killed is told rightly, in the same processes."""
@@ -163,7 +163,7 @@ def test_what_is_bad_on_purpose_is_judged_so() -> None:
     assert all(row["ranks"] for row in rows[:-1]) and not rows[-1]["ranks"], "what ranks told, where all is well"
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
+@long(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
 def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command.main(["--smoke", "--trust", "--out", str(tmp_path), "--hardware", "test"])
@@ -175,7 +175,7 @@ def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert (tmp_path / "plots" / "faults.svg").exists()
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_a_growth_is_a_slope_after_warm_up")
+@long(guarded_by="tests/benchmarks/test_faults.py::test_a_growth_is_a_slope_after_warm_up")
 @pytest.mark.medium
 def test_a_little_soak(capfd: pytest.CaptureFixture[str]) -> None:
     assert soak(["--smoke"]) == 0

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.horovod import _resnet50_shapes
 from tests.examples.places import ROOT
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 @pytest.mark.medium
-@exhaustive(guarded_by="tests/benchmarks/test_horovod.py::test_the_shapes_are_those_of_resnet50")
+@long(guarded_by="tests/benchmarks/test_horovod.py::test_the_shapes_are_those_of_resnet50")
 def test_every_kind_of_call_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.horovod", "--cases", "small,ragged", "--rounds", "1"]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)

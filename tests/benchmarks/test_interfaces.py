@@ -11,7 +11,7 @@ import pytest
 from benchmarks import interfaces
 from benchmarks.lab import Flap, Network
 from tests.examples.places import needs_namespaces
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS, long
 
 NETWORK = Network(2, interfaces=("8mbit", "16mbit"))
 
@@ -39,7 +39,7 @@ def test_an_interface_that_is_not_there_is_refused(
     assert "these hosts have eth0, eth1" in capsys.readouterr().err
 
 
-@exhaustive(guarded_by="tests/transport/test_sockets.py::test_what_was_sent_before_a_cut_is_sent_again_between_calls")
+@long(guarded_by="tests/transport/test_sockets.py::test_what_was_sent_before_a_cut_is_sent_again_between_calls")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
@@ -57,7 +57,7 @@ def test_results_stay_equal_while_an_interface_is_down(
     assert "node1: eth1 is down" in capfd.readouterr().err
 
 
-@exhaustive(guarded_by="tests/transport/test_sockets.py::test_what_was_sent_before_a_cut_is_sent_again_between_calls")
+@long(guarded_by="tests/transport/test_sockets.py::test_what_was_sent_before_a_cut_is_sent_again_between_calls")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

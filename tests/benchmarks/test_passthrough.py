@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.passthrough import __main__ as command
 from benchmarks.passthrough.worker import FORMS
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 @pytest.mark.short
@@ -18,7 +18,7 @@ def test_a_cost_is_within_rounds() -> None:
     assert found == {"form": "fusionlayer", "step, ms": "206.0", "cost over gloo, %": "+2.00 [+0.00..+3.00]"}
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_passthrough.py::test_a_cost_is_within_rounds")
+@long(guarded_by="tests/benchmarks/test_passthrough.py::test_a_cost_is_within_rounds")
 @pytest.mark.medium
 def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--smoke", "--out", str(tmp_path), "--hardware", "test"]) == 0

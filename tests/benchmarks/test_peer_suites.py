@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peer_suites
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 pytestmark = pytest.mark.medium
 
@@ -56,7 +56,7 @@ class Helper:
 """
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_peer_suites.py::test_a_part_that_no_test_has_is_an_error")
+@long(guarded_by="tests/benchmarks/test_peer_suites.py::test_a_part_that_no_test_has_is_an_error")
 def test_each_end_of_a_test_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite, kept = tmp_path / "test_suite.py", tmp_path / "kept.json"
     suite.write_text(SUITE)

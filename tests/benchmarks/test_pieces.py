@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 pytestmark = pytest.mark.medium
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
+@long(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
 def test_rows() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--codecs", "int8,taco", "--mib", "1", "--pieces", "2,4", "--rounds", "2"]

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import publish_faults
 from tests.examples.places import needs_namespaces
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 @pytest.mark.short
@@ -25,7 +25,7 @@ def test_a_version_with_another_digest_is_counted(tmp_path: Path) -> None:
     assert first["the last one shown"] == "yes" and second["versions shown"] == "3 of 3"
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_publish_faults.py::test_a_version_with_another_digest_is_counted")
+@long(guarded_by="tests/benchmarks/test_publish_faults.py::test_a_version_with_another_digest_is_counted")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

@@ -15,7 +15,7 @@ from benchmarks.sharded.variants import BASELINE, VARIANTS, Part, counted, parts
 from examples.gpt import GPT, Config
 from fusionlayer import codecs
 from tests.loops import looped
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS, long
 
 from .labs import ROOT, needs_namespaces
 
@@ -66,7 +66,7 @@ def test_ratios_are_of_the_same_round() -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
+@long(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
 def test_a_small_run(tmp_path: Path) -> None:
     chosen = ("qwd + int4, flat", "sdp4bit", "optimizer: sdp4bit")
     command = [sys.executable, "-m", "benchmarks.sharded", "--rate", "1gbit", "--rounds", "1", "--busy-ok"]

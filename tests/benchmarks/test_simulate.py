@@ -29,7 +29,7 @@ from fusionlayer.planning.projection import Method, project
 from tests.examples.places import needs_namespaces
 from tests.loops import looped
 from tests.planning.profiles import write_example
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS, long
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ class TestValidate:
         assert "none.json is no result file" in capsys.readouterr().err
 
 
-@exhaustive(guarded_by="tests/planning/test_profiler.py::test_codecs_have_costs")
+@long(guarded_by="tests/planning/test_profiler.py::test_codecs_have_costs")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
@@ -261,7 +261,7 @@ def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
     assert math.isfinite(ddp) and math.isfinite(int4)  # which is faster depends on what else the machine does
 
 
-@exhaustive(guarded_by="tests/planning/test_profiler.py::test_a_profile_of_more_ranks_is_the_same_on_all")
+@long(guarded_by="tests/planning/test_profiler.py::test_a_profile_of_more_ranks_is_the_same_on_all")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

@@ -14,7 +14,7 @@ import fusionlayer as fl
 from benchmarks.tensor_parallel.__main__ import columns, picture, rows
 from benchmarks.tensor_parallel.model import Shape, TensorParallelGPT
 from benchmarks.tensor_parallel.variants import BASELINE, Variant, parse, variants
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS, long
 
 from .labs import ROOT, needs_namespaces
 
@@ -65,7 +65,7 @@ def test_a_part_of_one_rank_is_the_whole_model() -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@exhaustive(guarded_by="tests/benchmarks/test_tensor_parallel.py::test_a_part_of_one_rank_is_the_whole_model")
+@long(guarded_by="tests/benchmarks/test_tensor_parallel.py::test_a_part_of_one_rank_is_the_whole_model")
 def test_a_small_run(tmp_path: Path) -> None:
     chosen = ("raw", "taco", "taco/1KiB", "tahquant")
     command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--rates", "1gbit", "--variants", ",".join(chosen)]

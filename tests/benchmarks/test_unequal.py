@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import unequal
 from tests.examples.places import needs_namespaces
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS, long
 
 
 @pytest.mark.short
@@ -32,7 +32,7 @@ def test_rates_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, capsys
     assert "rates='fast'; expected a number with kbit, mbit or gbit" in capsys.readouterr().err
 
 
-@exhaustive(guarded_by="tests/collectives/test_unequal.py::test_every_codec_sums_by_shares")
+@long(guarded_by="tests/collectives/test_unequal.py::test_every_codec_sums_by_shares")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

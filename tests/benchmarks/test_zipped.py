@@ -11,7 +11,7 @@ import pytest
 from benchmarks.zipped import __main__ as command
 from benchmarks.zipped.worker import CALLS
 from tests.examples.places import needs_namespaces
-from tests.tiers import exhaustive, needs
+from tests.tiers import long, needs
 
 MB = 1 << 20
 
@@ -53,7 +53,7 @@ def test_pictures_have_a_panel_for_each_rate_and_split() -> None:
     assert panel.get_title() == "uneven splits" and len(panel.lines) == 3
 
 
-@exhaustive(guarded_by="tests/collectives/test_zipped_processes.py::test_bits_are_those_of_uncompressed_collectives")
+@long(guarded_by="tests/collectives/test_zipped_processes.py::test_bits_are_those_of_uncompressed_collectives")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

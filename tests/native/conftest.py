@@ -16,7 +16,7 @@ import pytest
 from benchmarks import instructions
 from fusionlayer import libraries
 from tests.cores import all_cores
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = Path(libraries.__file__).parent / "csrc"
@@ -26,7 +26,7 @@ COMPILE = (
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *(f"-I{HOST}", f"-I{CSRC / 'include'}", f"-I{CSRC / 'core'}", '-DFL_CUDA_ARCHS="host"'),
 )
-# The exhaustive tier has it: every test of the kernels runs again with it. -O1 takes four times as long to compile.
+# The long tier has it: every test of the kernels runs again with it. -O1 takes four times as long to compile.
 SANITIZE = ("-O0", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 
 
@@ -65,7 +65,7 @@ def host_kernels() -> Callable[[str], ctypes.CDLL]:
     return load
 
 
-@pytest.fixture(params=["plain", pytest.param("sanitized", marks=exhaustive)])
+@pytest.fixture(params=["plain", pytest.param("sanitized", marks=long)])
 def kernels(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes.CDLL]) -> ctypes.CDLL:
     """Return the library of ``host_kernels``."""
     return host_kernels(request.param)

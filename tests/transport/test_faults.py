@@ -338,7 +338,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world, lost, slow, how, store", tiered(CASES, lambda *case: case in FAST))
+def in_ci(world: int, lost: int, slow: int, how: signal.Signals, store: str) -> bool:
+    """Tell whether CI has the case: each lost rank of four once, in turn killed and stopped."""
+    return world == 4 and (how == signal.SIGKILL) == (lost % 2 == 0)
+
+
+@pytest.mark.parametrize("world, lost, slow, how, store", tiered(CASES, lambda *case: case in FAST, in_ci))
 def test_the_culprit_is_the_same_on_every_rank(
     world: int, lost: int, slow: int, how: signal.Signals, store: str
 ) -> None:
