@@ -29,7 +29,7 @@ def hold_pairs(rank: int, world: int, kinds_alone: bool) -> int:
     for number, (name, codec) in enumerate(usable):
         # With all codecs each pair has one type on two ranks, and the other on four.
         dtype = torch.float32 if kinds_alone else DTYPES[(number + world // 4) % 2]
-        conform(transport, name, codec, torch.device("cpu"), LENGTHS, [dtype])
+        conform(transport, name, codec, torch.device("cpu"), LENGTHS[:2] if kinds_alone else LENGTHS, [dtype])
     transport.close()
     return len(usable)
 

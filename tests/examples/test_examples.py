@@ -84,10 +84,9 @@ def test_train_gpt_plans_as_the_documents_say(tmp_path: Path) -> None:
             int(workers), Path(script).name, *words, *small, "--steps", steps, folder=tmp_path, variables=variables
         )
         told += re.findall(r"^buckets +(\d.*)$", out, re.MULTILINE)
-    assert len(told) == len(commands) == 4
+    assert len(told) == len(commands) == 3
     assert told[0] == told[1], "the plan that was saved is the plan that is used"
-    assert "int by" in told[2] and "int by" in told[3]
-    assert (tmp_path / "tried.csv").read_text().startswith("step,stage,shape,buckets")
+    assert "int by" in told[2]
 
 
 @pytest.mark.medium

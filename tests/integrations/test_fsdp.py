@@ -169,7 +169,7 @@ def hold_lossless(rank: int, world: int, policy: str, steps: int) -> None:
 
 @pytest.mark.parametrize(
     "world, policy, steps",
-    tiered([(2, "f32", 4), (4, "bf16", 6)], lambda world, policy, steps: steps == 4),
+    tiered([(2, "f32", 2), (4, "bf16", 6)], lambda world, policy, steps: steps == 2),
 )
 def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
     run_ranks(hold_lossless, world, policy, steps)
@@ -444,13 +444,16 @@ def hold_lossy_weights(rank: int, world: int) -> None:
         assert 0 < float((found - exact).norm()) <= bound * float(exact.norm()), codec
     # It learns, and what is left out of the weights' messages is not lost to the optimizer.
     losses = run_with_lossy_weights(mesh)
-    assert torch.stack(losses[:5]).mean() > 2 * torch.stack(losses[45:50]).mean()
+    assert torch.stack(losses[:3]).mean() > 2 * torch.stack(losses[STEPS - 3 : STEPS]).mean()
+
+
+STEPS = 25
 
 
 def run_with_lossy_weights(mesh: DeviceMesh) -> list[Tensor]:
     model = sharded(mesh, "bf16")
     fl.fsdp.compress(model, weights="int8", gradients="int8")
-    return run(model, 50)
+    return run(model, STEPS)
 
 
 def test_weights_are_the_same_bits_on_all_ranks() -> None:

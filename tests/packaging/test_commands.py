@@ -26,7 +26,7 @@ PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-
     "target, command",
     [
         ("demo", "python examples/demo.py --steps 3"),
-        ("test", f'{PYTEST} -n 3 -m "{FAST}" --steps 3'),
+        ("test", f'{PYTEST} -n 3 --ignore tests/gpu -m "{FAST}" --steps 3'),
         ("test-exhaustive", f'{PYTEST} -n 3 -m "exhaustive and not long and not gpu" --steps 3'),
         ("test-long", f'{PYTEST} -n 3 -m "long and not engine and not gpu" --steps 3'),
         ("test-engines", f'{PYTEST} -n 3 -m "engine and not gpu" --steps 3'),
