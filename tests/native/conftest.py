@@ -6,9 +6,11 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,17 +92,14 @@ def find_compiler() -> str:
 def compile_kernels(folder: Path, library: Path, sanitize: tuple[str, ...]) -> None:
     compiler = find_compiler()
     sources = [HOST / "devices.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
-    compiles = [
-        subprocess.Popen(
-            [compiler, *COMPILE, *sanitize, "-x", "c++", "-c", str(source), "-o", str(folder / f"{source.stem}.o")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for source in sources
-    ]
-    for process in compiles:
-        output = process.communicate()[0]
-        assert process.returncode == 0, output
+
+    def compile_one(source: Path) -> None:
+        output = str(folder / f"{source.stem}.o")
+        command = [compiler, *COMPILE, *sanitize, "-x", "c++", "-c", str(source), "-o", output]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # more would only keep other tests waiting
+        list(pool.map(compile_one, sources))
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     subprocess.run([compiler, "-shared", *sanitize, "-o", str(library), *objects], check=True)
