@@ -81,7 +81,9 @@ class Config:
     )
     connections: int = _setting("TCP connections of `sockets` to each other rank, over all interfaces together", 4)
     interfaces: tuple[str, ...] = _setting(
-        "names of this host's interfaces over which `sockets` connect; none: the one that other ranks can reach", ()
+        "names of this host's interfaces over which `sockets` connect, and on which all else listens; none: the one "
+        "that other ranks can reach",
+        (),
     )
     congestion: str | None = _setting(
         "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
@@ -152,6 +154,8 @@ class Config:
 _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_CONFIG": "file with settings",
     "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
+    "FUSIONLAYER_JOB_KEY": "secret that only the job's processes have, of at least 16 bytes; `fusionrun` makes one",
+    "FUSIONLAYER_JOB_KEY_FILE": "file with it, which other users cannot read",
     "FUSIONLAYER_JOIN": "of a process that joins an elastic job: host:port of a member, or the file with the roster",
     "FUSIONLAYER_ROSTER": "of an elastic job: file in which newcomers find its members",
     "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from . import config, forks, launch, libraries, watching
+from . import config, forks, interfaces, job_key, launch, libraries, watching
 from .elastic import Members
 from .errors import ConfigError, UsageError, require
 from .last_error import leave_to_launcher
@@ -99,6 +99,8 @@ def init(
         settings = settings or config.load()
         given = {"timeout": timeout, "transport": transport}
         settings = config.Config(**vars(settings) | {name: value for name, value in given.items() if value is not None})
+        job_key.find()  # a wrong one is an error here, and not where it is used
+        interfaces.restrict(settings.interfaces)
         if settings.threads is not None:
             libraries.set_threads(settings.threads)
         by_torch = settings.transport in _BY_TORCH

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from . import allocations, meeting, outages, ray_train, slurm
 from .bounded import Overdue, bounded
 from .errors import ConfigError, TransportError
+from .interfaces import allowed_address, is_loopback
 from .meeting import Board
 from .processes import Identity, node_name
+from .stores import SealedStore, open_store
 
 __all__ = ["VARIABLES", "Place", "find_place", "is_on_one_host", "make_store", "settle"]
 
@@ -201,8 +201,9 @@ def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str
     counts = not environ.keys() >= {*names[2:]}
 
     def meet() -> list[bytes]:
-        store.set(f"node/{place.rank}", node_name())
-        return [store.get(f"node/{rank}") for rank in range(place.size)] if counts else []
+        sealed = SealedStore(store, "meeting")
+        sealed.set(f"node/{place.rank}", node_name())
+        return [sealed.get(f"node/{rank}") for rank in range(place.size)] if counts else []
 
     try:
         nodes = bounded(meet, time.monotonic() + timeout + _LAST_LOOK, name="count of ranks")
@@ -221,7 +222,7 @@ def _meeting(kept: Store) -> Store:
     return PrefixStore(f"fusionlayer/{_joined}", kept)
 
 
-def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> None:
+def _await_all(kept: Store, place: Place, timeout: float, deadline: float) -> None:
     """Return when all ranks have come and know that of each other's processes.
 
     Raises:
@@ -230,23 +231,24 @@ def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> N
     me = Identity.own()
     here = {rank: f"here/{rank}" for rank in range(place.size)}
     seen: dict[int, Identity] = {}
+    store = SealedStore(kept, "meeting")
     try:
         # Whoever is first says how many there are.
-        said = store.compare_set("size", "", f"{place.rank} {place.size}").decode().split()
-        if int(said[1]) != place.size:
+        first, size = _numbers(store.first("size", f"{place.rank} {place.size}"), 2)
+        if size != place.size:
             name = VARIABLES.get(place.launcher, ("", "the number of processes"))[1]
             raise TransportError(
-                f"rank {place.rank} has {name}={place.size}, and rank {said[0]}, which has come to the same "
-                f"store{_where(os.environ)}, has {said[1]}; give all ranks of a job the same number, and each job a "
+                f"rank {place.rank} has {name}={place.size}, and rank {first}, which has come to the same "
+                f"store{_where(os.environ)}, has {size}; give all ranks of a job the same number, and each job a "
                 "port of its own",
-                [place.rank, int(said[0])],
+                [place.rank, first],
             )
         store.set(here[place.rank], me.encode())
         while not store.check(list(here.values())):
             time.sleep(_POLL)
             if store.check(["failed"]):
                 store.add("heard", 1)
-                raise TransportError(*json.loads(store.get("failed")))
+                raise _told(store.get("failed"))
             late = time.monotonic() > deadline
             for rank, key in here.items():
                 if rank not in seen and store.check([key]):
@@ -270,7 +272,31 @@ def _await_all(store: Store, place: Place, timeout: float, deadline: float) -> N
         raise TransportError(text, ranks) from error
 
 
-def _announce(store: Store, place: Place, error: TransportError, others: int) -> None:
+def _numbers(text: bytes, count: int) -> list[int]:
+    """Return the numbers that a rank has written into the store.
+
+    Raises:
+        TransportError: something else stands there.
+    """
+    words = text.decode(errors="replace").split()
+    if len(words) != count or not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+        raise TransportError(
+            f"{text[:80]!r} stands in the store by which the ranks meet{_where(os.environ)}: another program has "
+            "written it; give each job a port of its own"
+        )
+    return [*map(int, words)]
+
+
+def _told(text: bytes) -> TransportError:
+    """Return the error that another rank has announced."""
+    with suppress(ValueError, TypeError, RecursionError):
+        why, ranks = json.loads(text)
+        if type(why) is str and all(type(rank) is int for rank in ranks):
+            return TransportError(why, ranks)
+    return TransportError(f"another rank cannot meet the others, and says {text[:80]!r}, which makes no sense")
+
+
+def _announce(store: SealedStore, place: Place, error: TransportError, others: int) -> None:
     """Tell the others why the ranks cannot meet. Rank 0, which may keep the store, stays until they have read it."""
     with suppress(RuntimeError):
         store.set("failed", json.dumps([str(error), error.ranks]))
@@ -290,10 +316,11 @@ def _kept_by_launcher(environ: Mapping[str, str]) -> bool:
 
 
 def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
+    where = place.rank, place.size
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         agent = _kept_by_launcher(environ)
         port = meeting.port_of(environ, "MASTER_PORT")
-        store = _tcp_store(environ["MASTER_ADDR"], port, place, timeout, serve=place.rank == 0 and not agent)
+        store = open_store(environ["MASTER_ADDR"], port, *where, timeout, serve_it=place.rank == 0 and not agent)
         return PrefixStore(_greet(store, place, timeout), store) if agent else store
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
         board: Board = meeting.HorovodBoard(environ, timeout)
@@ -304,7 +331,7 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
     elif place.launcher == "srun":
         host, port = slurm.meeting_point(environ)
         port = meeting.port_of(environ, "MASTER_PORT") if "MASTER_PORT" in environ else port
-        return _tcp_store(environ.get("MASTER_ADDR", host), port, place, timeout, serve=place.rank == 0)
+        return open_store(environ.get("MASTER_ADDR", host), port, *where, timeout, serve_it=place.rank == 0)
     else:
         missing = " and no ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ)
         raise ConfigError(
@@ -312,14 +339,14 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
             "'mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...', or with torchrun"
         )
     if place.rank == 0:
-        store = _tcp_store("127.0.0.1" if _is_loopback(board.host) else "0.0.0.0", 0, place, timeout, serve=True)
-        board.publish(f"{board.host}:{store.port}")
+        own = "127.0.0.1" if is_loopback(board.host) else allowed_address(board.host) or "0.0.0.0"
+        store = open_store(own, 0, *where, timeout, serve_it=True)
+        board.publish(store.port)
         return store
-    host, port_text = board.read().rsplit(":", 1)
-    return _tcp_store(host, int(port_text), place, timeout, serve=False)
+    return open_store(*board.read(), *where, timeout, serve_it=False)
 
 
-def _greet(store: Store, place: Place, timeout: float) -> str:
+def _greet(kept: Store, place: Place, timeout: float) -> str:
     """Return a new prefix for the keys of these processes, equal on all of them.
 
     It is needed because the store of torchrun's agent keeps the keys of processes from before a restart. Rank 0 makes
@@ -327,6 +354,7 @@ def _greet(store: Store, place: Place, timeout: float) -> str:
     answer to a process from before the restart.
     """
     token = f"fusionlayer/{secrets.token_hex(8)}"
+    store = SealedStore(kept, "meeting")
     end = time.monotonic() + timeout
     if place.rank > 0:
         store.set(f"fusionlayer/hello/{place.rank}", token)
@@ -334,11 +362,11 @@ def _greet(store: Store, place: Place, timeout: float) -> str:
             store.wait([token], timedelta(seconds=timeout))
         except RuntimeError as error:
             raise TransportError(f"rank 0 did not come within {timeout:g} s; was it started?", [0]) from error
-        name = store.get(token).decode()
+        name = store.get(token).decode(errors="replace")
         store.set(f"{name}/met/{place.rank}", "")
         return name
     # The others must not blame rank 0 while it waits here for one that does not come.
-    _meeting(PrefixStore(token, store)).set("here/0", Identity.own().encode())
+    SealedStore(_meeting(PrefixStore(token, kept)), "meeting").set("here/0", Identity.own().encode())
     answered: dict[int, bytes] = {}
     missing = set(range(1, place.size))
     while missing and time.monotonic() < end:
@@ -346,7 +374,7 @@ def _greet(store: Store, place: Place, timeout: float) -> str:
             hello = f"fusionlayer/hello/{rank}"
             if store.check([hello]) and (asked := store.get(hello)) != answered.get(rank):
                 answered[rank] = asked
-                store.set(asked.decode(), token)
+                store.set(asked.decode(errors="replace"), token)
             if store.check([f"{token}/met/{rank}"]):
                 missing.remove(rank)
         time.sleep(0.01)
@@ -356,59 +384,6 @@ def _greet(store: Store, place: Place, timeout: float) -> str:
     return token
 
 
-def _tcp_store(host: str, port: int, place: Place, timeout: float, *, serve: bool) -> TCPStore:
-    what = "cannot open a store" if serve else "found no store of rank 0"
-    _await_place(host, port, place, what, time.monotonic() + timeout, serve=serve)
-    try:
-        # torch listens on all addresses of the host. Where the ranks use that of this host alone, so does the store.
-        own = socket.create_server((host, port), backlog=1024) if serve and _is_loopback(host) else None
-        return TCPStore(
-            host,
-            own.getsockname()[1] if own else port,
-            place.size,
-            serve,
-            timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=own.detach() if own else None,
-        )
-    except (OSError, RuntimeError) as error:
-        cause = outages.explain(error, host, port)
-        if serve and not cause.here:
-            cause = outages.explain(error)  # of course nobody listens there now
-        if not serve and re.search("Ping failed|closed|reset|validat", cause.text):
-            text = (
-                f"a program that is no store of torch listens there ({cause.text}); end it, or give all ranks another"
-            )
-            cause = cause._replace(text=f"{text} MASTER_PORT")
-        ranks = [place.rank if cause.here else 0]
-        raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from error
-
-
 def is_on_one_host(place: Place, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the job's processes meet where no other host can come."""
-    return _is_loopback(environ.get("MASTER_ADDR", "127.0.0.1" if place.size == place.local_size else ""))
-
-
-def _is_loopback(host: str) -> bool:
-    # Not by looking the name up: many hosts give their own name a loopback address, and others find another one.
-    return host == "localhost" or host.startswith("127.")
-
-
-def _await_place(host: str, port: int, place: Place, what: str, deadline: float, *, serve: bool) -> None:
-    """Return when the host's name is known and, unless this process is to serve there, somebody listens.
-
-    torch would try again after pauses that are longer than our time-out.
-    """
-    while True:
-        try:
-            if serve:
-                socket.getaddrinfo(host, port)
-            else:
-                socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                cause = outages.explain(error, host, port)
-                ranks = [place.rank if cause.here else 0]
-                raise TransportError(f"rank {place.rank} {what} at {host}:{port}: {cause.text}", ranks) from None
-        time.sleep(5 * _POLL)
+    return is_loopback(environ.get("MASTER_ADDR", "127.0.0.1" if place.size == place.local_size else ""))

@@ -15,13 +15,16 @@ from urllib.parse import quote
 
 from . import files, forks
 from .errors import ConfigError, TransportError
+from .job_key import seal, unseal
 
 __all__ = ["Board", "FileBoard", "HorovodBoard", "clear", "port_of"]
 
 # The files of this process that name its store.
 _published: list[Path] = []
 
-_MOST_ADDRESS = 1 << 10
+_MOST_BYTES = 1 << 12
+# What is sealed with the job key: an address, and nothing from another place.
+_PLACE = "address of rank 0"
 
 
 def clear() -> None:
@@ -45,6 +48,8 @@ def port_of(environ: Mapping[str, str], name: str) -> int:
 class Board(ABC):
     """A place where rank 0 publishes its address. The other ranks look there for up to ``timeout`` seconds.
 
+    With a job key they take no address that another program has written.
+
     Attributes:
         host: this host, as rank 0 names it to the others.
     """
@@ -54,27 +59,41 @@ class Board(ABC):
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
+    def publish(self, port: int) -> None:
+        """Publish rank 0's port on this host."""
+        self.write(seal(_PLACE, f"{self.host}:{port}").hex())
+
     @abstractmethod
-    def publish(self, address: str) -> None:
-        """Publish rank 0's address."""
+    def write(self, text: str) -> None:
+        """Write a text for the other ranks."""
 
     @abstractmethod
     def look(self) -> str | None:
-        """Return the address, or None if it is not there yet."""
+        """Return the text, or None if it is not there yet."""
 
-    def read(self) -> str:
-        """Return the address as soon as it is there.
+    def read(self) -> tuple[str, int]:
+        """Return host and port of rank 0 as soon as they are there.
 
         Raises:
-            TransportError: rank 0 does not publish it in time.
+            TransportError: rank 0 does not publish them in time, or another program has written something else.
         """
         end = time.monotonic() + self._timeout
         while time.monotonic() < end:
-            address = self.look()
-            if address:
-                return address
+            text = self.look()
+            if text:
+                return _address(text)
             time.sleep(0.05)
         raise TransportError(f"rank 0 did not publish its address within {self._timeout:g} s; was it started?", [0])
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        host, _, port = unseal(_PLACE, bytes.fromhex(text)).decode().rpartition(":")
+        if host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16:
+            return host, int(port)
+    except ValueError:
+        pass
+    raise TransportError(f"{text[:80]!r} stands where rank 0 publishes its address; another program has written it")
 
 
 class FileBoard(Board):
@@ -89,10 +108,10 @@ class FileBoard(Board):
             job = f"{parent}-{started}"
         self._path = Path(tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}-{quote(job, safe='')}"
 
-    def publish(self, address: str) -> None:
+    def write(self, text: str) -> None:
         try:
             with files.whole(self._path) as file:  # no reader sees half an address
-                file.write(address.encode())
+                file.write(text.encode())
         except OSError as error:
             raise ConfigError(
                 f"rank 0 cannot publish its address in {self._path}: {error.strerror}; name a folder of this user's in "
@@ -106,8 +125,8 @@ class FileBoard(Board):
         try:
             with files.opened(self._path) as file:
                 mine = files.is_private(os.fstat(file.fileno()))
-                return file.read(_MOST_ADDRESS).decode() if mine else None
-        except (OSError, UnicodeDecodeError):
+                return file.read(_MOST_BYTES).decode(errors="replace") if mine else None
+        except OSError:
             return None
 
 
@@ -122,8 +141,8 @@ class HorovodBoard(Board):
         self._server = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
         self._port = port_of(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
-    def publish(self, address: str) -> None:
-        self._request("PUT", address)
+    def write(self, text: str) -> None:
+        self._request("PUT", text)
 
     def look(self) -> str | None:
         return self._request("GET")
@@ -133,7 +152,7 @@ class HorovodBoard(Board):
         try:
             connection.request(method, self._KEY, body)
             response = connection.getresponse()
-            text = response.read().decode()
+            text = response.read(_MOST_BYTES).decode(errors="replace")
             return text if response.status == 200 else None
         except (OSError, HTTPException) as error:
             raise TransportError(

@@ -46,8 +46,8 @@ class RayBoard(Board):
         super().__init__(timeout)
         self.host = str(importlib.import_module("ray.util").get_node_ip_address())
 
-    def publish(self, address: str) -> None:
-        self._exchange(address)
+    def write(self, text: str) -> None:
+        self._exchange(text)
 
     def look(self) -> str | None:
         return self._exchange(None)

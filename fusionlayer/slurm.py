@@ -89,8 +89,13 @@ def meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
             "tasks of srun on several nodes, and no SLURM_STEP_NODELIST or SLURM_JOB_ID to meet by: set MASTER_ADDR "
             "and MASTER_PORT to an address of rank 0's node"
         )
+    first = _first_host(nodes)
+    if not re.fullmatch(r"\w[\w.-]*", first, re.ASCII):
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={nodes!r} begins with no name of a host; set MASTER_ADDR to that of rank 0"
+        )
     # Below the ports that systems give out by themselves. Jobs and steps that share a node rarely share a port.
-    return _first_host(nodes), 12_000 + (7 * job + (_number(environ, "SLURM_STEP_ID") or 0)) % 18_000
+    return first, 12_000 + (7 * job + (_number(environ, "SLURM_STEP_ID") or 0)) % 18_000
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:

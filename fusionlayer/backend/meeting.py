@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import TransportError
+from ..stores import EndingStore
 
 __all__ = ["Meeting", "part"]
 
@@ -20,13 +21,10 @@ __all__ = ["Meeting", "part"]
 _PATIENCE, _HEAD_START = 2.0, 0.3
 
 
-class Meeting(dist.Store):
+class Meeting(EndingStore):
     """A store whose waits end at a deadline, and which forgets what this rank has written.
 
-    gloo waits for the keys of other ranks as long as the store likes, whatever the timeout of the group. It also leaves
-    its keys behind, and the next group of the same name would connect to addresses that are gone.
-
-    C++ does not keep the Python part of a store: keep it as long as a native backend has it.
+    gloo leaves its keys behind, and the next group of the same name would connect to addresses that are gone.
 
     Args:
         store: of the group alone.
@@ -36,11 +34,9 @@ class Meeting(dist.Store):
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
-        super().__init__()
-        self._store, self._rank, self._ranks = store, rank, ranks
         self._seconds = timeout.total_seconds()
-        self._deadline = time.monotonic() + self._seconds
-        self._written: set[str] = set()
+        super().__init__(store, f"group of ranks {list(ranks)}", time.monotonic() + self._seconds)
+        self._rank, self._ranks = rank, ranks
 
     def begin(self) -> str:
         """Wait until all ranks have called it; return a text that no other call returns, equal on all ranks.
@@ -53,7 +49,7 @@ class Meeting(dist.Store):
         try:
             self.wait(keys)
         except RuntimeError as error:
-            missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
+            missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self.check([key])]
             raise TransportError(
                 f"process group of ranks {list(self._ranks)}: ranks {missing} did not come within {self._seconds:g} s; "
                 "make and destroy the same groups in the same order on every rank, above all before "
@@ -62,42 +58,14 @@ class Meeting(dist.Store):
             ) from error
         if self._rank == 0:
             self.set("token", secrets.token_hex(8))
-        return self.get("token").decode()
+        return self.get("token").decode(errors="replace")
 
     def forget(self) -> None:
         """Delete what this rank has written. The ranks must meet once more before one of them uses the store again."""
-        for key in self._written:
+        for key in self.written:
             with suppress(RuntimeError):  # the store has gone; so have its keys
-                self._store.delete_key(key)
-        self._written.clear()
-
-    def set(self, key: str, value: str) -> None:
-        """Write a key, which ``forget`` deletes."""
-        self._written.add(key)
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key; wait for it until the deadline."""
-        self.wait([key])
-        value: bytes = self._store.get(key)
-        return value
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys until the deadline."""
-        self._store.wait(keys, timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether there are such keys."""
-        return self._store.check(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key, which ``forget`` deletes."""
-        self._written.add(key)
-        return self._store.add(key, amount)
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key."""
-        return self._store.delete_key(key)
+                self.delete_key(key)
+        self.written.clear()
 
 
 def part(store: dist.Store, rank: int, size: int) -> None:

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import PlanMismatch
+from ..errors import PlanMismatch, TransportError
+from ..transport._gloo_store import GlooStore
+from ..transport._link import LinkError
+from ..transport._proof import prove
 from ..wire import digest
 from .meeting import Meeting
 
 __all__ = ["Native"]
 
+# The longest policy, in bytes: more than any file with rules.
+_MOST_FACTS = 1 << 24
 _NEW_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -65,8 +70,10 @@ class Native:
         try:
             self.token = self._meeting.begin()
             self.store = dist.PrefixStore(f"{self.token}/", store)
-            self._gloo: Any = _gloo(dist.PrefixStore("gloo/", self._meeting), rank, size, timeout, options)
+            self._addresses = GlooStore(self._meeting, size)  # kept, as gloo's reference keeps not all of it
+            self._gloo: Any = _gloo(dist.PrefixStore("gloo/", self._addresses), rank, size, timeout, options)
             self._backends = self._make_all(timeout)
+            self._prove()
             self.agree(facts)  # all ranks are connected then, so nobody needs the keys any more
         finally:
             self._meeting.forget()
@@ -155,6 +162,17 @@ class Native:
                     group.recv([note], peer, 0).wait()
         return self.group if source < to else self._downward
 
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        every = [torch.empty_like(mine) for _ in range(self._size)]
+        self._gloo.allgather([every], [mine]).wait()
+        return every
+
+    def _prove(self) -> None:
+        try:
+            prove(self._gather, self._rank, self.token)
+        except LinkError as error:
+            raise TransportError(f"process group of {self._size} ranks: {error}", [error.peer]) from None
+
     def agree(self, facts: str) -> None:
         """Compare ``facts`` over ranks.
 
@@ -162,19 +180,20 @@ class Native:
             PlanMismatch: on every rank, if any differ.
         """
         mine = torch.frombuffer(bytearray(digest(facts)), dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in range(self._size)]
-        self._gloo.allgather([every], [mine]).wait()
+        every = self._gather(mine)
         differ = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]
         if not differ:
             return
         text = torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)
         length = torch.tensor([text.numel()], device="cpu")
         self._gloo.broadcast(length, 0).wait()
+        if not 0 <= int(length) <= _MOST_FACTS:
+            raise TransportError(f"rank 0 announces a policy of {int(length)} bytes, which makes no sense", [0])
         text = text if self._rank == 0 else text.new_empty(int(length))
         self._gloo.broadcast(text, 0).wait()
         raise PlanMismatch(
             f"the policy of a process group differs over ranks: {differ} differ from rank 0. Rank 0 has\n"
-            f"{bytes(text.tolist()).decode()}\n"
+            f"{bytes(text.tolist()).decode(errors='replace')}\n"
             f"and this rank, {self._rank},\n{facts}\nGive all ranks the same rules and the same version of fusionlayer",
             ranks=differ,
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .. import config
+from ..job_key import looks_secret
 from ..registry import nearest
 from ..torch.environment import VARIABLES
 
@@ -83,6 +84,7 @@ def report(environ: Mapping[str, str] = os.environ) -> list[Variable]:
     found = []
     unknown = config.unknown_variables(environ)
     for name, value in sorted(environ.items()):
+        value = "(not shown)" if looks_secret(name) else value
         known = config.VARIABLES.get(name) or HOROVOD.get(name)
         if known:
             found.append(Variable(name, value, True, known))

@@ -8,28 +8,23 @@ import secrets
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from .. import __version__
+from .. import __version__, job_key
 from ..errors import ConfigError, FusionLayerError, printable
-from ..interfaces import ipv4_addresses, reachable_names
+from ..interfaces import addresses, reachable_names, with_port
 from ..planning.fidelities import AUTO
 from . import horovodrun
-from .arguments import REPORT, Parser, check_file, check_folder, count, positive
+from .agents import Agent, run
+from .arguments import Parser, check_file, check_folder, count, positive
+from .forwarded import assigned, forwarded
 from .hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from .spawn import without_launcher
 
 __all__ = ["Agent", "main", "make_parser", "plan"]
 
-# Seconds that agents get to end their processes once the job has failed.
-_GRACE = 10.0
 _DEFAULT_RESTARTS = 3
 
 # Sockets that hold the ports of this process's jobs until it ends.
@@ -39,22 +34,10 @@ _EPILOG = """\
     fusionrun -np 4 python train.py
     fusionrun -np 8 -H node1:4,node2:4 --network-interface eth0 python train.py --epochs 3
 
-Other hosts are reached by ssh without a password, and need the same folder, Python and packages. The environment goes
-along. Flags of horovodrun that are not listed change nothing, or are refused with the reason.
+Other hosts are reached by ssh without a password, and need the same folder, Python and packages. Variables of
+fusionlayer, Horovod, torch, NCCL, CUDA and Python go along, with PATH and LD_LIBRARY_PATH; -x names others. Flags of
+horovodrun that are not listed change nothing, or are refused with the reason.
 """
-
-
-@dataclass(frozen=True)
-class Agent:
-    """What starts the ranks of one host (``agent``): the command that starts it, and the host's name for messages.
-
-    ``is_here``: whether that is this host.
-    """
-
-    host: str
-    command: list[str]
-    environment: dict[str, str]
-    is_here: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verbose:
             for agent in agents:
                 print(f"fusionrun: on {agent.host}: {shlex.join(agent.command)}", file=sys.stderr)
-        return _run(agents, least=_nodes_needed(options, len(agents)))
+                if agent.sent:
+                    print(f"fusionrun: variables for {agent.host}: {', '.join(agent.sent)}", file=sys.stderr)
+        return run(agents, least=_nodes_needed(options, len(agents)))
     except FusionLayerError as error:
         print(f"fusionrun: {printable(str(error), lines=True)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -129,13 +114,14 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     Raises:
         ConfigError: the options contradict each other, or there are not enough slots.
     """
-    settings = _settings(options)
+    settings = {**_settings(options), **_key(environ)}
     elastic = options.min_np is not None or options.max_np is not None
     hosts = _elastic_hosts(options) if elastic else assign(options.num_proc, _hosts(options))
     several = len(hosts) > 1
     address = _meeting_point(hosts, options.network_interface)
     port = _held_port() if hosts[0].is_here else 20000 + secrets.randbelow(12000)
     job = secrets.token_hex(4)
+    given = assigned(options.forward)
     agents = []
     for rank, host in enumerate(hosts):
         where: list[str] = []
@@ -143,7 +129,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
             slots = hosts[0].slots
             nodes = f"{-(-(options.min_np or options.num_proc) // slots)}:{len(hosts)}"
             restarts = _DEFAULT_RESTARTS if options.reset_limit is None else options.reset_limit
-            where += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}"]
+            where += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", with_port(address, port)]
             where += ["--rdzv-id", job, "--max-restarts", str(restarts)]
             where += ["--rdzv-conf", f"join_timeout={options.start_timeout}"]
         else:
@@ -156,13 +142,23 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         # Without "--" torchrun takes options of the program that begin like its own for ambiguous ones: --max 5.
         command += ["--no-python", "--", *options.command]
         if host.is_here:
-            agents.append(Agent(host.name, command, {**without_launcher(environ), "PATH": _path(environ), **settings}))
+            own = without_launcher(environ)
+            own.pop(job_key.FILE, None)
+            agents.append(Agent(host.name, command, {**own, "PATH": _path(environ), **given, **settings}))
         else:
-            ssh = remote_command(host, command, settings, options.ssh_port, options.ssh_identity_file, environ)
-            agents.append(Agent(host.name, ssh, dict(environ), is_here=False))
+            variables = {**forwarded(environ, options.forward), "PATH": _path(environ), **given, **settings}
+            login = (options.ssh_port, options.ssh_identity_file)
+            ssh, opening = remote_command(host, command, variables, *login, new_hosts=options.accept_new_host_keys)
+            agents.append(Agent(host.name, ssh, dict(environ), False, tuple(sorted(variables)), opening))
     if several and options.verbose:
-        print(f"fusionrun: {len(hosts)} hosts meet at {address}:{port}", file=sys.stderr)
+        print(f"fusionrun: {len(hosts)} hosts meet at {with_port(address, port)}", file=sys.stderr)
     return agents
+
+
+def _key(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with the job key: the user's, else a new one."""
+    given = job_key.find(environ)
+    return {job_key.KEY: secrets.token_hex(32) if given is None else given.decode()}
 
 
 def make_parser() -> Parser:
@@ -187,6 +183,18 @@ def make_parser() -> Parser:
     hosts("-hostfile", "--hostfile", metavar="FILE", help="the same from a file with lines 'name slots=4'")
     hosts("-p", "--ssh-port", type=positive, metavar="PORT", help="of the hosts' ssh servers")
     hosts("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
+    hosts(
+        "--accept-new-host-keys",
+        action="store_true",
+        help="let ssh accept hosts that it does not know yet (StrictHostKeyChecking=accept-new)",
+    )
+    hosts(
+        *("-x", "--forward"),
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        help="also take this environment variable to other hosts; a pattern such as 'WANDB_*' names several",
+    )
     hosts(
         *("--network-interface", "--network-interfaces"),
         metavar="NAME",
@@ -326,11 +334,11 @@ def _nodes_needed(options: argparse.Namespace, agents: int) -> int:
 def _meeting_point(hosts: Sequence[Host], interface: str | None) -> str:
     """Return an address of the first host that all hosts can use."""
     if not hosts[0].is_here:
-        return hosts[0].name.rpartition("@")[2]
+        return hosts[0].address
     if all(host.is_here for host in hosts):
         return "127.0.0.1"
     chosen = (interface or "").split(",")[0]
-    return ipv4_addresses().get(chosen) or reachable_names()[0]
+    return addresses().get(chosen, reachable_names())[0]
 
 
 def _held_port() -> int:
@@ -339,54 +347,3 @@ def _held_port() -> int:
     _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does, so that both may have it
     _held[-1].bind(("", 0))
     return int(_held[-1].getsockname()[1])
-
-
-def _run(agents: Sequence[Agent], least: int) -> int:
-    """Start all agents; end them once fewer than ``least`` can succeed. Return the exit status of the job."""
-    started: list[subprocess.Popen[bytes]] = []
-    reports = tempfile.mkdtemp(prefix="fusionrun-")
-    last = ""
-    try:
-        for rank, agent in enumerate(agents):
-            report = {REPORT: os.path.join(reports, str(rank))} if agent.is_here else {}
-            try:
-                # An open pipe tells an agent on another host that this process lives.
-                environment = {**agent.environment, **report}
-                started.append(subprocess.Popen(agent.command, env=environment, stdin=subprocess.PIPE))
-            except OSError as error:
-                raise ConfigError(f"cannot run {agent.command[0]}: {error.strerror}") from error
-        while True:
-            states = [process.poll() for process in started]
-            failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
-            if len(agents) - len(failed) < least:
-                worst = failed[0]
-                state = states[worst]
-                last = f"fusionrun: the processes on {agents[worst].host} ended with status {state}\n"
-                with suppress(OSError):
-                    last = Path(reports, str(worst)).read_text()
-                return state if state is not None and state > 0 else 1
-            if None not in states:
-                return 0
-            time.sleep(0.1)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        _end(started)
-        shutil.rmtree(reports, ignore_errors=True)
-        print(last, end="", file=sys.stderr, flush=True)  # after all that other ranks have to say
-
-
-def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in started:
-        if process.stdin:
-            process.stdin.close()
-    running = [process for process in started if process.poll() is None]
-    for process in running:
-        process.terminate()
-    end = time.monotonic() + _GRACE
-    for process in running:
-        try:
-            process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
+import secrets
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
@@ -10,20 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..interfaces import ipv4_addresses
-from .spawn import without_launcher
+from ..interfaces import addresses
+from .forwarded import exports
 
 __all__ = ["Host", "assign", "parse_hosts", "read_hostfile", "remote_command"]
 
-# Variables of this host or login, which another host must not get.
-_OWN_PREFIXES = ("SSH_", "XDG_", "DBUS_")
-_OWN_NAMES = {
-    *("HOME", "USER", "LOGNAME", "MAIL", "SHELL", "SHLVL", "TERM", "DISPLAY", "HOSTNAME", "PWD", "OLDPWD", "TMPDIR"),
-    "_",
-}
+# A name that no program takes for an option, with the user to log in as before it.
+_USER = r"(?:[\w.+\\][\w.+\\@-]*@)?"
+_NAME = re.compile(rf"{_USER}\w[\w.-]*", re.ASCII)
+_IPV6 = re.compile(rf"({_USER})([\da-fA-F:.]*:[\da-fA-F:.]*(?:%\w[\w.-]*)?)", re.ASCII)
 
-# The program ends when its standard input does, because its parent is then gone.
+# What another host runs. Standard input brings the variables, which no list of processes may show, up to a line that
+# none of them has. From then on it stays open as long as this process lives; the program ends when it does.
 _WATCHED = """\
+variables=
+while IFS= read -r line || exit 1; do
+[ "$line" = {end} ] && break
+variables="$variables$line
+"
+done
+eval "$variables"; unset variables line
 exec 3<&0; cd {folder} || exit 1
 {command} </dev/null & program=$!
 (read -r _ <&3; kill -TERM $program) >/dev/null 2>&1 &
@@ -32,35 +41,67 @@ wait $program; status=$?; kill $! 2>/dev/null; exit $status"""
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how many processes it takes."""
+    """A host, and how many processes it takes. An IPv6 address has no brackets."""
 
     name: str
     slots: int
 
     @property
+    def address(self) -> str:
+        """The name without the user to log in as."""
+        return self.name.rpartition("@")[2]
+
+    @property
     def is_here(self) -> bool:
         """Whether this process runs on the host."""
-        here = {"localhost", socket.gethostname(), socket.getfqdn(), *ipv4_addresses().values()}
-        return self.name in here
+        own = {address for found in addresses().values() for address in found}
+        return _plain(self.name) in {"localhost", socket.gethostname(), socket.getfqdn(), *own}
+
+
+def _plain(name: str) -> str:
+    """Return an IPv6 address in the form that the system writes; any other name as it is."""
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read "host1:2,host2:4"; a host without a number takes one process.
+    """Read "host1:2,host2:4"; a host without a number takes one process. An IPv6 address stands in brackets.
 
     Raises:
-        ConfigError: the number after a colon is not a whole number above 0.
+        ConfigError: a name is none that ssh takes, or the number after a colon is not a whole number above 0.
     """
     hosts = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        name, colon, slots = part.rpartition(":")
-        if not colon:
-            name, slots = part, "1"
+        bracketed = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](?::(.*))?", part)
+        if bracketed:
+            name, slots = bracketed[1] + bracketed[2], bracketed[3]
+        else:
+            name, _, slots = part.partition(":")
+            slots = slots if ":" in part else None
+        slots = "1" if slots is None else slots
         if not name or not slots.isdecimal() or int(slots) < 1:
-            raise ConfigError(f"host {part!r}; expected name:slots, such as node1:4")
-        hosts.append(Host(name, int(slots)))
+            raise ConfigError(f"host {part!r}; expected name:slots, such as node1:4, or [fd00::1]:4")
+        hosts.append(Host(_checked(name, part, is_ipv6=bool(bracketed)), int(slots)))
     if not hosts:
         raise ConfigError(f"hosts {text!r} names none; expected name:slots,name:slots")
     return hosts
+
+
+def _checked(name: str, given: str, *, is_ipv6: bool) -> str:
+    found = _IPV6.fullmatch(name) if is_ipv6 else None
+    if found:
+        try:
+            return found[1] + str(ipaddress.IPv6Address(found[2]))
+        except ValueError:
+            pass
+    if is_ipv6 or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"host {given!r}: {name!r} is no name of a host; expected letters, digits, dots and dashes that begin with "
+            "a letter or a digit, user@ in front of them, or an IPv6 address in brackets"
+        )
+    return name
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
@@ -80,11 +121,17 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
         words = line.split("#")[0].split()
         if not words:
             continue
+        where = f"hostfile {path}, line {number}"
+        if words[0].count(":") > 1 and "[" not in words[0]:
+            words[0] = re.sub("([^@]*)$", r"[\1]", words[0], count=1)  # an IPv6 address, as other launchers take it
         if len(words) == 2 and words[1].startswith("slots="):
             words = [f"{words[0]}:{words[1].removeprefix('slots=')}"]
         if len(words) != 1:
-            raise ConfigError(f"hostfile {path}, line {number}: {line!r}; expected 'name slots=4'")
-        hosts += parse_hosts(words[0])
+            raise ConfigError(f"{where}: {line!r}; expected 'name slots=4'")
+        try:
+            hosts += parse_hosts(words[0])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     if not hosts:
         raise ConfigError(f"hostfile {path} names no host; expected lines 'name slots=4'")
     return hosts
@@ -110,30 +157,28 @@ def assign(processes: int, hosts: Sequence[Host]) -> list[Host]:
 def remote_command(
     host: Host,
     command: Sequence[str],
-    settings: Mapping[str, str],
+    variables: Mapping[str, str],
     port: int | None = None,
     identity: str | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> list[str]:
-    """Return the ssh command that runs ``command`` on another host, in this folder and with this environment.
+    *,
+    new_hosts: bool = False,
+) -> tuple[list[str], bytes]:
+    """Return the ssh command that runs ``command`` on another host, in this folder, and what to write to it first.
 
     The program there ends when the standard input of the ssh command is closed.
 
     Args:
         host: where to; its name may be user@name.
         command: program and arguments.
-        settings: variables that win over those of ``environ``.
+        variables: environment variables of the program, besides those of the other host.
         port: of its ssh server; None: as ssh is configured.
         identity: file with the key; None: as ssh is configured.
-        environ: variables to take along, except those that belong to this host.
+        new_hosts: accept the key of a host that ssh does not know yet. A key that has changed is refused anyway.
     """
-    taken = {
-        name: value
-        for name, value in without_launcher(environ).items()
-        if not name.startswith(_OWN_PREFIXES) and name not in _OWN_NAMES and name.isidentifier()
-    }
-    variables = [f"{name}={value}" for name, value in sorted({**taken, **settings}.items())]
-    script = _WATCHED.format(folder=shlex.quote(os.getcwd()), command=shlex.join(["env", *variables, *command]))
+    end = f"end-{secrets.token_hex(8)}"
+    script = _WATCHED.format(end=end, folder=shlex.quote(os.getcwd()), command=shlex.join(command))
     options = [*(("-p", str(port)) if port else ()), *(("-i", identity) if identity else ())]
-    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", *options, host.name]
-    return [*ssh, shlex.join(["sh", "-c", script])]
+    if new_hosts:
+        options += ["-o", "StrictHostKeyChecking=accept-new"]
+    ssh = ["ssh", "-o", "BatchMode=yes", *options, "--", host.name, shlex.join(["sh", "-c", script])]
+    return ssh, f"{exports(variables)}{end}\n".encode(errors="surrogateescape")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -15,15 +12,15 @@ from torch.distributed import TCPStore
 
 from ..bounded import Aside, bounded
 from ..errors import TransportError
-from ..interfaces import reachable_names
+from ..interfaces import own_address, reachable_names
 from ..processes import node_name
+from ..stores import SealedStore, dial, mark, serve
 from .generation import Address
 
-__all__ = ["DistantStore", "is_reachable", "is_refused", "open_store", "reach"]
+__all__ = ["DistantStore", "is_reachable", "is_refused", "open_store", "reach", "sealed"]
 
 Result = TypeVar("Result")
 
-_TOKEN = "fusionlayer/token"
 _LOOPBACK = "127.0.0.1"
 _REQUEST = "request to a member"
 # Seconds that a host may take to accept a connection before the next of its addresses is tried.
@@ -37,20 +34,10 @@ def open_store(loopback: bool, patience: float) -> tuple[TCPStore, Address]:
         loopback: only processes of this host may reach it.
         patience: seconds that a request may take.
     """
-    own = socket.create_server((_LOOPBACK if loopback else "", 0), backlog=1024)
-    port = own.getsockname()[1]
-    store = TCPStore(
-        _LOOPBACK,
-        port,
-        None,
-        True,
-        timedelta(seconds=patience),
-        wait_for_workers=False,
-        master_listen_fd=own.detach(),
-    )
-    token = secrets.token_hex(8)
-    store.set(_TOKEN, token)
-    return store, Address(node_name(), (_LOOPBACK,) if loopback else tuple(reachable_names()), port, token)
+    place = _LOOPBACK if loopback else own_address()
+    store = serve(place, patience)
+    names = (place,) if place else tuple(reachable_names())
+    return store, Address(node_name(), names, store.port, mark(store))
 
 
 class DistantStore:
@@ -70,10 +57,14 @@ class DistantStore:
     def __init__(self, address: Address, patience: float) -> None:
         self._patience = patience
         self._aside = Aside(_REQUEST)
-        self._store = reach(address, patience)
+        self._store = sealed(reach(address, patience))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; wait for it."""
+        """Return the value of a key; wait for it.
+
+        Raises:
+            TransportError: a process without the job key has written it.
+        """
         return self._ask(lambda: self._store.get(key))
 
     def set(self, key: str, value: str) -> None:
@@ -86,6 +77,11 @@ class DistantStore:
 
     def _ask(self, request: Callable[[], Result]) -> Result:
         return self._aside.run(request, time.monotonic() + self._patience, lambda: None)
+
+
+def sealed(store: TCPStore) -> SealedStore:
+    """Return a member's store as members write and read it: with the proof of the job key, where there is one."""
+    return SealedStore(store, "desk")
 
 
 def reach(address: Address, patience: float) -> TCPStore:
@@ -101,12 +97,9 @@ def reach(address: Address, patience: float) -> TCPStore:
 
 def _connect(address: Address, patience: float) -> TCPStore:
     for name in _names(address):
-        # The same name may lead to different hosts, depending on where it is used. The token shows the right store.
-        with suppress(OSError, RuntimeError, UnicodeError):  # a name may be no host's
-            socket.create_connection((name, address.port), _KNOCK).close()
-            store = TCPStore(name, address.port, None, False, timedelta(seconds=patience), wait_for_workers=False)
-            if store.check([_TOKEN]) and store.get(_TOKEN).decode() == (address.token or store.get(_TOKEN).decode()):
-                return store
+        store = dial(name, address.port, address.token, patience, _KNOCK)
+        if store is not None:
+            return store
     raise TransportError(f"nobody answers at port {address.port} of {', '.join(_names(address))}")
 
 
@@ -135,4 +128,5 @@ def is_refused(address: Address) -> bool:
 
 
 def _names(address: Address) -> tuple[str, ...]:
-    return (_LOOPBACK,) if address.node == node_name() else address.names
+    """Return by which names to try a store: where it is on this host and on all addresses, by loopback alone."""
+    return (_LOOPBACK,) if address.node == node_name() and len(address.names) > 1 else address.names

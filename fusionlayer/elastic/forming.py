@@ -31,6 +31,8 @@ _POLL = 0.004
 _LOOK, _PROBE = 0.05, 0.5
 # Seconds that a member has to report which others blame for the change and which nobody can see to have ended.
 _BLAMED = 5.0
+# Processes that ask to join at once.
+_MOST_VISITORS = 1024
 # Seconds that a request to a desk may take. One on another host takes a millisecond, but no member is left out because
 # its host is busy.
 PATIENCE = _BLAMED
@@ -56,6 +58,7 @@ class Former:
         self._own = Identity.own()
         self._probed: dict[str, tuple[float, bool]] = {}
         self._handled: set[int] = set()
+        self._heard = 0
 
     def form(self, report: Report, blamed: Sequence[str] = ()) -> Generation:
         """Return the generation that follows that of ``report``, which tells how far this member is.
@@ -93,7 +96,7 @@ class Former:
 
     def has_visitors(self) -> bool:
         """Return whether processes ask at this member's desk to join."""
-        return self._desk.add(KNOCKS, 0) > len(self._handled)
+        return self._desk.add(KNOCKS, 0) > self._heard
 
     # ---- by another's lead ------------------------------------------------------------------------------------------
 
@@ -146,7 +149,9 @@ class Former:
         while True:
             for each in others:
                 if each.id not in reports and self._desk.check([f"report/{each.id}"]):
-                    told = Report.decode(self._desk.get(f"report/{each.id}"))
+                    told = self._told(f"report/{each.id}")
+                    if told is None:
+                        continue
                     if told.generation.number > base.number:
                         return told
                     if told.generation.number == base.number:
@@ -181,6 +186,15 @@ class Former:
         self._desk.set(ROSTER, formed.encode())
         return formed
 
+    def _told(self, key: str) -> Report | None:
+        """Return what a member reports; None if something else stands there, which is deleted."""
+        try:
+            return Report.decode(self._desk.get(key))
+        except TransportError as error:
+            _logger.warning("a report is ignored: %s", error)
+            self._desk.delete_key(key)
+            return None
+
     def _next(self, base: Generation, reports: dict[str, Report], others: Sequence[Member]) -> Generation:
         """Return the generation of those who have reported, with those who ask to join if all are between steps."""
         stay = tuple(each for each in base.members if each.id in reports)
@@ -209,12 +223,20 @@ class Former:
     def _visitors(self) -> list[Member]:
         """Return the processes that ask to join and still live."""
         found: dict[str, Member] = {}  # one may have asked twice
-        for number in range(1, self._desk.add(TICKETS, 0) + 1):
+        self._heard = self._desk.add(KNOCKS, 0)
+        # Anybody who reaches the desk can count up, and write there.
+        last = min(self._desk.add(TICKETS, 0), max(self._handled, default=0) + _MOST_VISITORS)
+        for number in range(1, last + 1):
             key = f"knock/{number}"
             if number not in self._handled and self._desk.check([key]):
                 self._handled.add(number)
-                member = decode_member(self._desk.get(key))
-                self._desk.delete_key(key)
+                try:
+                    member = decode_member(self._desk.get(key))
+                except TransportError as error:
+                    _logger.warning("a process that asks to join is ignored: %s", error)
+                    continue
+                finally:
+                    self._desk.delete_key(key)
                 if not self._is_gone(member):
                     found[member.id] = member
         return [*found.values()]

@@ -12,7 +12,8 @@ from ..processes import Identity
 
 __all__ = ["Address", "Generation", "Member", "Report"]
 
-_MOST_PORT = 65535
+# More names than a host has, and no more than one has the time to try.
+_MOST_NAMES = 256
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class Generation:
         members = tuple(_member(each) for each in given["members"])
         fresh = tuple(str(each) for each in given["fresh"])
         behind = tuple(str(each) for each in given["behind"])
-        return cls(_count(given["number"]), members, fresh, _count(given["done"]), _address(given["store"]), behind)
+        if not members:
+            raise ValueError("no members")
+        return cls(_number(given["number"]), members, fresh, _number(given["done"]), _address(given["store"]), behind)
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Report:
         """
         try:
             given = json.loads(text)
-            return cls(Generation.decode(given["generation"]), _count(given["done"]), bool(given["between"]))
+            return cls(Generation.decode(given["generation"]), _number(given["done"]), bool(given["between"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise TransportError(f"what a member reports makes no sense: {error}") from None
 
@@ -154,11 +157,15 @@ def _member(given: Mapping[str, Any]) -> Member:
 
 
 def _address(given: Mapping[str, Any]) -> Address:
-    names = tuple(str(name) for name in given["names"])
-    return Address(str(given["node"]), names, _count(given["port"], _MOST_PORT), str(given["token"]))
+    names, port = tuple(map(str, given["names"])), given["port"]
+    if type(port) is not int or not 0 < port < 1 << 16 or not 0 < len(names) <= _MOST_NAMES:
+        raise ValueError(f"{port!r} is no port, or these are no names of a host: {names[:3]}")
+    for name in names:
+        name.encode("idna")  # or a look-up of it would raise an error of another kind
+    return Address(str(given["node"]), names, port, str(given["token"]))
 
 
-def _count(given: Any, most: int = (1 << 63) - 1) -> int:
-    if type(given) is not int or not 0 <= given <= most:
-        raise ValueError(f"{given!r:.40}; expected a whole number from 0 to {most}")
+def _number(given: object) -> int:
+    if type(given) is not int or not -1 <= given < 1 << 62:
+        raise ValueError(f"{given!r} is no number of steps or changes")
     return given

@@ -17,11 +17,13 @@ from .. import files, outages
 from ..bounded import bounded
 from ..config import Config
 from ..errors import ConfigError, PlanMismatch, TransportError, kind_of
+from ..interfaces import is_loopback, with_port
 from ..launch import Place
 from ..processes import Identity, node_name
+from ..stores import SealedStore
 from ..transport import Transport, local
 from ..transport.c10d import C10dTransport
-from .desk import DistantStore, open_store, reach
+from .desk import DistantStore, open_store, reach, sealed
 from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join
 from .generation import Address, Generation, Member, Report, decode_member, encode_member
 
@@ -54,7 +56,8 @@ class Members:
         self._settings = settings
         self._loopback = loopback
         self._roster = roster
-        self._desk, where = open_store(loopback, PATIENCE)
+        kept, where = open_store(loopback, PATIENCE)
+        self._desk = sealed(kept)
         self._me = Member(secrets.token_hex(8), where, Identity.own().encode())
         self._former = Former(self._me, self._desk, settings.timeout, self._open_next)
         self._next: TCPStore | None = None
@@ -94,6 +97,7 @@ class Members:
 
     def _meet(self, place: Place, store: Store) -> Generation:
         """Return the first generation, which rank 0 writes down in ``store``."""
+        store = SealedStore(store, "members")
         store.set(f"member/{place.rank}", encode_member(self._me))
         if place.rank == 0:
             members = tuple(decode_member(store.get(f"member/{rank}")) for rank in range(place.size))
@@ -112,7 +116,7 @@ class Members:
             TransportError: no member answers.
         """
         now, at = _newest(address, settings.timeout)
-        made = cls(settings, at.names[0] in ("127.0.0.1", "localhost"), roster)
+        made = cls(settings, is_loopback(at.names[0]), roster)
         made._desks = lambda: _desks(address)
         made._now = now
         return made
@@ -143,7 +147,7 @@ class Members:
     @property
     def address(self) -> str:
         """Where newcomers find this member: host:port, for FUSIONLAYER_JOIN."""
-        return f"{self._me.desk.names[0]}:{self._me.desk.port}"
+        return with_port(self._me.desk.names[0], self._me.desk.port)
 
     def changed(self) -> bool:
         """Return whether the members have changed since the last call, or since this process began."""
@@ -372,7 +376,7 @@ def _desks(address: str) -> list[Address]:
             host, _, port = part.strip().rpartition(":")
             if not host or not port.isdecimal() or int(port) > 65535:
                 raise ValueError("no host:port")
-            found.append(Address("", (host,), int(port), ""))
+            found.append(Address("", (host.removeprefix("[").removesuffix("]"),), int(port), ""))
     except FileNotFoundError:
         return []  # the members have not begun yet
     except (OSError, ValueError, TransportError) as error:

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..bounded import Aside, Overdue
 from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
+from ._gloo_store import GlooStore
 from ._link import DamagedMessage, LinkError, LinkMessage
 from ._rendezvous import Connecting
 from ._shared_memory import Invitation, SharedMemory
@@ -122,9 +123,13 @@ class GlooLink(ExchangeLink):
         self._aside = Aside("wait for what was sent")
         self._next_look, self._pause = 0.0, _LOOK
         # Any: torch's type stubs lack some of its methods. The constructor waits in C++ for each peer in turn.
-        self._group: Any = connecting.run(
-            lambda store: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout))
-        )
+        self._store: GlooStore | None = None
+        self._group: Any = connecting.run(self._connect)
+
+    def _connect(self, store: dist.Store) -> dist.ProcessGroupGloo:
+        self._store = GlooStore(store, self._size)  # kept, because gloo's reference to it does not keep its Python part
+        place = dist.PrefixStore("gloo", self._store)
+        return dist.ProcessGroupGloo(place, self._rank, self._size, timedelta(seconds=self._timeout))
 
     def exchange(
         self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
@@ -250,9 +255,9 @@ class GlooLink(ExchangeLink):
         # The group's threads may be in a collective until it times out, and the group's destructor waits for them. A
         # thread of its own drops the last reference, so that close() does not wait that long. After the group, which
         # uses it, the store goes: its connection must not wait for the garbage collector. Lists are cleared backwards.
-        last: list[Any] = [self._connecting, group]
+        last: list[Any] = [self._store, self._connecting, group]
         del group
-        self._connecting = None
+        self._store = self._connecting = None
         ending = threading.Thread(target=last.clear, name="fusionlayer gloo", daemon=True)
         ending.start()
         # A daemon thread that is still in the destructor when Python exits aborts the process. So wait a moment.

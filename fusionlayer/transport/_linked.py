@@ -290,9 +290,25 @@ class LinkedTransport(Transport):
         return {"checksum": self._checksum}
 
     def _tell(self, store: dist.Store) -> list[tuple[str, dict[str, object]]]:
-        """Tell the other ranks this one's node and its common settings; return those of all ranks."""
+        """Tell the other ranks this one's node and its common settings; return those of all ranks.
+
+        Raises:
+            TransportError: something else stands in the store.
+        """
         store.set(f"told/{self.rank}", json.dumps([self._node, self._common()]))
-        return [json.loads(store.get(f"told/{rank}")) for rank in range(self.size)]
+        told = []
+        for rank in range(self.size):
+            text = store.get(f"told/{rank}")
+            try:
+                node, common = json.loads(text)
+                told.append((str(node), {name: common[name] for name in self._common()}))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise TransportError(
+                    f"what stands in the store as the settings of rank {rank} makes no sense: {text[:80]!r}; another "
+                    "program or version has written it",
+                    [rank],
+                ) from None
+        return told
 
     def _await_links(self, store: dist.Store) -> None:
         """Return once all ranks have their links.

@@ -15,6 +15,7 @@ from .. import outages
 from ..bounded import Overdue, bounded
 from ..errors import TransportError
 from ..processes import Identity
+from ..stores import EndingStore
 from ._calls import Call
 from ._link import LinkError
 from ._signs import Diagnosis
@@ -25,7 +26,6 @@ __all__ = ["Connecting", "Rendezvous"]
 AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
 Result = TypeVar("Result")
 
-_POLL = 0.01
 # Seconds for which a meeting may outlast its time: the ranks that came find out then which ones did not.
 _LAST_LOOK = 1.5
 
@@ -112,6 +112,8 @@ class Connecting:
             interrupt=give_up,
         )
         self.store = dist.PrefixStore(rendezvous.name, self._meet())
+        self._ending = EndingStore(self.store, rendezvous.name, self._deadline, in_vain)
+        self._ending.written = self._ending.awaited = self.watch.board.keys
         self.watch.enter(Call(f"making {what}"), 0)
 
     def run(self, make: Callable[[dist.Store], Result]) -> Result:
@@ -121,12 +123,10 @@ class Connecting:
             LinkError: the time has passed, or a rank was lost.
             RuntimeError: what ``make`` raised.
         """
-        # Kept, because torch's reference to it does not keep its Python part.
-        self._store = store = _EndingStore(self.store, self._in_vain, self._deadline, self.watch.board.keys)
         watch = self.watch
         try:
             return bounded(
-                lambda: make(store),
+                lambda: make(self._ending),
                 self._deadline,
                 lambda: self._in_vain.is_set() or watch.processes.see_gone(),
                 f"making of {self._what}",
@@ -175,43 +175,3 @@ class Connecting:
     def error(self, finding: Diagnosis) -> TransportError:
         """Return the error that tells a finding."""
         return TransportError(f"rank {self._rendezvous.rank}: making {self._what}: {finding.text}", finding.ranks)
-
-
-class _EndingStore(dist.Store):
-    """A store whose waits end when they are in vain: gloo waits in C++, where nothing else can end that.
-
-    It keeps the client of the store to itself, because torch sees only the methods that are written here.
-    """
-
-    def __init__(self, store: dist.Store, in_vain: threading.Event, deadline: float, keys: set[str]) -> None:
-        super().__init__()
-        self._store = store
-        self._in_vain = in_vain
-        self._deadline = deadline
-        self._keys = keys
-
-    def set(self, key: str, value: str) -> None:
-        self._keys.add(key)
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        value: bytes = self._store.get(key)
-        return value
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._keys.update(keys)
-        while not self._store.check(keys):
-            if self._in_vain.is_set() or time.monotonic() > self._deadline:
-                raise RuntimeError("the connections are not wanted any more")
-            time.sleep(_POLL)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        self._keys.add(key)
-        return self._store.add(key, amount)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import secrets
-import socket
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
-from ..interfaces import reachable_names
+from ..interfaces import own_address, reachable_names
 from ..processes import node_name
+from ..stores import dial, mark, serve
 
 __all__ = ["open_store"]
 
 _NOTICE_BYTES = 4096
-_TOKEN = "fusionlayer/token"
 # Seconds that a host may take to accept a connection before the next of its addresses is tried.
 _KNOCK = 3.0
 
@@ -37,28 +33,28 @@ def open_store(rank: int, timeout: float, broadcast: Callable[[Tensor], None]) -
         TransportError: rank 0 cannot be reached by any of its addresses.
     """
     notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8, device="cpu")
-    patience = timedelta(seconds=timeout)
     if rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, None, True, patience, wait_for_workers=False)
-        token = secrets.token_hex(8)
-        store.set(_TOKEN, token)
-        told = {"node": node_name(), "names": reachable_names(), "port": store.port, "token": token}
-        text = json.dumps(told).encode()
+        place = own_address()
+        store = serve(place, timeout)
+        names = [place] if place else reachable_names()
+        text = json.dumps({"node": node_name(), "names": names, "port": store.port, "token": mark(store)}).encode()
         notice[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         broadcast(notice)
         return store
     broadcast(notice)
-    told = json.loads(notice.numpy().tobytes().rstrip(b"\0"))
-    names = ["127.0.0.1"] if told["node"] == node_name() else told["names"]
+    try:
+        told = json.loads(notice.numpy().tobytes().rstrip(b"\0"))
+        node, names, port, token = told["node"], [*map(str, told["names"])], int(told["port"]), str(told["token"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        raise TransportError("rank 0 announces a store that makes no sense", [0]) from None
+    if node == node_name() and len(names) > 1:
+        names = ["127.0.0.1"]  # it listens on all addresses
     for name in names:
-        # The same address may lead to different hosts, depending on where it is used. The token shows the right store.
-        with suppress(OSError, RuntimeError):
-            socket.create_connection((name, told["port"]), _KNOCK).close()
-            store = dist.TCPStore(name, told["port"], None, False, patience, wait_for_workers=False)
-            if store.check([_TOKEN]) and store.get(_TOKEN).decode() == told["token"]:
-                return store
+        found = dial(name, port, token, timeout, _KNOCK)
+        if found is not None:
+            return found
     raise TransportError(
-        f"rank {rank} cannot reach rank 0 at port {told['port']} of {', '.join(names)}; open that port in the firewall "
+        f"rank {rank} cannot reach rank 0 at port {port} of {', '.join(names)}; open that port in the firewall "
         "or let GLOO_SOCKET_IFNAME name the interface of rank 0's host that others can reach",
         [0],
     )

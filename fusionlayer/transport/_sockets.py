@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from .. import forks, libraries
+from ..job_key import shared_secret
 from ..processes import node_name
 from ._exchange_link import ExchangeLink
 from ._link import DamagedMessage, LinkError, LinkMessage
@@ -188,11 +189,11 @@ class SocketLink(ExchangeLink):
         rank, size = self._rank, self._size
         mine = {"node": node_name()}
         if rank == 0:
-            mine["secret"] = secrets.token_hex(16)
+            mine["nonce"] = secrets.token_hex(16)
         store.set(f"sockets/{rank}/is", json.dumps(mine))
         everybody = [json.loads(store.get(f"sockets/{peer}/is")) for peer in range(size)]
         self.is_alone = len({each["node"] for each in everybody}) == 1
-        secret = bytes.fromhex(everybody[0]["secret"])
+        secret = shared_secret("sockets", bytes.fromhex(everybody[0]["nonce"]))
         where = places(options, self.is_alone)
         keeper = Keeper(self, rank, size, self._count, secret, where, options.congestion)
         if self._is_closed:

@@ -15,8 +15,9 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..errors import UsageError, require
+from ..errors import TransportError, UsageError, require
 from ..processes import Identity
 from ._faster import is_faster
 from ._gloo import GlooLink
@@ -25,6 +26,7 @@ from ._linked import LinkedTransport
 from ._nccl import NcclLink
 from ._peer_link import PeerLink
 from ._peer_memory import Gather, OutOfReach
+from ._proof import prove, prove_link
 from ._rendezvous import Connecting, Rendezvous
 from ._socket_options import SocketOptions
 from ._sockets import SocketLink
@@ -215,7 +217,13 @@ class C10dTransport(LinkedTransport):
 
             def swap(store: dist.Store) -> list[bytes]:
                 store.set(f"{name}/{self.rank}", mine.hex())
-                return [bytes.fromhex(store.get(f"{name}/{rank}").decode()) for rank in range(self.size)]
+                told = [store.get(f"{name}/{rank}") for rank in range(self.size)]
+                try:
+                    return [bytes.fromhex(each.decode()) for each in told]
+                except ValueError:
+                    raise TransportError(
+                        "what ranks tell in the store of their devices' memory makes no sense"
+                    ) from None
 
             return connecting.run(swap)
 
@@ -223,7 +231,9 @@ class C10dTransport(LinkedTransport):
 
     def _gloo_link(self, connecting: Connecting) -> GlooLink:
         place = (self.rank, self.size, self.timeout, self._node)
-        return GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
+        link = GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
+        connecting.run(lambda _: prove_link(link, self.rank, self.size, self._rendezvous.name, self.timeout / 2))
+        return link
 
     def _own_link(self, connecting: Connecting, sockets: SocketOptions) -> SocketLink:
         return SocketLink(connecting, self.rank, self.size, self.timeout, self._checked, sockets)
@@ -273,6 +283,12 @@ def make_default_group(
         # torch keeps the store for good, so it gets the one that waits as long as it likes.
         patience = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        prove(gather, rank, rendezvous.name)
+
+    def gather(mine: Tensor) -> list[Tensor]:
+        rows = list(mine.new_empty(size, mine.numel()))
+        dist.all_gather(rows, mine)
+        return rows
 
     try:
         connecting.run(make)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import select
 import selectors
@@ -19,13 +20,16 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import TransportError
-from ..interfaces import own_address, reachable_names
+from ..interfaces import is_loopback, own_address, reachable_names
+from ..job_key import shared_secret
 from ..processes import node_name
+from ..stores import listen
 from ._base import Transport
 from ._introduction import PATIENCE, Reception, introduce
 from ._link import damaged
@@ -37,6 +41,8 @@ _PREFIX = struct.Struct("<III")
 _OWN = 8  # its bytes before its own checksum
 _MOST_LETTER_BYTES = 1 << 20
 _NEAR = "this host"
+_PURPOSE = "star"
+_NAME = re.compile(r"fusionlayer-[0-9a-f]{16}")
 # Size asked for a socket's buffers. All messages that are under way at once fit, so that a sender need not wait for the
 # reader.
 _BUFFER_BYTES = 1 << 20
@@ -242,15 +248,15 @@ def connect(transport: Transport) -> Center | Connection:
             raise TransportError(f"rank 0 announces an address of {int(length)} bytes, which makes no sense", [0])
         letter = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         transport.broadcast(letter, 0)
-        address = json.loads(letter.numpy().tobytes())
         near = torch.equal(mine, hosts[0])
-        return Connection(_call(address, transport.rank, near=near, deadline=deadline))
-    secret = secrets.token_bytes(16)
+        return Connection(_call(_Address.read(letter), transport.rank, near=near, deadline=deadline))
+    nonce = secrets.token_bytes(16)
+    secret = shared_secret(_PURPOSE, nonce)
     name = f"fusionlayer-{secrets.token_hex(8)}"
     place = "127.0.0.1" if bool((hosts == mine).all()) else own_address()
     with _listener(place) as listener, _near_listener(name) as near_listener:
         port = listener.getsockname()[1]
-        text = json.dumps({"secret": secret.hex(), "port": port, "hosts": _hosts(place), "near": name}).encode()
+        text = json.dumps({"nonce": nonce.hex(), "port": port, "hosts": _hosts(place), "near": name}).encode()
         transport.broadcast(torch.tensor([len(text)], device="cpu"), 0)
         transport.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
         reception = Reception((listener, near_listener), secret, range(1, transport.size))
@@ -283,11 +289,7 @@ def _receive(reception: Reception, size: int, deadline: float, timeout: float) -
 
 def _listener(place: str) -> socket.socket:
     """Return a listener on one address of this host; on all of them if ``place`` is empty."""
-    listener = None
-    if not place and socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    listener = listener or socket.create_server((place, 0), backlog=1024)
+    listener = listen(place)
     _enlarge(listener)
     return listener
 
@@ -333,18 +335,44 @@ def _near_listener(name: str) -> socket.socket:
     return listener
 
 
-def _call(address: dict[str, Any], rank: int, *, near: bool, deadline: float) -> socket.socket:
+class _Address(NamedTuple):
+    """Where rank 0 listens: a port of hosts, and a Unix socket's name. ``nonce``: from which its secret is derived."""
+
+    hosts: list[str]
+    port: int
+    near: str
+    nonce: bytes
+
+    @classmethod
+    def read(cls, letter: Tensor) -> _Address:
+        """Return what rank 0 has sent.
+
+        Raises:
+            TransportError: it makes no sense.
+        """
+        try:
+            told = json.loads(letter.numpy().tobytes())
+            found = cls([str(host) for host in told["hosts"]], told["port"], told["near"], bytes.fromhex(told["nonce"]))
+            if type(found.port) is int and 0 < found.port < 1 << 16 and _NAME.fullmatch(found.near):
+                return found
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        raise TransportError("rank 0 announces an address that makes no sense", [0])
+
+
+def _call(address: _Address, rank: int, *, near: bool, deadline: float) -> socket.socket:
     """Return a connection to rank 0 by the first of its addresses that works."""
-    hosts = list(address["hosts"])
-    hosts = [_NEAR, "127.0.0.1", *hosts] if near else [*hosts, "127.0.0.1"]
-    secret = bytes.fromhex(address["secret"])
+    hosts = [_NEAR, "127.0.0.1", *address.hosts] if near else [*address.hosts, "127.0.0.1"]
+    secret = shared_secret(_PURPOSE, address.nonce)
     why: OSError | None = None
     while why is None or time.monotonic() < deadline:
         for host in hosts:
+            if why is not None and time.monotonic() > deadline:
+                break
             try:
-                end = _reach_near(address["near"]) if host == _NEAR else _reach(host, int(address["port"]))
-            except OSError as error:
-                why = error
+                end = _reach_near(address.near) if host == _NEAR else _reach(host, address.port)
+            except (OSError, UnicodeError) as error:
+                why = OSError(str(error))
                 continue
             try:
                 if introduce(end, secret, rank, deadline):
@@ -355,7 +383,7 @@ def _call(address: dict[str, Any], rank: int, *, near: bool, deadline: float) ->
             end.close()
         time.sleep(0.1)
     raise TransportError(
-        f"rank {rank} cannot reach rank 0 at port {address['port']} of any of {hosts}: {why}; name the network "
+        f"rank {rank} cannot reach rank 0 at port {address.port} of any of {hosts}: {why}; name the network "
         "interface in GLOO_SOCKET_IFNAME on every rank, or open ports between the hosts",
         [0],
     )
@@ -364,4 +392,4 @@ def _call(address: dict[str, Any], rank: int, *, near: bool, deadline: float) ->
 def _hosts(place: str) -> list[str]:
     """Return names and addresses of this host by which other hosts may reach a listener on ``place``."""
     found = [place] if place else [*reachable_names(), os.environ.get("MASTER_ADDR", "")]
-    return list(dict.fromkeys(host for host in found if host and not host.startswith("127.")))
+    return list(dict.fromkeys(host for host in found if host and not is_loopback(host)))

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fusionlayer import config
-from fusionlayer.cli import agent, doctor, fusionrun
-from fusionlayer.cli.fusionrun import Agent, main
+from fusionlayer.cli import agent, agents, doctor, forwarded, fusionrun
+from fusionlayer.cli.agents import Agent
+from fusionlayer.cli.fusionrun import main
 from fusionlayer.cli.hosts import Host, assign, parse_hosts, read_hostfile, remote_command
 from fusionlayer.errors import ConfigError, TransportError
+from fusionlayer.interfaces import addresses
 from fusionlayer.last_error import leave_to_launcher
 from tests.loops import looped
 from tests.mpi import ROOT
+from tests.ports import free_port
 from tests.tiers import exhaustive
 
 # Takes nothing of this host's environment along, as the real one.
 SSH = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do echo "$1 $2" >> "$(dirname "$0")/options"; shift 2; done
+echo "ssh $*" >> "$(dirname "$0")/lists"
+while [ "$1" != -- ]; do echo "$1 $2" >> "$(dirname "$0")/options"; shift 2; done
+shift
 echo "host $1" >> "$(dirname "$0")/options"; shift
 exec env -i HOME=/nowhere PATH=/usr/bin:/bin TMPDIR="$(dirname "$0")" sh -c "$*"
 """
@@ -39,9 +46,12 @@ fl.all_reduce(x, codec="int8", op=fl.Sum)
 assert abs(x.mean().item() - 3) < 0.1, x
 settings = fl.context.settings()
 told = [fl.rank(), fl.size(), fl.local_rank(), fl.local_size(), settings.timeout, settings.stall_warning]
+assert ("HF_TOKEN" in os.environ) == (os.environ["HOME"] != "/nowhere")
 told += [os.environ["HOROVOD_FUSION_THRESHOLD"], os.environ["MINE"], os.environ["HOME"] == "/nowhere", *sys.argv[1:]]
 print(*told, flush=True)
 """
+
+SECRETS = {"AWS_SECRET_ACCESS_KEY": "s3cr3t-1", "WANDB_API_KEY": "s3cr3t-2", "HF_TOKEN": "s3cr3t-3"}
 
 
 @pytest.fixture
@@ -70,11 +80,11 @@ def test_a_job_on_two_hosts(ssh: Path, tmp_path: Path) -> None:
     script.write_text(TRAIN)
     flags = ["-np", "3", "-H", "localhost:2,elsewhere:4", "-p", "2222", "--network-interface", "lo"]
     flags += ["--fusion-threshold-mb", "2", "--stall-check-warning-time-seconds", "7", "--gloo-timeout-seconds", "100"]
-    flags += ["--start-timeout", "120", "--output-filename", str(tmp_path / "logs"), "--verbose"]
+    flags += ["-x", "MINE", "--start-timeout", "120", "--output-filename", str(tmp_path / "logs"), "--verbose"]
     done = subprocess.run(
         [sys.executable, "-c", "from fusionlayer.cli.fusionrun import main; raise SystemExit(main())", *flags]
         + [sys.executable, str(script), "--epochs", "3"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MINE": "it's mine"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MINE": "it's mine", **SECRETS},
         capture_output=True,
         text=True,
     )
@@ -88,7 +98,7 @@ def test_a_job_on_two_hosts(ssh: Path, tmp_path: Path) -> None:
     ]
     assert ssh.read_text().splitlines()[-2:] == ["-p 2222", "host elsewhere"]
     assert len(list((tmp_path / "logs").rglob("stdout.log"))) == 3
-    assert "on elsewhere: ssh " in done.stderr
+    assert "on elsewhere: ssh " in done.stderr and "it's mine" not in done.stderr
 
 
 def shell(text: str) -> Agent:
@@ -97,13 +107,13 @@ def shell(text: str) -> Agent:
 
 @pytest.mark.short
 def test_the_end_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fusionrun._run([shell("true"), shell("true")], 2) == 0
-    assert fusionrun._run([shell("exec sleep 1000"), shell("exit 7")], 2) == 7  # and waits for no other
+    assert agents.run([shell("true"), shell("true")], 2) == 0
+    assert agents.run([shell("exec sleep 1000"), shell("exit 7")], 2) == 7  # and waits for no other
     assert "the processes on host of exit 7 ended with status 7" in capsys.readouterr().err
-    assert fusionrun._run([shell("sleep 0.3"), shell("exit 7")], 1) == 0, "elastic: one is enough"
-    assert fusionrun._run([shell("exit 3"), shell("kill -9 $$")], 1) in (1, 3)
+    assert agents.run([shell("sleep 0.3"), shell("exit 7")], 1) == 0, "elastic: one is enough"
+    assert agents.run([shell("exit 3"), shell("kill -9 $$")], 1) in (1, 3)
     with pytest.raises(ConfigError, match="cannot run nosuchprogram: No such file"):
-        fusionrun._run([shell("exec sleep 60"), Agent("x", ["nosuchprogram"], {})], 2)
+        agents.run([shell("exec sleep 60"), Agent("x", ["nosuchprogram"], {})], 2)
 
 
 def failure(folder: Path, rank: int, exit_code: int, error: BaseException | None) -> ProcessFailure:
@@ -153,7 +163,7 @@ def test_an_agent_tells_the_error_of_the_rank_that_failed_first(
 def test_the_report_of_an_agent_is_the_last_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     first = f"echo its error > ${agent.REPORT}; exit 9"
     other = "trap 'echo other errors >&2; exit 3' TERM; while :; do sleep 0.1; done"
-    assert fusionrun._run([shell(other), shell(first)], 2) == 9
+    assert agents.run([shell(other), shell(first)], 2) == 9
     assert capfd.readouterr().err == "other errors\nits error\n"
 
 
@@ -179,43 +189,147 @@ def test_a_failing_job(tmp_path: Path) -> None:
 def test_a_program_elsewhere_ends_with_the_connection(
     ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QUOTED", "a 'b' $c\nd")
-    monkeypatch.setenv("RANK", "5")
     monkeypatch.chdir(tmp_path)
-    show = "import os; print(os.getcwd(), repr(os.environ['QUOTED']), 'RANK' in os.environ, os.environ['X'])"
-    command = remote_command(Host("me@there", 1), [sys.executable, "-c", show], {"X": "1"}, 99, "key")
-    held_open, other_end = os.pipe()
-    done = subprocess.run(command, stdin=held_open, capture_output=True, text=True)
-    assert done.stdout == f"{tmp_path} {os.environ['QUOTED']!r} False 1\n", done.stderr
-    assert ssh.read_text().splitlines()[-3:] == ["-p 99", "-i key", "host me@there"]
-    failing = remote_command(Host("there", 1), ["sh", "-c", "exit 9"], {})
-    assert subprocess.run(failing, stdin=held_open).returncode == 9
-    os.close(other_end)
-    os.close(held_open)
+    wild = {"QUOTED": "a 'b' $c\nd\\\n`e`\xe9 \n", "EMPTY": "", "LONG": "x" * 100_000}
+
+    def on(host: str, *command: str, **options: Any) -> Agent:
+        ssh, opening = remote_command(Host(host, 1), command, wild, **options)
+        return Agent(host, ssh, dict(os.environ), False, tuple(wild), opening)
+
+    show = "import os, sys; values = {name: os.environ.get(name) for name in sys.argv[1:]}\n"
+    show += "print(os.getcwd(), values, file=open('out', 'w'))"
+    names = [*wild, "line", "variables"]
+    there = on("me@there", sys.executable, "-c", show, *names, port=99, identity="key")
+    assert agents.run([there], 1) == 0
+    expected = {**wild, "line": None, "variables": None}
+    assert Path("out").read_text() == f"{tmp_path} {expected}\n"
+    assert ssh.read_text().splitlines()[-4:] == ["-o BatchMode=yes", "-p 99", "-i key", "host me@there"]
+    assert agents.run([on("there", "sh", "-c", "exit 9")], 1) == 9
     note = tmp_path / "pid"
-    endless = remote_command(
-        Host("there", 1), ["sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 300"], {}
-    )
-    with subprocess.Popen(endless, stdin=subprocess.PIPE) as process:
+    endless = on("there", "sh", "-c", f"echo $$ > {note}.new; mv {note}.new {note}; exec sleep 300")
+    with agents._start(endless, os.environ) as process:
         while not note.exists():
             time.sleep(0.01)
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(180) != 0
     assert not Path(f"/proc/{note.read_text().strip()}").exists()
+    gone = on("there", "touch", str(tmp_path / "made"))
+    cut = subprocess.run(gone.command, input=gone.opening[: len(gone.opening) // 2])
+    assert cut.returncode == 1 and not (tmp_path / "made").exists(), "it began without all variables"
+
+
+@pytest.mark.short
+def test_no_variable_stands_where_every_user_can_read_it(
+    ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In no list of processes, on neither host, nor in what is printed."""
+    variables = {**SECRETS, "NCCL_DEBUG": "s3cr3t-4", "FUSIONLAYER_JOB_KEY": "s3cr3t-5" * 4, "NCCL_API_TOKEN": "x"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SSH_AUTH_SOCK", "mine")
+    # Each process that is started there writes down what a list of processes shows of all that are its ancestors.
+    program = tmp_path / "python"
+    program.write_text(
+        "#!/bin/sh\npid=$$\nwhile [ $pid -gt 1 ]; do tr '\\0' ' ' < /proc/$pid/cmdline; echo\n"
+        f"pid=$(sed 's/.*) . //; s/ .*//' /proc/$pid/stat); done >> {tmp_path}/lists; env > {tmp_path}/env\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert main(["-np", "1", "-H", "there:1", "-x", "HF_TOKEN", "-x", "WANDB_*", "-x", "MINE=1", "--verbose", "x"]) == 0
+    got = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    assert got["HF_TOKEN"] == SECRETS["HF_TOKEN"] and got["WANDB_API_KEY"] == SECRETS["WANDB_API_KEY"]
+    assert got["NCCL_DEBUG"] == "s3cr3t-4" and got["MINE"] == "1" and got["FUSIONLAYER_JOB_KEY"] == "s3cr3t-5" * 4
+    assert not got.keys() & {"AWS_SECRET_ACCESS_KEY", "NCCL_API_TOKEN", "SSH_AUTH_SOCK"}
+    printed = "".join(capfd.readouterr())
+    assert "variables for there: CUDA" in printed or "FUSIONLAYER_JOB_KEY" in printed
+    lists = (tmp_path / "lists").read_text()
+    assert "fusionlayer.cli.agent" in lists and "s3cr3t" not in lists + printed
+    assert "s3cr3t" not in ssh.read_text()
+
+
+@pytest.mark.short
+def test_which_variables_go_along() -> None:
+    environ = {"NCCL_DEBUG": "1", "RANK": "3", "HOME": "/me", "MINE": "2", "MY_TOKEN": "3", "FUSIONLAYER_JOB_KEY": "k"}
+    environ |= {"PYTHONPATH": "4", "HOROVOD_A": "5", "bad-name": "6", "TORCH_TOKEN": "7", "BASH_FUNC_x%%": "() { :; }"}
+    usual = {"NCCL_DEBUG": "1", "PYTHONPATH": "4", "HOROVOD_A": "5"}
+    assert forwarded.forwarded(environ) == usual
+    assert forwarded.forwarded(environ, ["MY_TOKEN", "X=y=z"]) == {**usual, "MY_TOKEN": "3", "X": "y=z"}
+    assert forwarded.forwarded(environ, ["*"]) == {**usual, "MINE": "2", "MY_TOKEN": "3", "TORCH_TOKEN": "7"}
+    for asked in ("", "A-B", "=1", "A-B=1", "$(x)"):
+        with pytest.raises(ConfigError, match="expected NAME, NAME=value or a pattern"):
+            forwarded.forwarded(environ, [asked])
+    with pytest.raises(ConfigError, match="-x ABSENT: this variable is not set"):
+        forwarded.forwarded(environ, ["ABSENT"])
+    with pytest.raises(ConfigError, match="the variables for there take"):
+        agents._start(Agent("there", ["true"], {}, False, (), b"x" * (1 << 21)), {})
+
+
+@pytest.mark.short
+def test_the_keys_of_hosts_are_checked_as_ssh_is_configured(ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (usual,) = commands("-np", "1", "-H", "there:1")
+    assert "StrictHostKeyChecking" not in " ".join(usual) and usual[-3:-1] == ["--", "there"]
+    (asked,) = commands("-np", "1", "-H", "there:1", "--accept-new-host-keys")
+    assert asked[asked.index("StrictHostKeyChecking=accept-new") - 1] == "-o"
+    unknown = Agent("there", ["sh", "-c", "exit 255"], dict(os.environ), is_here=False)
+    assert agents.run([unknown], 1) == 255
+    assert "ssh to there failed" in capsys.readouterr().err
+
+
+@pytest.mark.short
+def test_each_job_has_a_key_that_its_processes_alone_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def key(environ: dict[str, str]) -> str:
+        (here,) = fusionrun.plan(fusionrun._parse(["-np", "2", "true"]), environ)
+        assert "FUSIONLAYER_JOB_KEY_FILE" not in here.environment
+        return here.environment["FUSIONLAYER_JOB_KEY"]
+
+    made = {key({}) for _ in range(3)}
+    assert len(made) == 3 and min(map(len, made)) == 64
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    assert key({"FUSIONLAYER_JOB_KEY_FILE": str(file)}) == "0123456789abcdef"
+    assert key({"FUSIONLAYER_JOB_KEY": "a key of the user"}) == "a key of the user"
 
 
 @pytest.mark.short
 def test_hosts(tmp_path: Path) -> None:
-    assert parse_hosts("a:2, b ,[::1]:3") == [Host("a", 2), Host("b", 1), Host("[::1]", 3)]
+    assert parse_hosts("a:2, b ,[::1]:3") == [Host("a", 2), Host("b", 1), Host("::1", 3)]
     file = tmp_path / "hosts"
-    file.write_text("# nodes\nnode1 slots=2\n\nnode2:3  # big\nnode3\n")
-    assert read_hostfile(file) == [Host("node1", 2), Host("node2", 3), Host("node3", 1)]
+    file.write_text("# nodes\nnode1 slots=2\n\nnode2:3  # big\nnode3\nfd00::2 slots=4\n[fd00::3]:5\nme@fd00::4\n")
+    assert read_hostfile(file) == [
+        *(Host("node1", 2), Host("node2", 3), Host("node3", 1)),
+        *(Host("fd00::2", 4), Host("fd00::3", 5), Host("me@fd00::4", 1)),
+    ]
     assert assign(3, read_hostfile(file)) == [Host("node1", 2), Host("node2", 1)]
     assert Host(socket.gethostname(), 1).is_here and Host("127.0.0.1", 1).is_here and not Host("node1", 1).is_here
-    for wrong in ("a:b", ":2", "a:0", ","):
+    assert Host("::1", 1).is_here == any("::1" in found for found in addresses().values())
+    for wrong in ("a:b", ":2", "a:0", ",", "fd00::1", "[::1]:x"):
         with pytest.raises(ConfigError, match="expected name:slots"):
             parse_hosts(wrong)
+    for wrong in (
+        "-oProxyCommand=x",
+        "-v:2",
+        "me@-v",
+        "-l@host",
+        "a b",
+        "a;b",
+        "$(b)",
+        "[a]:2",
+        "[-v::1]",
+        "a/b",
+    ):
+        with pytest.raises(ConfigError, match="is no name of a host"):
+            parse_hosts(wrong)
+        file = tmp_path / "wrong"
+        file.write_text(f"# hosts\n{wrong}\n")
+        with pytest.raises(ConfigError, match="line 2: "):
+            read_hostfile(file)
+    given = "me@n1.example.org:2,d\\me@n_2,x@[FD00:0::2]:3,[fe80::1%eth0]"
+    assert parse_hosts(given) == [
+        *(Host("me@n1.example.org", 2), Host("d\\me@n_2", 1), Host("x@fd00::2", 3), Host("fe80::1%eth0", 1)),
+    ]
+    assert Host("x@fd00::2", 1).address == "fd00::2"
     with pytest.raises(ConfigError, match="-np 5, but the hosts have 3 slots: a:2, b:1; give more"):
         assign(5, parse_hosts("a:2,b"))
     for text, words in (("a slots=2 x", "line 1: 'a slots=2 x'; expected 'name slots=4'"), ("#", "names no host")):
@@ -239,6 +353,10 @@ def test_agents_of_torchrun(ssh: Path) -> None:
     socket.create_server(("127.0.0.1", port)).close()  # rank 0 can listen there
     first, second = commands("-np", "3", "-H", "far1:2,far2:2")
     assert first[0] == second[0] == "ssh" and (first[-2], second[-2]) == ("far1", "far2")
+    distant = commands("-np", "2", "-H", "[fd00::dead],[fd00::beef]")[0]
+    assert distant[-2] == "fd00::dead" and "--master-addr fd00::dead " in distant[-1]
+    distant = commands("-np", "2", "-H", "[fd00::dead],[fd00::beef]", "--min-np", "1")[0]
+    assert "--rdzv-endpoint [fd00::dead]:" in distant[-1].replace("'", "").replace('"', "")
     assert "--node-rank 0 --master-addr far1 " in first[-1] and "--nproc-per-node 2 " in first[-1]
     assert "--node-rank 1 --master-addr far1 " in second[-1] and "--nproc-per-node 1 " in second[-1]
     elastic = commands("-np", "2", "--min-np", "1", "--max-np", "3", "--reset-limit", "5")
@@ -272,6 +390,7 @@ def test_flags_are_variables_that_the_job_reads() -> None:
     flags += " --stall-check-shutdown-time-seconds 50 --log-level debug --network-interfaces eth7,eth8"
     (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", *flags.split(), "--gloo", "true"]), {})
     told = only.environment
+    assert len(told.pop("FUSIONLAYER_JOB_KEY")) == 64
     assert told == {
         "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
         "HOROVOD_FUSION_THRESHOLD": "524288",
@@ -326,6 +445,7 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
             assert options.command == ["train", "--mpi"]
     assert len(flags) == 71 and len(refused) == 27
     (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", "--stall-check", "--elastic-timeout", "9", "true"]), {})
+    assert only.environment.pop("FUSIONLAYER_JOB_KEY")
     assert only.environment == {
         "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
         "HOROVOD_STALL_CHECK_DISABLE": "0",
@@ -361,3 +481,47 @@ def test_check_build_is_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(doctor, "diagnose", lambda _: [doctor.Finding("core", "cpu", "FAIL", "broken")])
     assert main(["--check-build"]) == 1
     assert "core     cpu   FAIL   broken" in capsys.readouterr().out
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+@exhaustive(guarded_by="tests/cli/test_fusionrun.py::test_no_variable_stands_where_every_user_can_read_it")
+@pytest.mark.skipif(shutil.which("sshd") is None or os.geteuid() != 0, reason="no sshd, or this user is not root")
+def test_the_real_ssh_brings_variables_and_checks_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, port = tmp_path / "key", free_port()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    (tmp_path / "config").write_text(
+        f"HostKey {key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
+        f"ListenAddress 127.0.0.2:{port}\n"
+    )
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F none -o UserKnownHostsFile={tmp_path}/known "$@"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_TOKEN", "s3cr3t")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    separated = Path("/run/sshd")  # which sshd asks for
+    made = not separated.exists()
+    separated.mkdir(exist_ok=True)
+    server = subprocess.Popen([str(shutil.which("sshd")), "-D", "-e", "-f", tmp_path / "config"])
+    try:
+        while server.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.2", port)).close()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        told = f"echo $FUSIONLAYER_JOB_KEY $HF_TOKEN $RANK > {tmp_path}/told"
+        flags = ["-np", "1", "-H", "127.0.0.2:1", "-p", str(port), "-i", str(key), "-x", "HF_TOKEN", "-x", "A=1"]
+        assert main([*flags, "sh", "-c", told]) == 255
+        assert "ssh to 127.0.0.2 failed" in capfd.readouterr().err and not (tmp_path / "told").exists()
+        assert main([*flags, "--accept-new-host-keys", "sh", "-c", told]) == 0, capfd.readouterr().err
+        job, token, rank = (tmp_path / "told").read_text().split()
+        assert len(job) == 64 and (token, rank) == ("s3cr3t", "0")
+    finally:
+        server.terminate()
+        server.wait()
+        if made:
+            separated.rmdir()

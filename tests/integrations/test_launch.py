@@ -247,6 +247,9 @@ def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
         assert host == first and 1024 < port < 32_768
         ports.add(port)
     assert len(ports) == len(hosts)
+    for nodes in ("-oProxyCommand=x", "$(x)", "a b", "n/1"):
+        with pytest.raises(fl.ConfigError, match="begins with no name of a host; set MASTER_ADDR"):
+            meeting_point(srun(0, 4, JOB_ID=4711, STEP_NODELIST=nodes))
     with pytest.raises(fl.ConfigError, match="no SLURM_STEP_NODELIST or SLURM_JOB_ID.*set MASTER_ADDR and MASTER_PORT"):
         make_store(Place(0, 4, 0, 2, "srun"), 1.0, srun(0, 4, JOB_ID=7))
 

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusionlayer import stores
 from fusionlayer.errors import ConfigError, TransportError, UsageError
-from fusionlayer.transport import C10dTransport, Transport, _linked, _rendezvous
+from fusionlayer.transport import C10dTransport, Transport, _linked
 from fusionlayer.transport._board import Board
 from fusionlayer.transport._monitor import STORE_PATIENCE
 from tests.harness import run_ranks
@@ -263,9 +264,9 @@ def test_a_transport_that_nobody_holds_is_closed() -> None:
 
 
 def drop_while_others_connect(rank: int, world: int) -> None:
-    store, get = dist.distributed_c10d._get_default_store(), _rendezvous._EndingStore.get
+    store, get = dist.distributed_c10d._get_default_store(), stores.EndingStore.get
 
-    def late(self: _rendezvous._EndingStore, key: str) -> bytes:
+    def late(self: stores.EndingStore, key: str) -> bytes:
         if key == "gloo/0/2":  # rank 0 has all its connections by now, and ranks 1 and 2 have none to each other
             with contextlib.suppress(RuntimeError):
                 store.wait(["dropped"], datetime.timedelta(seconds=1))
@@ -273,7 +274,7 @@ def drop_while_others_connect(rank: int, world: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(_rendezvous._EndingStore, "get", late)
+            patch.setattr(stores.EndingStore, "get", late)
         assert C10dTransport(timeout=20).size == world
         gc.collect()
     store.set("dropped", "")

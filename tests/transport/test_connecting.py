@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer import context, launch
+from fusionlayer import context, launch, stores
 from fusionlayer.errors import TransportError
-from fusionlayer.transport import _rendezvous, _shared_memory, star
+from fusionlayer.transport import _shared_memory, star
 from fusionlayer.transport.c10d import C10dTransport
 from fusionlayer.transport.heartbeat import Watch
 from tests.harness import checkpoint, outcomes_of, stay_last
@@ -34,16 +34,16 @@ PHASES: dict[str, tuple[object, str, str, int]] = {
     "group": (dist, "init_process_group", "", 0),
     "group, at its end": (Watch, "end", "", 0),
     "meeting": (Watch, "meet", "", 1),
-    "settings": (_rendezvous._EndingStore, "wait", "told/", 0),
-    "mesh, before its address is known": (_rendezvous._EndingStore, "set", "gloo/", 0),
-    "mesh": (_rendezvous._EndingStore, "wait", "gloo/", 0),
-    "mesh, half connected": (_rendezvous._EndingStore, "get", "gloo/", 1),
-    "mesh, at its end": (_rendezvous._EndingStore, "wait", "all linked", 0),
+    "settings": (stores.EndingStore, "wait", "told/", 0),
+    "mesh, before its address is known": (stores.EndingStore, "set", "gloo/", 0),
+    "mesh": (stores.EndingStore, "wait", "gloo/", 0),
+    "mesh, half connected": (stores.EndingStore, "get", "gloo/", 1),
+    "mesh, at its end": (stores.EndingStore, "wait", "all linked", 0),
     "invitation": (_shared_memory.Invitation, "accept", "", 0),
     "welcome": (_shared_memory.Invitation, "welcome", "", 0),
     "star": (star, "connect", "", 0),
     "duplicate": (C10dTransport, "duplicate", "", 0),
-    "lane's mesh": (_rendezvous._EndingStore, "get", "gloo/", 3),
+    "lane's mesh": (stores.EndingStore, "get", "gloo/", 3),
     "subset": (C10dTransport, "subset", "", 0),
 }
 
