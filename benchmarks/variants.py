@@ -31,7 +31,7 @@ LOCAL = "local="
 """Begins the word for local steps: ``local=diloco:every=60`` is ``fusionlayer.Local.diloco(every=60)``."""
 
 _KEYS = ("algorithm", "connections", "feedback_bits", "freeze_step", "warmup_codec")
-_WORDS = ("autotune", "behind", "instep", "nodes", "overlap", "unchecked")
+_WORDS = ("behind", "instep", "nodes", "overlap", "unchecked")
 
 
 def codec_presets() -> list[str]:
@@ -59,7 +59,6 @@ class Variant:
             freeze_step=100; None: it does not.
         warmup_codec: the codec of gradients until then, a word warmup_codec=int4; None: the default.
         overlap: the next forward begins before all gradients have arrived. The word "overlap".
-        autotune: the plan is searched for by measured steps. The word "autotune".
         unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
             word "unchecked".
         instep: ``step`` waits for results, not backward, and unused parameters get zeros: Horovod's contract, which
@@ -79,7 +78,6 @@ class Variant:
     freeze_step: int | None = None
     warmup_codec: str | None = None
     overlap: bool = False
-    autotune: bool = False
     unchecked: bool = False
     instep: bool = False
     nodes: bool = False
@@ -148,7 +146,6 @@ class Variant:
         parts += [f"{self.warmup_codec} before"] if self.warmup_codec else []
         parts += ["sparsified behind fusion"] if self.behind else []
         parts += ["overlap_forward"] if self.overlap else []
-        parts += ["autotune"] if self.autotune else []
         parts += ["nothing checked"] if self.unchecked else []
         parts += ["results with step()"] if self.instep else []
         parts += ["DDP within hosts"] if self.nodes else []
@@ -185,7 +182,6 @@ class Variant:
             model.named_parameters(),
             codec=codec or (AUTO if self.codec == AUTO else self.make_codec()),
             fidelity=self.options.get("fidelity") if self.codec == AUTO else None,
-            autotune=self.autotune or None,
             planner=self.planner,
             algorithm="one_shot" if self.behind else self.algorithm,
             ahead=False if self.behind else None,

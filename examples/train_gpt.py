@@ -4,7 +4,6 @@
     mpirun -n 2 python examples/train_gpt.py --codec int4 --codec-option group_size=64
     torchrun --nproc-per-node 2 examples/train_gpt.py --codec auto --save-plan plan.yaml
     torchrun --nproc-per-node 2 examples/train_gpt.py --plan plan.yaml
-    torchrun --nproc-per-node 2 examples/train_gpt.py --codec int8 --autotune
     torchrun --nproc-per-node 2 examples/train_gpt.py --codec int4 --sync averaging --every 4
     torchrun --nproc-per-node 2 examples/train_gpt.py --method ddp
 
@@ -115,8 +114,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--planner", choices=fl.planners.names(), help="how gradients are fused (default: configured)")
     parser.add_argument("--plan", metavar="FILE", help="fusion plan, which names its codecs, in place of a planner")
     parser.add_argument("--save-plan", metavar="FILE", type=writable, help="write the plan of the last step there")
-    parser.add_argument("--autotune", action="store_true", help="search for the fastest buckets while training runs")
-    parser.add_argument("--autotune-log", metavar="FILE.csv", type=writable, help="write what --autotune tries there")
     parser.add_argument(
         "--overlap-forward", action="store_true", help="let the next forward begin before all gradients have arrived"
     )
@@ -135,8 +132,6 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_model()
     if options.every and not options.sync:
         parser.error("--every is for --sync; give both")
-    if options.autotune_log and not options.autotune:
-        parser.error("--autotune-log is for --autotune; give both")
     return options
 
 
@@ -222,7 +217,6 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             planner=options.planner,
             plan=options.plan,
             fidelity=options.fidelity,
-            autotune=fl.Autotune(log=options.autotune_log) if options.autotune else None,
             overlap_forward=network if options.overlap_forward else None,
             sync=local_steps(options),
             **dict(options.codec_option),

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from .integrations.sends import FollowsSyncs, SendsItsOwn
     from .integrations.sharded import ShardedOptimizer
     from .plan import FusionPlan
-    from .planning.autotune import Autotune
     from .planning.codec_rules import CodecRule, CodecRules
     from .publishing import Follower, subscribe
     from .scheduler import planners
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Autotune",
     "Average",
     "CodecRule",
     "CodecRules",
@@ -127,7 +125,6 @@ _HOMES = {
     "integrations.sends": "FollowsSyncs SendsItsOwn",
     "integrations.sharded": "ShardedOptimizer",
     "plan": "FusionPlan",
-    "planning.autotune": "Autotune",
     "planning.codec_rules": "CodecRule CodecRules",
     "publishing": "Follower subscribe",
     "scheduler": "planners",

@@ -16,7 +16,7 @@ from . import records
 from .errors import ConfigError
 from .registry import closest, nearest
 
-__all__ = ["TRANSPORTS", "VARIABLES", "Config", "blame", "describe", "load", "unknown_variables"]
+__all__ = ["REMOVED", "TRANSPORTS", "VARIABLES", "Config", "blame", "describe", "load", "unknown_variables"]
 
 TRANSPORTS = ("c10d", "sockets", "auto", "mpi", "horovod")
 MOST_CONNECTIONS = 64
@@ -61,12 +61,6 @@ class Config:
         "near_lossless",
     )
     replan: bool = _setting("when planning by costs: measure and plan again when steps have drifted", True)
-    autotune: bool = _setting(
-        "while training runs, search for the number and sizes of buckets with the shortest measured steps", False
-    )
-    autotune_options: Mapping[str, Any] = _setting(
-        "`steps`, `every`, `drift`, `log`: the fields of `fusionlayer.Autotune`", factory=dict
-    )
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
@@ -102,11 +96,6 @@ class Config:
         "each rank sums a share that its link can carry; none: equal shares",
         (),
     )
-    grace: float | None = _setting(
-        "seconds that a sum of gradients waits for late ranks once half of them are there: what comes later travels "
-        "with the next sum; null: a sum waits for all ranks",
-        None,
-    )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
     stall_warning: float = _setting(
         "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0
@@ -140,11 +129,9 @@ class Config:
         records.check(self)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
-        for name in ("timeout", "stall_warning", "grace"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
+        for name in ("timeout", "stall_warning"):
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds above 0")
-        if self.grace is not None and not self.grace < self.timeout:
-            raise ConfigError(f"grace={self.grace:g} with timeout={self.timeout:g}; expected a shorter grace")
         if self.check_replicas < 0:
             raise ConfigError(f"check_replicas={self.check_replicas}; expected a number of steps, or 0 for never")
         if self.feedback_bits not in (32, 8):
@@ -174,6 +161,13 @@ _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_OBJECTS": "when building: folder that keeps compiled files for builds in other folders",
     "FUSIONLAYER_WERROR": "when building: 1 makes warnings of the compiler errors",
 }
+REMOVED: Mapping[str, str] = {
+    "grace": "it did not make runs faster; ranks wait for each other less often with sync=fl.Local(...)",
+    "autotune": "it did not make steps faster than the default planner; codec='auto' chooses codecs by measured costs",
+    "autotune_options": "autotune did not make steps faster than the default planner",
+}
+"""Settings and arguments that were removed: why, or what to use instead."""
+
 _KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in fields(Config)}
 VARIABLES: Mapping[str, str] = {
     **_OTHERS,
@@ -201,6 +195,11 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         given = (records.read(path, "config") or {}) if path else {}
     except ConfigError as error:
         raise ConfigError(f"FUSIONLAYER_CONFIG={path}: {error}") from None
+    for key, why in REMOVED.items():
+        source = f"FUSIONLAYER_{key.upper()}"
+        if environ.get(source) or key in given:
+            where = source if environ.get(source) else f"FUSIONLAYER_CONFIG={path}: {key}"
+            raise ConfigError(f"{where}: this setting was removed: {why}; leave it out")
     settings = records.build(Config, given, f"config {path}")
     chosen = {key: environ[variable] for variable, key in _KEYS.items() if environ.get(variable)}
     replaced = {key for name in chosen for key in _REPLACED.get(name, ())} - chosen.keys()
@@ -289,7 +288,7 @@ def describe() -> str:
             "## Settings",
             "",
             "The file is YAML, with any of these keys. An unknown key is an error. The variable of each key is",
-            "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_PLAN`, `FUSIONLAYER_AUTOTUNE`.",
+            "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_PLAN`, `FUSIONLAYER_LANES`.",
             "",
             "| key | type | default | meaning |",
             "|---|---|---|---|",

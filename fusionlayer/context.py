@@ -148,10 +148,6 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
         raise ConfigError(
             f"elastic=True with rates={list(settings.rates)}, which are those of certain ranks; leave rates out"
         )
-    if settings.grace is not None:
-        raise ConfigError(
-            f"elastic=True with grace={settings.grace:g}: a step of an elastic job waits for all; leave grace out"
-        )
     if address:
         members = Members.newcomer(address, settings, roster)
     else:
@@ -339,14 +335,6 @@ def refuse_elastic(what: str, instead: str) -> None:
     """Raise ``ConfigError`` if the job is elastic: ``what`` cannot lose a rank, and ``instead`` says what can."""
     if is_elastic():
         raise ConfigError(f"{what} in a job that fusionlayer.init(elastic=True) has begun: {instead}")
-
-
-def refuse_grace(what: str) -> None:
-    """Raise ``ConfigError`` if sums do not wait for late ranks by the settings: those of ``what`` do."""
-    grace = settings().grace
-    if grace is not None:
-        with config.blame(settings(), "grace"):
-            raise ConfigError(f"grace={grace:g} with {what}, whose sums wait for all ranks; leave grace out")
 
 
 def launcher() -> str:

@@ -89,6 +89,9 @@ def refuse_unknown(front: Callable[..., Any], codec: str | Codec | None, options
     Raises:
         ConfigError: the codec has no such option. It names the nearest argument or option.
     """
+    for option in options:
+        if option in config.REMOVED:
+            raise ConfigError(f"{front.__name__}({option}=...): it was removed: {config.REMOVED[option]}; leave it out")
     if not options or codec == AUTO or isinstance(codec, Codec):
         return
     name = context.settings().codec if codec is None else codec

@@ -44,7 +44,6 @@ METRICS: Mapping[str, Metric] = {
     "steps": Metric("counter", "", "steps of optimizers and hooks that have ended"),
     "bytes_raw": Metric("counter", "bytes", "what a ring would have sent of their gradients uncompressed"),
     "bytes_sent": Metric("counter", "bytes", "payload that this rank has sent for them"),
-    "sums_missed": Metric("counter", "", "buckets that were summed without this rank, which was late"),
     "ratio": Metric("gauge", "", "bytes_raw / bytes_sent"),
     "backend_calls": Metric("counter", "", "compressed calls of process groups `fusionlayer`"),
     "backend_bytes_sent": Metric("counter", "bytes", "payload that this rank has sent for them"),

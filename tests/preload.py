@@ -23,7 +23,6 @@ MODULES = (
     "fusionlayer.integrations.pipeline",
     "fusionlayer.integrations.publication",
     "fusionlayer.integrations.sharded",
-    "fusionlayer.planning.autotune",
     "fusionlayer.torch.elastic",
     "fusionlayer.transport.c10d",
     "tests.codecs.variants",

@@ -17,9 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from fusionlayer import codecs
 from fusionlayer.cli import doctor, fusionrun, main, make_parser
-from fusionlayer.planning.autotune.log import COLUMNS
 from fusionlayer.transport import local
-from tests.cli import test_autotune
 from tests.cli.test_trace import step_spans
 from tests.examples.places import EXAMPLES, ROOT
 from tests.test_documents import PAGES
@@ -154,7 +152,7 @@ def test_commands_are_found() -> None:
     found = {page: commands(page) for page in [HELP, *PAGES]}
     assert sum(map(len, found.values())) > 90
     assert {words[1] for words in found[HELP] if words[0] == "fusionlayer"} >= {"doctor", "bench", "plan", "trace"}
-    assert {words[1] for words in found["docs/commands.md"] if words[0] == "fusionlayer"} >= {"autotune", "profile"}
+    assert {words[1] for words in found["docs/commands.md"] if words[0] == "fusionlayer"} >= {"status", "profile"}
 
 
 @pytest.fixture
@@ -166,7 +164,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("profile.yaml", "profiles/PROFILE.yaml"):
         Path(path).write_text(measured.read_text())
     Path("trace.json").write_text(json.dumps([span for step in range(5) for span in step_spans(step, 1000.0 * step)]))
-    Path("tried.csv").write_text("\n".join([",".join(COLUMNS), *test_autotune.ROWS]))
     monkeypatch.setattr(doctor, "diagnose", lambda _: [])  # tests/cli/test_doctor.py runs it
 
 
@@ -194,4 +191,4 @@ def test_the_commands_that_need_no_job_run(slow: bool, capsys: pytest.CaptureFix
         statuses = local.run(lambda rank, words=words: main(words), ranks)
         assert {*statuses} == {0}, f"{page}: fusionlayer {shlex.join(line)}: {capsys.readouterr().err}"
         ran.add(line[0])
-    assert ran == {"doctor", "bench", "plan", "explain", "simulate", "trace", "autotune", "--version"}
+    assert ran == {"doctor", "bench", "plan", "explain", "simulate", "trace", "--version"}

@@ -53,8 +53,6 @@ WRONG = {
     "policy": "3",
     "fidelity": "null",
     "replan": "1",
-    "autotune": "1",
-    "autotune_options": "[5]",
     "error_feedback": "1",
     "feedback_bits": "eight",
     "check_replicas": "often",
@@ -64,7 +62,6 @@ WRONG = {
     "interfaces": "eth0",
     "rates": "100mbit",
     "congestion": "[bbr]",
-    "grace": "soon",
     "timeout": "soon",
     "stall_warning": "true",
     "watch": "maybe",
@@ -112,6 +109,13 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, messag
         from_file(tmp_path, text)
 
 
+def test_a_setting_that_was_removed_is_refused_with_what_to_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"FUSIONLAYER_CONFIG=.*: grace: this setting was removed: .*sync=fl.Local"):
+        from_file(tmp_path, "grace: 0.05")
+    with pytest.raises(ConfigError, match="^FUSIONLAYER_GRACE: this setting was removed"):
+        load({"FUSIONLAYER_GRACE": "0.05"})
+
+
 def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.yaml"):
         load({"FUSIONLAYER_CONFIG": str(tmp_path / "nowhere.yaml")})
@@ -122,11 +126,11 @@ def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None
 
 
 def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) -> None:
-    text = "codec: topk\ncodec_options: {density: 0.1}\npolicy: p.yaml\nplan: plan.yaml\nautotune: true\nlanes: 3\n"
-    variables = {"CODEC": "int4", "AUTOTUNE": "0", "AUTOTUNE_OPTIONS": "{every: 9}", "LANES": "null", "THREADS": "2"}
+    text = "codec: topk\ncodec_options: {density: 0.1}\npolicy: p.yaml\nplan: plan.yaml\nreplan: true\nlanes: 3\n"
+    variables = {"CODEC": "int4", "REPLAN": "0", "PLANNER_OPTIONS": "{cap: 9}", "LANES": "null", "THREADS": "2"}
     settings = from_file(tmp_path, text, **{f"FUSIONLAYER_{key}": value for key, value in variables.items()})
     # The file's options, policy and plan are of other codecs.
-    assert settings == Config("int4", autotune=False, autotune_options={"every": 9}, lanes=None, threads=2)
+    assert settings == Config("int4", replan=False, planner_options={"cap": 9}, lanes=None, threads=2)
     for given in ("eth0,eth1", "[eth0, eth1]"):
         assert from_file(tmp_path, text, FUSIONLAYER_INTERFACES=given).interfaces == ("eth0", "eth1")
     mine = from_file(tmp_path, text, FUSIONLAYER_PLANNER="wfbp", FUSIONLAYER_PLAN="mine.yaml", FUSIONLAYER_REPLAN="off")

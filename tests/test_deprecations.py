@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import fusionlayer as fl
+from tests.ranks import over_threads
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
@@ -15,14 +18,16 @@ PAGE = (ROOT / "docs" / "compatibility.md").read_text()
 pytestmark = pytest.mark.short
 
 
-def test_a_former_module_still_works_and_tells_what_to_write() -> None:
+def test_a_deprecated_argument_still_works_and_says_what_to_write() -> None:
     (warning,) = re.findall(r"^```\n(.*)\n```$", PAGE, re.MULTILINE)
-    sys.modules.pop("fusionlayer.scheduler.policy", None)
-    with pytest.warns(DeprecationWarning, match=f"^{re.escape(warning)}$"):
-        former = importlib.import_module("fusionlayer.scheduler.policy")
-    from fusionlayer import CodecRule, CodecRules
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters())
 
-    assert (former.Policy, former.Rule) == (CodecRules, CodecRule)
+    def body(_: object) -> None:
+        with pytest.warns(DeprecationWarning, match=f"^{re.escape(warning)}$"):
+            fl.DistributedOptimizer(optimizer, layer.named_parameters(), num_groups=1)
+
+    over_threads(1, body)
 
 
 def test_every_deprecation_is_on_the_page_and_made_by_the_one_helper() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import shlex
@@ -118,8 +117,6 @@ def _check_names(options: argparse.Namespace) -> None:
         check_folder(options.output_filename, "--output-filename")
     if options.timeline_filename:
         check_file(f"{options.timeline_filename}.0", "--timeline-filename")
-    if options.autotune_log_file:
-        check_file(options.autotune_log_file, "--autotune-log-file")
     if options.ssh_identity_file and not os.path.isfile(options.ssh_identity_file):
         raise ConfigError(f"--ssh-identity-file {options.ssh_identity_file}: no such file")
     if options.ssh_port is not None and options.ssh_port > 65535:
@@ -209,9 +206,6 @@ def make_parser() -> Parser:
     tuning("--cache-capacity", type=positive, metavar="N", help="HOROVOD_CACHE_CAPACITY")
     tuning("--codec", metavar="NAME", help="FUSIONLAYER_CODEC, of gradients for which the program names none")
     tuning("--plan", metavar="FILE", help="FUSIONLAYER_PLAN")
-    tuning("--autotune", action="store_true", default=None, help="HOROVOD_AUTOTUNE, FUSIONLAYER_AUTOTUNE")
-    tuning("--no-autotune", dest="autotune", action="store_false", help="the same, 0")
-    tuning("--autotune-log-file", metavar="FILE", help="HOROVOD_AUTOTUNE_LOG")
     tuning("--timeline-filename", metavar="FILE", help="FUSIONLAYER_TIMELINE")
     tuning(
         "--no-stall-check",
@@ -275,9 +269,6 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         "HOROVOD_CACHE_CAPACITY": options.cache_capacity,
         "FUSIONLAYER_CODEC": options.codec,
         "FUSIONLAYER_PLAN": options.plan,
-        "HOROVOD_AUTOTUNE": _switch(options.autotune),
-        "FUSIONLAYER_AUTOTUNE": _switch(options.autotune),
-        "HOROVOD_AUTOTUNE_LOG": options.autotune_log_file,
         "FUSIONLAYER_TIMELINE": options.timeline_filename,
         "HOROVOD_STALL_CHECK_DISABLE": _switch(options.no_stall_check),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": options.stall_check_warning_time_seconds,
@@ -289,8 +280,6 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": options.network_interface,
         "NCCL_SOCKET_IFNAME": options.network_interface,
     }
-    if options.autotune_log_file:
-        settings["FUSIONLAYER_AUTOTUNE_OPTIONS"] = json.dumps({"log": options.autotune_log_file})
     return {name: str(value) for name, value in settings.items() if value is not None}
 
 

@@ -21,6 +21,7 @@ class _Refused(NamedTuple):
 _TAKEN = (
     "--gloo",
     "--disable-cache",
+    "--no-autotune",
     "--no-hierarchical-allreduce",
     "--no-hierarchical-allgather",
     "--no-torus-allreduce",
@@ -30,10 +31,7 @@ _TAKEN = (
     "--log-hide-timestamp",
 )
 
-_SEARCH = (
-    "autotune compares plans while training runs and takes no samples in advance: set autotune_options in the file "
-    "that FUSIONLAYER_CONFIG names"
-)
+_SEARCH = "buckets are not searched for while training runs, which made no step faster; leave it out"
 _TIMES = "the program formats its log: logging.basicConfig(format='%(asctime)s %(message)s')"
 _STAMPS = "pipe the output through 'ts', or give --output-filename"
 
@@ -45,6 +43,8 @@ _REFUSED = {
     "--hierarchical-allreduce": _Refused(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
     "--hierarchical-allgather": _Refused(0, "gathers go between nodes once by themselves; leave it out"),
     "--torus-allreduce": _Refused(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
+    "--autotune": _Refused(0, _SEARCH),
+    "--autotune-log-file": _Refused(1, _SEARCH),
     "--autotune-warmup-samples": _Refused(1, _SEARCH),
     "--autotune-steps-per-sample": _Refused(1, _SEARCH),
     "--autotune-bayes-opt-max-samples": _Refused(1, _SEARCH),

@@ -1,20 +1,18 @@
-"""Pictures of what the commands print: speed-ups, bandwidths, and what autotuning has tried."""
+"""Pictures of what the commands print: speed-ups and bandwidths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ..planning.autotune.log import TrialRow
 from ..planning.projection import BASELINE
 from . import drawing
-from .units import MEMORY, RATES, SECONDS, in_words, unit_for
+from .units import MEMORY, RATES, in_words, unit_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MOST", "draw_bandwidths", "draw_speedups", "draw_trials"]
+__all__ = ["MOST", "draw_bandwidths", "draw_speedups"]
 
 MOST = 5
 """Lines of a picture, besides what they are compared with: the best ones are drawn."""
@@ -74,43 +72,6 @@ def draw_bandwidths(title: str, panels: Mapping[str, Mapping[str, Curve]]) -> Fi
         axes.remove()
     of = f" (the {len(best)} fastest of {len(every)} codecs)" if len(best) < len(every) else ""
     figure.suptitle(f"How fast a network would be as good without a codec{of}: {title}", x=0.01, ha="left")
-    return figure
-
-
-def draw_trials(rows: Sequence[TrialRow]) -> Figure:
-    """Return the measured step of every plan that autotuning has tried, against the step of training."""
-    unit = unit_for(SECONDS, [row.seconds for row in rows])
-    figure = drawing.figure(7, 3.4)
-    axes = figure.subplots()
-    kinds = {
-        "tried, slower": [row for row in rows if not row.is_best and row.ratio >= 1],
-        "tried, faster": [row for row in rows if not row.is_best and row.ratio < 1],
-        "the best plan": [row for row in rows if row.is_best],
-    }
-    colours = (drawing.GREY, drawing.PALETTE[1], drawing.PALETTE[0])
-    for (label, mine), colour, marker in zip(kinds.items(), colours, _MARKERS, strict=False):
-        line = "-" if label == "the best plan" else ""
-        x, y = [row.step for row in mine], [row.seconds / SECONDS[unit] for row in mine]
-        axes.plot(x, y, linestyle=line, marker=marker, color=colour, label=label)
-    changes = [row for before, row in pairwise(rows) if row.best != before.best]
-    for row in changes:
-        axes.axvline(row.step, color=drawing.GREY, linewidth=0.6, linestyle=":")
-        axes.annotate(
-            f"{row.best_buckets}, {row.best_shape}",
-            (row.step, 0.98),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            ha="right",
-            va="top",
-        )
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="step of training", ylabel=f"a step, {unit}")
-    first, last = rows[0], rows[-1]
-    axes.set_title(
-        f"Autotuning went from {first.best_buckets} buckets ({first.best_shape}) to {last.best_buckets} "
-        f"({last.best_shape})\ndotted: another plan has won"
-    )
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
 

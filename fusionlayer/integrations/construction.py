@@ -18,7 +18,6 @@ from ..config import Config, blame
 from ..errors import ConfigError, require
 from ..functional import make_codec
 from ..plan import FusionPlan, TensorInfo
-from ..planning.autotune import Autotune, Autotuner
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
 from ..planning.rates import shares_by
@@ -29,7 +28,7 @@ from ..timeline import Timeline
 from ..transport import Transport
 from .local import Local, state_tensors
 
-__all__ = ["GradientOptions", "Planning", "autotuning", "make_engine", "make_planning"]
+__all__ = ["GradientOptions", "Planning", "make_engine", "make_planning"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -50,7 +49,6 @@ class GradientOptions:
     replan: bool | None = None
     error_feedback: bool | None = None
     feedback_bits: int | None = None
-    autotune: bool | Autotune | None = None
     sync: Local | None = None
 
 
@@ -89,9 +87,6 @@ def make_engine(
         if getattr(options, name) not in (None, True, False):
             raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
-    if settings.grace is not None and transport.size > 1:
-        with blame(settings, "grace"):
-            _check_grace(settings.grace, options, planning, settings, overlap_forward)
     own = transport.duplicate()
     with blame(settings, "rates"):
         shares = shares_by(settings.rates, own)
@@ -111,27 +106,8 @@ def make_engine(
         hold_results=hold_results,
         undoable=undoable,
         shares=shares,
-        grace=settings.grace if transport.size > 1 else None,
         clock=clock_of(device),
     )
-
-
-def _check_grace(
-    grace: float, options: GradientOptions, planning: Planning, settings: Config, overlap_forward: bool
-) -> None:
-    """Raise ``ConfigError`` if a trainer cannot leave out ranks that are late."""
-    feedback = options.error_feedback if options.error_feedback is not None else settings.error_feedback
-    refused = {
-        "sync=fl.Local(...), whose ranks wait for each other only at syncs": options.sync is not None,
-        "codec='auto', autotune or a planner that needs costs, which measure steps of all ranks": (
-            planning.plan_controller is not None
-        ),
-        "overlap_forward, which has not been tried with it": overlap_forward,
-        "error_feedback=False, where late gradients have to wait": feedback is False,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ConfigError(f"grace={grace:g} beside {what}; leave one of them out")
 
 
 def _say_where_shares_count(planning: Planning, transport: Transport) -> None:
@@ -200,10 +176,7 @@ def make_planning(
             f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, which choose both for each "
             "codec; leave them out"
         )
-    tuning = autotuning(options.autotune)
     replan = settings.replan if options.replan is None else options.replan
-    if tuning is not None and options.replan:
-        raise ConfigError("replan=True beside autotune, which detects drift itself from measured steps; leave one out")
     plan_controller: PlanController | None = None
     if plan is None and by_costs:
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
@@ -216,7 +189,7 @@ def make_planning(
             size,
             algorithm=algorithm,
             ahead=ahead,
-            replan=replan and tuning is None,
+            replan=replan,
             local_size=context.local_size(),
             clock=clock_of(device),
         )
@@ -226,20 +199,11 @@ def make_planning(
                 measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
                 require(measured, Profile, "profile", "the path of a file that `fusionlayer profile` has written")
                 plan = by_measuring.plan_by(measured)
-    if tuning is not None:
-        plan_controller = Autotuner(
-            tensors,
-            tuning,
-            rank,
-            clock_of(device),
-            overlap_forward,
-            first=None if plan is not None else plan_controller,
-        )
     if options.sync is not None:
         if plan_controller is not None:
             raise ConfigError(
-                "sync=fl.Local(...) beside codec='auto', autotune or a planner that needs costs, which measure steps "
-                "in which gradients travel; name a codec and a planner that needs no costs"
+                "sync=fl.Local(...) beside codec='auto' or a planner that needs costs, which measure steps in which "
+                "gradients travel; name a codec and a planner that needs no costs"
             )
         if (options.sync.overlaps or options.sync.states) and tensors and plan is None:
             plan = _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
@@ -278,22 +242,6 @@ def _plan_of_fragments(
         grouped = [replace(tensor, group=i * count // len(ordered)) for i, tensor in enumerate(ordered)]
         plan = fuse(grouped, planner, codec, size, algorithm=algorithm, ahead=ahead)
     return plan
-
-
-def autotuning(asked: bool | Autotune | None) -> Autotune | None:
-    """Return how to autotune, or None for no autotuning; settings fill in what the argument ``asked`` leaves open.
-
-    Raises:
-        ConfigError: ``asked`` is of another type, or the settings hold unknown options.
-    """
-    settings = context.settings()
-    if isinstance(asked, Autotune):
-        return asked
-    if asked is not None and not isinstance(asked, bool):
-        raise ConfigError(f"autotune={asked!r}; expected True, False or fusionlayer.Autotune(...)")
-    wanted = settings.autotune if asked is None else asked
-    with blame(settings, "autotune_options"):
-        return Autotune.of(settings.autotune_options) if wanted else None
 
 
 def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:

@@ -21,13 +21,12 @@ from ..config import Config, blame
 from ..errors import ConfigError, UsageError, kind_of
 from ..functional import make_codec, refuse_unknown
 from ..plan import Bucket, FusionPlan, Slot, plain_name
-from ..planning.autotune import Autotune
 from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from .averaging import refuse_averaged
 from .backward_end import NO_BACKWARD, running_backward
-from .construction import GradientOptions, autotuning, make_engine
+from .construction import GradientOptions, make_engine
 from .own_state import check_place
 from .parameters import describe, one_device
 from .reduction import refuse_twice
@@ -52,7 +51,6 @@ def register(
     error_feedback: bool | None = None,
     feedback_bits: int | None = None,
     ahead: bool | None = None,
-    autotune: bool | Autotune | None = None,
     check_replicas: bool | int | None = None,
     **codec_options: Unpack[CodecOptions],
 ) -> CommHook:
@@ -61,7 +59,7 @@ def register(
     DDP takes one hook for its life. A second call with the same arguments returns the hook that the model has, so a
     callback may register at the beginning of every training.
 
-    DDP chooses the buckets, except with ``autotune``. Background threads average each bucket while backward goes on. If
+    DDP chooses the buckets. Background threads average each bucket while backward goes on. If
     that fails, ``backward()`` raises the error.
 
     DDP reduces the parameters that required gradients when it wrapped the model. If another one is unfrozen later, its
@@ -77,10 +75,6 @@ def register(
             configured number.
         ahead: encode the gradients of a bucket one by one; False encodes the bucket as a whole. None does what
             ``algorithm`` needs, or without one what is best for the codec: one by one for those that sparsify.
-        autotune: fuse gradients by plans of our own instead, and search for the plan with the shortest measured steps
-            while training runs. The configured planner makes the first plan. The hook gets gradients when one of DDP's
-            buckets is full, so small buckets (``bucket_cap_mb=1``) leave plans most freedom. An ``Autotune`` holds
-            options of the search; None takes the configured value.
         check_replicas: compare all parameters in the first backward, and then a part of them in each, so that a
             difference over ranks is found within this many. False: never; None takes the configured number. DDP itself
             has made them equal when it was made.
@@ -95,7 +89,7 @@ def register(
         PlanMismatch: ranks disagree on options.
         UsageError: the model has a hook with other arguments, or one that was closed.
     """
-    asked = (codec, algorithm, error_feedback, feedback_bits, ahead, autotune, check_replicas, dict(codec_options))
+    asked = (codec, algorithm, error_feedback, feedback_bits, ahead, check_replicas, dict(codec_options))
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"ddp.register got {kind_of(model)}; wrap the model in DistributedDataParallel first")
     if model in _registered:
@@ -139,29 +133,24 @@ def register(
                 "buckets: leave the plan out, or wrap the optimizer"
             )
     transport = context.transport(model.process_group)
-    tuning = autotuning(autotune)
+    chosen = make_codec(codec, codec_options)
+    ahead = settings.ahead if ahead is None else ahead
+    with blame(settings, *([] if algorithm is not None else ["algorithm"])):
+        algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
+    ahead = collectives.is_gather(algorithm)
+    if ahead:
+        for dtype in sorted({parameter.dtype for parameter in names}, key=str):
+            chosen.wire(0, dtype)  # refuses types that it cannot encode
+    template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
     options = GradientOptions(
-        codec=codec,
-        codec_options=codec_options,
+        codec=chosen,
         algorithm=algorithm,
         ahead=ahead,
+        # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
+        planner=Config.planner,
         error_feedback=error_feedback,
         feedback_bits=feedback_bits,
-        autotune=tuning,
     )
-    template = None
-    if tuning is None or transport.size == 1:
-        chosen = make_codec(codec, codec_options)
-        ahead = settings.ahead if ahead is None else ahead
-        with blame(settings, *([] if algorithm is not None else ["algorithm"])):
-            algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
-        ahead = collectives.is_gather(algorithm)
-        if ahead:
-            for dtype in sorted({parameter.dtype for parameter in names}, key=str):
-                chosen.wire(0, dtype)  # refuses types that it cannot encode
-        template = Bucket((), 0, "", chosen.name, chosen.options, algorithm, ahead)
-        # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
-        options = replace(options, codec=chosen, codec_options={}, planner=Config.planner, autotune=False)
     engine = make_engine(
         options,
         describe(names, None),
@@ -257,7 +246,7 @@ class CommHook:
         engine: reduces the gradients; ``close`` closes it.
         names: names of the parameters, in DDP's order.
         template: codec and collective of DDP's buckets. These buckets are the engine's plan, and change when DDP
-            rebuilds them after the first step. None: the engine fuses gradients by plans of its own.
+            rebuilds them after the first step.
         check: compares parameters over ranks; None: nothing does.
         frozen: names of parameters that needed no gradient when DDP made its buckets.
     """
@@ -267,7 +256,7 @@ class CommHook:
         model: DistributedDataParallel,
         engine: Engine,
         names: Mapping[Tensor, str],
-        template: Bucket | None,
+        template: Bucket,
         check: ReplicaCheck | None,
         frozen: Mapping[Tensor, str],
     ) -> None:
@@ -329,9 +318,7 @@ class CommHook:
                 self._begin_step()
             names = [self._names[parameter] for parameter in parameters]
             self._engine.memory.remember(self._unused.intersection(names))
-            if self._template is None:
-                self._fuse(bucket, names, is_last, done)
-            elif self._resumed:
+            if self._resumed:
                 self._resume(bucket, names, is_last, done)
             else:
                 layout, seed = self._layout(bucket, names, self._template), derive_seed(self._sent)
@@ -340,7 +327,7 @@ class CommHook:
                 self._last[index] = layout
         except BaseException as error:
             self._error = self._error or error
-            if self._template is not None and not future.done():
+            if not future.done():
                 done()
         if is_last and not in_backward:
             self._end_step(present=False)
@@ -353,7 +340,7 @@ class CommHook:
 
     @property
     def fusion_plan(self) -> FusionPlan | None:
-        """The plan of the last step: DDP's buckets, or with ``autotune`` our own; None before the first step."""
+        """The plan of the last step: DDP's buckets; None before the first step."""
         return self._engine.plan
 
     def state_dict(self) -> dict[str, Any]:
@@ -394,7 +381,7 @@ class CommHook:
         self._engine.memory.load_state_dict(state)
         self._resumed = []
         template, saved = self._template, state.get("buckets", [])
-        if template is not None and {name for each in saved for name, _, _ in each["slots"]} == {*self._names.values()}:
+        if {name for each in saved for name, _, _ in each["slots"]} == {*self._names.values()}:
             self._resumed = [
                 replace(
                     template,
@@ -423,21 +410,6 @@ class CommHook:
                 "all ranks: leave divide_by_initial_world_size out"
             )
         self._decide()
-
-    def _fuse(self, bucket: GradBucket, names: Sequence[str], is_last: bool, done: Callable[[], None]) -> None:
-        """Submit the gradients of a bucket by name; with the last bucket, when backward has ended, wait for all."""
-        self._waiting.append(done)
-        try:
-            for name, gradient in zip(names, bucket.gradients(), strict=True):
-                self._engine.submit(name, gradient)
-            if is_last:
-                self._engine.synchronize()
-        finally:
-            # DDP waits for all futures before backward ends. They must be set even after a failure, or it would hang.
-            if is_last:
-                waiting, self._waiting = self._waiting, []
-                for each in waiting:
-                    each()
 
     def _resume(self, bucket: GradBucket, names: Sequence[str], is_last: bool, done: Callable[[], None]) -> None:
         """Keep the gradients of a bucket; with the last one, reduce all in the buckets that were saved, and wait."""
@@ -477,7 +449,7 @@ class CommHook:
         if error is not None:
             raise error
         ended, self._ended = self._ended, False
-        if self._template is not None and not ended:
+        if not ended:
             try:
                 self._engine.synchronize()
             except UsageError as error:  # gradients have not come

@@ -11,7 +11,6 @@ import torch
 
 from ..errors import ConfigError, UsageError
 from ..plan import FusionPlan
-from ..planning.autotune import Autotuner
 from ..planning.profile import Profile
 from ..transport import Transport
 from .backward_end import NO_BACKWARD, running_backward
@@ -44,7 +43,6 @@ class Distributed(GradientReduction):
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
 
         plan_controller = None if self._fl_engine is None else self._fl_engine.plan_controller
-        plan_controller = plan_controller.first if isinstance(plan_controller, Autotuner) else plan_controller
         return plan_controller.profile if isinstance(plan_controller, OnlinePlanner) else None
 
     @contextmanager
@@ -60,7 +58,7 @@ class Distributed(GradientReduction):
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. With ``sync``: sync now, on all ranks.
 
-        ``backward`` does so by itself, or where it does not, ``step``: with ``overlap_forward``, the setting ``grace``,
+        ``backward`` does so by itself, or where it does not, ``step``: with ``overlap_forward``,
         in elastic jobs and if ``backward`` runs several times in a step. There call it before you read or change
         gradients, for instance to clip them; then call ``step`` within ``skip_synchronize``. With ``overlap_forward``,
         between ``step`` and the next backward, it waits until every parameter is updated.

@@ -21,7 +21,6 @@ from ..deprecations import deprecated
 from ..errors import ConfigError, require
 from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
 from ..plan import FusionPlan
-from ..planning.autotune import Autotune
 from ..planning.codec_rules import CodecRules
 from ..planning.profile import Profile
 from ..scheduler import Engine, Scaling
@@ -57,7 +56,6 @@ _OF_ANOTHER_CODEC: Mapping[str, Any] = {
     "profile": None,
     "policy": None,
     "fidelity": None,
-    "autotune": False,
 }
 
 
@@ -83,7 +81,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     policy: CodecRules | str | Path | None = None,
     fidelity: str | None = None,
     replan: bool | None = None,
-    autotune: bool | Autotune | None = None,
     broadcast: bool = True,
     check_replicas: bool | int | None = None,
     sync: Local | None = None,
@@ -149,9 +146,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         policy: rules that give each gradient a codec, or a file with them, in place of ``codec``.
         fidelity: for ``codec="auto"``: "lossless", "near_lossless" or "aggressive"; None takes the configured one.
         replan: measure and plan again after drift, if the plan depends on costs; None takes the configured value.
-        autotune: while training runs, search for the number and sizes of buckets with the shortest measured steps. The
-            search begins with the plan that would be used without it. An ``Autotune`` holds options of the search; None
-            takes the configured value.
         broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already does not
             travel. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves
             parameters as they are; if they differ in the first step or later, a warning names them once.
@@ -214,7 +208,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             plan=plan or context.settings().plan,
             policy=policy or context.settings().policy,
             codec=codec or context.settings().codec,
-            autotune=context.settings().autotune if autotune is None else autotune,
         )
     options = GradientOptions(
         codec=codec,
@@ -229,7 +222,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         replan=replan,
         error_feedback=error_feedback,
         feedback_bits=feedback_bits,
-        autotune=autotune,
         sync=sync,
     )
 
@@ -301,7 +293,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         )
 
     if sent_by(optimizer) is not None:
-        context.refuse_grace(type(optimizer).__name__)
         refused = sync if not isinstance(optimizer, FollowsSyncs) else None
         if op is not Average or refused is not None or plan is not None or context.settings().plan is not None:
             raise ConfigError(

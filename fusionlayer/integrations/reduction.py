@@ -117,9 +117,7 @@ class GradientReduction(Optimizer):
         # Parameters whose results an earlier backward of this step has left in their gradients.
         self._fl_settled: frozenset[Tensor] = frozenset()
         self._fl_backward = NO_BACKWARD  # the one whose end is awaited
-        self._fl_leaves_ranks_out = context.settings().grace is not None
-        # With grace no rank knows at the end of backward which parameters others use, so none may get zeros by then.
-        may_end = self._fl_may_end_with_backward and not self._fl_as_horovod and not self._fl_leaves_ranks_out
+        may_end = self._fl_may_end_with_backward and not self._fl_as_horovod
         self._fl_ends_with_backward = may_end and overlap_forward is None
         self._fl_looked = False
         if engine is None:
@@ -491,7 +489,7 @@ class GradientReduction(Optimizer):
     @property
     def _fl_finds_unused(self) -> bool:
         """Whether ranks find out which parameters none of them has used; those are not updated."""
-        return not self._fl_as_horovod and not self._fl_leaves_ranks_out
+        return not self._fl_as_horovod
 
     def _fl_refuse_unreduced(self) -> None:
         """Raise ``UsageError`` if a parameter of the optimizer has a gradient that this step does not reduce."""

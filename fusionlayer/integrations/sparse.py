@@ -102,7 +102,7 @@ class SparseGradients:
             parameter.grad = gradient = torch.zeros_like(parameter)
         elif gradient.is_sparse:
             if not self._make_dense:
-                fixed = "plan, autotune, overlap_forward and planning by costs"
+                fixed = "plan, overlap_forward and planning by costs"
                 instead = f", or leave out {fixed}" if self.by_name is not None else ""
                 raise ConfigError(
                     f"gradient {name!r} is sparse; give sparse_as_dense=True to DistributedOptimizer, or sparse=False "

@@ -38,7 +38,6 @@ class Agreement:
         timeline: shows when ranks compare.
         hold_results: gradients stay as they are, and results wait to be taken.
         shares: of a plan's buckets that can have shares and have none of their own; empty: equal ones.
-        grace: seconds for which a sum waits for late ranks; None: it waits for all.
         why: why the tensors have changed, for errors; forgotten when the ranks have agreed on that.
     """
 
@@ -52,7 +51,6 @@ class Agreement:
     timeline: Timeline
     hold_results: bool = False
     shares: tuple[int, ...] = ()
-    grace: float | None = None
     why: str = ""
 
     def compare(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
@@ -99,7 +97,7 @@ class Agreement:
         plan = fuse(tensors, self.planner, self.codec, transport.size, algorithm=self.algorithm, ahead=self.ahead)
         plan = self.shared(plan)
         plan.check(self.tensors.values(), transport.size)
-        check_pairs(plan, leaves_out=self.grace is not None)
+        check_pairs(plan)
         transport.agree("the fusion plan that was made", plan)
         return plan
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..codecs import Codec, PackedResidual
 from ..collectives import AllReduce, Scaling, reduce_flat
-from ..collectives._late import Graceful
 from ..plan import Bucket
 from ..seeds import derive_seed
 from ..timeline import Timeline
@@ -43,7 +42,6 @@ class Buffer(ABC):
 
     Attributes:
         remember: called with names of tensors before encoding changes what is kept of them; None: nobody asks.
-        graceful: sums without ranks that are late, once it has found out who is there; None: all are waited for.
         nbytes: of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and it was not sent since. The thread that sends changes it,
             not a lane: a bucket that is still under way, with an earlier step's gradients, must not leave again.
@@ -68,7 +66,6 @@ class Buffer(ABC):
         self._timeline = timeline
         self._in_place = in_place
         self.remember: Callable[[Iterable[str]], None] | None = None
-        self.graceful: Graceful | None = None
         self.full = False
         self._gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}

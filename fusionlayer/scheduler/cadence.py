@@ -60,7 +60,7 @@ class Cadence:
             return
         why = ""
         if plan_controller is not None:
-            why = "autotune and planners that need costs expect each bucket in each step; leave them out"
+            why = "planners that need costs expect each bucket in each step; leave them out"
         elif self._overlaps:
             why = "overlap_forward expects each bucket in each step; leave it out"
         elif not self.holds:

@@ -254,5 +254,5 @@ class Course:
 def check_plan(plan: FusionPlan, agreement: Agreement, cadence: Cadence, size: int) -> None:
     """Raise ``ConfigError`` if an engine of ``size`` ranks cannot have this plan; ``Course.switch`` says when."""
     plan.check(agreement.tensors.values(), size)
-    check_pairs(plan, leaves_out=agreement.grace is not None)
+    check_pairs(plan)
     cadence.check(plan, agreement.plan_controller)

@@ -14,12 +14,10 @@ from .. import collectives
 from ..clock import Clock, clock_of
 from ..codecs import Codec
 from ..collectives import UNSCALED, Scaling
-from ..collectives._late import check_grace
-from ..errors import ConfigError, UsageError
+from ..errors import UsageError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..timeline import Timeline
 from ..transport import Transport
-from ..transport._roll import MOST_RANKS
 from .agreement import Agreement
 from .cadence import Cadence
 from .course import Course, check_plan
@@ -72,9 +70,6 @@ class Engine:
             ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
         shares: how much of a sum each rank computes, in buckets that can have shares and whose plan gives none: a whole
             number for each rank. Empty: equally much.
-        grace: seconds for which a bucket's sum waits for ranks that are late, once half of them are there;
-            a late rank's gradients then wait in its error feedback, which all codecs have. All buckets travel by
-            ``two_shot``. None: a sum waits for all ranks.
         plan_controller: watches the steps and may give the engine another plan between two of them.
         clock: times the steps; None: that of the ``device``.
         name: of the threads.
@@ -106,20 +101,12 @@ class Engine:
         overlap_forward: bool = False,
         undoable: bool = False,
         shares: tuple[int, ...] = (),
-        grace: float | None = None,
         plan_controller: PlanController | None = None,
         clock: Clock | None = None,
         name: str = "fusionlayer",
     ) -> None:
-        if grace is not None and not transport.can_leave_out(device):
-            raise ConfigError(
-                f"grace={grace:g} over {transport.size} ranks, with gradients on {device.type}; ranks are left out of "
-                f"3 to {MOST_RANKS}, with gradients on the CPU, over gloo or connections of our own: leave grace out"
-            )
         for each in [codec] if isinstance(codec, Codec) else codec.values():
-            chosen = collectives.choose(each, transport.size, algorithm, ahead=ahead)
-            if grace is not None and plan is None:
-                check_grace(chosen, each)
+            collectives.choose(each, transport.size, algorithm, ahead=ahead)
         clock = clock_of(device) if clock is None else clock
         timeline = timeline or Timeline(None, transport.rank)
         self.rank = transport.rank
@@ -141,13 +128,11 @@ class Engine:
                 f"scaling {scaling}",
                 f"feedback {error_feedback} in {self.memory.bits} bits",
                 f"overlap {overlap_forward}",
-                *([] if grace is None else [f"grace {grace}"]),
             ),
             plan_controller,
             timeline,
             hold_results,
             shares,
-            grace,
         )
         self._cadence = cadence = Cadence(holds, overlap_forward)
         if plan is not None:
@@ -163,7 +148,6 @@ class Engine:
             size=self.size,
             at_once=transport.only_queues(device),
             undoable=undoable,
-            grace=grace,
         )
         self._traffic = traffic = Traffic(
             transport,
@@ -173,7 +157,6 @@ class Engine:
             lanes=lanes,
             name=name,
             learns_order=overlap_forward,
-            leaves_out=grace is not None,
             release=cadence.arrived.clear,
         )
         self._course = course = Course(agreement, cadence, maker, traffic, plan, clock, timeline)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .. import codecs, collectives
 from ..codecs import Codec
-from ..collectives._late import check_grace
 from ..errors import ConfigError
 from ..plan import Bucket, FusionPlan, TensorInfo
 from .planners import Planner, StepCosts
@@ -57,19 +56,14 @@ def fuse(
     return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
 
 
-def check_pairs(plan: FusionPlan, leaves_out: bool = False) -> None:
-    """Raise ``ConfigError`` if a bucket's codec and collective do not exist or do not go together.
-
-    With ``leaves_out`` they must be such that ranks which are late can be left out.
-    """
+def check_pairs(plan: FusionPlan) -> None:
+    """Raise ``ConfigError`` if a bucket's codec and collective do not exist or do not go together."""
     for index, bucket in enumerate(plan.buckets):
         try:
             codec = codecs.get(bucket.codec, **bucket.options)
             collectives.choose(codec, plan.world_size, bucket.algorithm, ahead=bucket.ahead)
             if bucket.shares:
                 collectives.by_shares(bucket.algorithm, bucket.shares)
-            if leaves_out:
-                check_grace(bucket.algorithm, codec)
         except ConfigError as error:
             raise ConfigError(f"plan: bucket {index}: {error}") from None
 

@@ -54,12 +54,10 @@ class Lane:
     def drain(self) -> None:
         """Wait until the device has done all messages of jobs that have ended; raise what has failed meanwhile.
 
-        Jobs on a thread end with their messages, except those that were posted to late ranks.
+        Jobs on a thread end with their messages.
         """
         if self.is_at_once:
             self.transport.drain()
-        elif self.transport.has_posted:
-            self._worker.put(self.transport.drain).wait()
 
     def close(self) -> None:
         """Close the transport and let the thread end; do not wait for that. A second call does nothing.

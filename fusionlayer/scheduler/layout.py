@@ -11,7 +11,6 @@ import torch
 from .. import codecs, collectives
 from ..codecs import Codec, PartsCodec
 from ..collectives import Scaling
-from ..collectives._late import Graceful
 from ..plan import Bucket, FusionPlan, TensorInfo
 from ..timeline import Timeline
 from .ahead import AheadBuffer
@@ -39,7 +38,6 @@ class BufferMaker:
         size: number of ranks.
         at_once: jobs run on the thread of the hooks, so a wait for the device holds up backward.
         undoable: ``Memory.state_before`` tells what error feedback was before the present step.
-        grace: seconds for which a sum waits for ranks that are late; None: it waits for all.
 
     Attributes:
         in_place: of the buffers that are made from now on.
@@ -57,10 +55,8 @@ class BufferMaker:
         size: int,
         at_once: bool,
         undoable: bool = False,
-        grace: float | None = None,
     ) -> None:
         self._undoable = undoable
-        self._grace = grace
         self._memory = memory
         self._device = device
         self._scaling = scaling
@@ -89,7 +85,7 @@ class BufferMaker:
         """
         memory, device = self._memory, self._device
         feedback = codec.feedback_pays if self._error_feedback is None else self._error_feedback
-        feedback = feedback and not codec.lossless or self._grace is not None
+        feedback = feedback and not codec.lossless
         if not bucket.ahead and isinstance(codec, PartsCodec):
             codec = codec.for_parts(memory.parts(bucket, [_shape(tensors[name]) for name in bucket.names]))
         scaling = self._scaling
@@ -97,13 +93,8 @@ class BufferMaker:
         if not bucket.ahead:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None
-            if self._grace is None:
-                all_reduce = collectives.by_shares(bucket.algorithm, bucket.shares)
-                return self._remembering(FlatBuffer(*common, all_reduce=all_reduce, residual=residual))
-            graceful = Graceful(bucket.shares, self._grace, self._size)
-            buffer = FlatBuffer(*common, all_reduce=graceful, residual=residual)
-            buffer.graceful = graceful
-            return buffer
+            all_reduce = collectives.by_shares(bucket.algorithm, bucket.shares)
+            return self._remembering(FlatBuffer(*common, all_reduce=all_reduce, residual=residual))
         states = {slot.name: memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in bucket.slots}
         gather = collectives.get_gather(bucket.algorithm)
         return self._remembering(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -30,8 +29,6 @@ class Sender:
         clock: of the gradients' device.
         timeline: record of the buckets' way.
         learns_order: time the buckets of some steps, for an order in which the next forward needs them.
-        rolls: take the questions who is there for a bucket in turn, while buckets before it travel; without any, all
-            ranks are waited for.
 
     Attributes:
         jobs: of the buckets that were sent in the present step, by number.
@@ -41,11 +38,8 @@ class Sender:
         cause: the first error of any bucket, or None; written by the lanes.
     """
 
-    def __init__(
-        self, lanes: Sequence[Lane], clock: Clock, timeline: Timeline, learns_order: bool, rolls: Sequence[Lane] = ()
-    ) -> None:
+    def __init__(self, lanes: Sequence[Lane], clock: Clock, timeline: Timeline, learns_order: bool) -> None:
         self._lanes = lanes
-        self._rolls = rolls
         self._clock = clock
         self._timeline = timeline
         self._learns_order = learns_order
@@ -53,10 +47,6 @@ class Sender:
         self.watch: StepTimer | None = None
         self.cause: BaseException | None = None
         self.nbytes = 0
-        # Of each lane, whether the sum of its last graceful bucket has begun.
-        self._begun = [threading.Event() for _ in lanes]
-        for begun in self._begun:
-            begun.set()
         self.begin_anew(0)
 
     def begin_anew(self, buckets: int) -> None:
@@ -76,18 +66,9 @@ class Sender:
         """Send a full bucket; ``done`` is called on its lane when the result is in place, or there will be none."""
         # The bucket's place in the order picks the lane, not which lane is free: each lane has its own transport, and
         # all ranks must send a bucket on the same one.
-        place = len(self.jobs)
-        lane = self._lanes[place % len(self._lanes)]
+        lane = self._lanes[len(self.jobs) % len(self._lanes)]
         ready = self._timeline.now() if self._timeline.enabled else None
-        roll = None
-        if buffer.graceful is not None and self._rolls:
-            # The answer is due while the bucket before this one travels: it takes some round trips, and a lane that
-            # waits for it leaves the link idle.
-            before, begun = self._begun[place % len(self._lanes)], threading.Event()
-            self._begun[place % len(self._lanes)] = begun
-            ask = partial(buffer.graceful.attend, is_due=before.is_set)
-            roll = self._rolls[place % len(self._rolls)].put(ask), begun.set
-        work = partial(self._run, index, buffer, step, seed, ready, done, roll)
+        work = partial(self._run, index, buffer, step, seed, ready, done)
         self.nbytes += buffer.nbytes
         buffer.full = False
         self.jobs[index] = lane.put(work, abandoned=done)
@@ -100,7 +81,6 @@ class Sender:
         seed: int,
         ready: Stamp | None,
         done: Callable[[], None] | None,
-        roll: tuple[Job, Callable[[], None]] | None,
         transport: Transport,
     ) -> None:
         """Sum a bucket; called on a lane."""
@@ -112,10 +92,6 @@ class Sender:
             timeline.record("QUEUE", ready, timeline.now(), row=f"bucket {index}", step=step, bucket=index)
         start = self._clock.stamp() if timed else None
         try:
-            if roll is not None:
-                answer, begin = roll
-                answer.wait()
-                begin()
             with timeline.bucket_span(transport, step=step, bucket=index):
                 buffer.run(transport, seed)
         except BaseException:

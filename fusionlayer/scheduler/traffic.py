@@ -24,10 +24,6 @@ from .worker import Job
 
 __all__ = ["Traffic"]
 
-_ROLLS = 4
-"""Lanes that find out who is there. A question takes some round trips, each behind the payload that waits at a link;
-on one lane they would follow each other more slowly than the sums of small buckets."""
-
 
 class Traffic:
     """The lanes of an engine, the buckets on them, and their results; one failure ends all of it.
@@ -40,7 +36,6 @@ class Traffic:
         lanes: how many there are, equally many on all ranks; over NCCL one, whatever is asked for.
         name: of the threads.
         learns_order: time the buckets of some steps, for an order in which the next forward needs them.
-        leaves_out: sums do not wait for ranks that are late: lanes of their own find out who is there.
         release: called when a failure has ended all; it lets go of the gradients.
 
     Attributes:
@@ -61,7 +56,6 @@ class Traffic:
         lanes: int,
         name: str,
         learns_order: bool,
-        leaves_out: bool,
         release: Callable[[], object],
     ) -> None:
         self.rank = transport.rank
@@ -79,11 +73,7 @@ class Traffic:
             timeline.note_clock(*offset, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
-        rolls = [
-            Lane(transport.duplicate(), device, f"{name} roll calls {i}") for i in range(_ROLLS if leaves_out else 0)
-        ]
-        self.sender = Sender(tuple(self._lanes), clock, timeline, learns_order, rolls)
-        self._all = [*self._lanes, *rolls]
+        self.sender = Sender(tuple(self._lanes), clock, timeline, learns_order)
         self.results = Results(clock, timeline)
         self.steps = 0
         counts.register(self)
@@ -181,7 +171,7 @@ class Traffic:
         """
         self.check("what steps have queued is waited for")
         try:
-            for lane in self._all:
+            for lane in self._lanes:
                 lane.drain()
         except BaseException as error:
             self.fail(error)
@@ -208,26 +198,22 @@ class Traffic:
     def give_up(self) -> None:
         """Close the transports at once: what is under way fails here and on the other ranks."""
         counts.retire(self)
-        for lane in self._all:
+        for lane in self._lanes:
             lane.close()
         self._timeline.close()
 
     def abandon(self) -> None:
         """Give up, and wait until no lane works any more: then nothing changes gradients, results or error feedback."""
         self.give_up()
-        for lane in self._all:
+        for lane in self._lanes:
             lane.join()
 
     def counts(self) -> Mapping[str, float]:
-        """Return the steps that have ended, the bytes of their gradients, as a ring sends them and as sent, and sums.
-
-        Those sums are meant that were made without this rank, which was late.
-        """
+        """Return the steps that have ended, the bytes of their gradients, as a ring sends them and as sent."""
         return {
             "steps": self.steps,
             "bytes_raw": 2 * (self.size - 1) / self.size * self.sender.nbytes,
-            "bytes_sent": sum(lane.transport.bytes_sent for lane in self._all),
-            "sums_missed": sum(lane.transport.missed for lane in self._all),
+            "bytes_sent": sum(lane.transport.bytes_sent for lane in self._lanes),
         }
 
     def check(self, what: str | None = None) -> None:

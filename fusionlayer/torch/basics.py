@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,8 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+_logger = logging.getLogger("fusionlayer")
 
 
 class HorovodInternalError(FusionLayerError, RuntimeError):
@@ -95,6 +98,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     settings = environment.read()
     context.init(settings=settings.job)
     transport = context.transport()
+    if environment.is_set(os.environ, "HOROVOD_AUTOTUNE") and transport.rank == 0:
+        _logger.warning("HOROVOD_AUTOTUNE has no effect: buckets are not searched for while training runs")
     if comm is not None and sorted(_ranks(comm)) not in ([], list(range(transport.size))):
         raise ConfigError(
             f"init(comm={list(comm)}); the job is all {transport.size} processes: start fewer, or use process_sets"

@@ -12,7 +12,7 @@ from .. import config
 from ..coordination import Patience
 from ..errors import ConfigError
 
-__all__ = ["VARIABLES", "Settings", "elastic_timeout", "read"]
+__all__ = ["VARIABLES", "Settings", "elastic_timeout", "is_set", "read"]
 
 VARIABLES: Mapping[str, str] = {
     "HOROVOD_FUSION_THRESHOLD": "bytes of small tensors that travel as one message; 8 MiB without it",
@@ -21,8 +21,6 @@ VARIABLES: Mapping[str, str] = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds of waiting until that warning; `stall_warning` without it",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "seconds of waiting for ranks (rank 0, too) until all fails; 0: never",
     "HOROVOD_TIMELINE": "file for a timeline, `.<rank>` appended; DYNAMIC: none before `start_timeline`",
-    "HOROVOD_AUTOTUNE": "1: as `autotune: true`",
-    "HOROVOD_AUTOTUNE_LOG": "file for what autotune tries",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "as `timeout`",
     "HOROVOD_ELASTIC_TIMEOUT": "seconds that ranks wait for each other after a failure before asking for a restart; 30",
     "HOROVOD_LOG_LEVEL": "trace, debug, info, warning, error or fatal, of the logger `fusionlayer`",
@@ -73,10 +71,6 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     timeline = environ.get("HOROVOD_TIMELINE", "")
     if timeline and timeline != "DYNAMIC" and job.timeline is None:
         found["timeline"] = timeline
-    if _is_set(environ, "HOROVOD_AUTOTUNE") and not environ.get("FUSIONLAYER_AUTOTUNE"):
-        found["autotune"] = True
-    if found.get("autotune", job.autotune) and environ.get("HOROVOD_AUTOTUNE_LOG"):
-        found["autotune_options"] = {"log": environ["HOROVOD_AUTOTUNE_LOG"], **job.autotune_options}
     job = replace(job, **found)
     level = environ.get("HOROVOD_LOG_LEVEL", "").lower()
     if level:
@@ -84,7 +78,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
             raise ConfigError(f"HOROVOD_LOG_LEVEL={level!r}; expected one of: {', '.join(_LEVELS)}")
         logging.getLogger("fusionlayer").setLevel(_LEVELS[level])
     limit = _number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)
-    silent = _is_set(environ, "HOROVOD_STALL_CHECK_DISABLE")
+    silent = is_set(environ, "HOROVOD_STALL_CHECK_DISABLE")
     return Settings(
         job,
         fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", 8 << 20)),
@@ -98,7 +92,8 @@ def elastic_timeout(environ: Mapping[str, str] = os.environ) -> float:
     return _number(environ, "HOROVOD_ELASTIC_TIMEOUT", 30)
 
 
-def _is_set(environ: Mapping[str, str], name: str) -> bool:
+def is_set(environ: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable of Horovod's is set to something else than 0."""
     return environ.get(name, "") not in ("", "0")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import codecs, context, functional
+from .. import codecs, functional
 from ..codecs import Codec
 from ..errors import ConfigError
 from ..integrations import optimizer as _optimizer
@@ -56,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         num_groups: deprecated name for an integer ``groups``.
         groups: number of buckets, or lists of the tensors that travel together.
         sparse_as_dense: make sparse gradients dense. If False, gradients that are sparse in the first step on any rank
-            are gathered in every step. ``plan``, ``autotune``, ``overlap_forward`` and planning by costs cannot be
+            are gathered in every step. ``plan``, ``overlap_forward`` and planning by costs cannot be
             combined with that. Gradients that become sparse later are made dense.
         process_set: ranks to reduce over. On other ranks the optimizer steps by itself.
         options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ...
@@ -83,7 +83,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     transport: Transport | None = None
     if process_set is not global_process_set:
         transport = transport_of(process_set) if process_set.included() else local.alone()
-    context.refuse_grace("Horovod's optimizer")
     session()
     distributed = _optimizer.DistributedOptimizer(
         optimizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import cast
@@ -40,7 +40,6 @@ class Transport(ABC):
         timeout: seconds that a call may wait for its peers.
         bytes_sent: payload bytes that this rank has sent. A dense all-reduce counts as a ring, 2 (size - 1) / size of
             its bytes; a broadcast counts as (size - 1) times its bytes at the root.
-        missed: how often ``attend`` has told this rank that it came too late.
         sequence: number of collective calls so far. ``send`` and ``recv`` involve two ranks only and do not count.
         purpose: what the next collective calls are for. A user that makes different calls of equal sizes sets it before
             them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
@@ -54,7 +53,6 @@ class Transport(ABC):
     size: int
     timeout: float
     bytes_sent: int = 0
-    missed: int = 0
     sequence: int = 0
     purpose: str = ""
     why: str = ""
@@ -119,36 +117,6 @@ class Transport(ABC):
         """
         return False
 
-    def can_leave_out(self, device: torch.device) -> bool:
-        """Return whether there are ``attend`` and ``post`` for tensors on ``device``."""
-        return False
-
-    def attend(
-        self, grace: float, must: Collection[int] = (), is_due: Callable[[], bool] = lambda: True
-    ) -> tuple[int, ...]:
-        """Return the ranks that are there for what comes next, in ascending order: the same on all ranks.
-
-        All ranks call it. It returns once half of them have called it, and the rest have too or ``grace`` seconds are
-        over. A rank that comes later is told at once that it is not among them. What follows is then between those who
-        are: in calls that all ranks make, they send nothing to the others, and receive nothing from them. What the
-        others need they get by ``post``, and receive it when they come.
-
-        Args:
-            grace: seconds to wait for the rest.
-            must: ranks without which it does not return.
-            is_due: returns whether the answer is needed by now. Until then it waits for all.
-        """
-        raise NotImplementedError
-
-    def post(self, x: Tensor, to: int, tag: int = 0) -> None:
-        """Send a copy of ``x`` to rank ``to``, which may be late: wait for nobody. Pairs with one ``recv``."""
-        raise NotImplementedError
-
-    @property
-    def has_posted(self) -> bool:
-        """Whether ``post`` was called: then ``drain`` before an orderly ``close``, or messages may be cut off."""
-        return False
-
     def can_launch(self, device: torch.device) -> bool:
         """Return whether there is ``launching`` for ``device``."""
         return False
@@ -163,8 +131,6 @@ class Transport(ABC):
 
     def drain(self) -> None:  # noqa: B027 - most calls end with their work
         """Wait until devices have done the work of all calls that have returned; at most for ``timeout`` seconds.
-
-        What was posted has been received then.
 
         What was received is whole then. After an orderly ``close`` it does nothing.
 

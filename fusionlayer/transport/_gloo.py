@@ -117,8 +117,6 @@ class GlooLink(ExchangeLink):
         self._connecting: Connecting | None = connecting
         self._memory: SharedMemory | None = None
         self._has_invited = False
-        # By peer: messages that it may not have received yet. gloo sends them from here when the peer wants them.
-        self._kept: dict[int, list[tuple[_Posted, Tensor]]] = {}
         # Guards _group in close(): two threads may close at once, and only one of them may shut the group down.
         self._lock = threading.Lock()
         self._aside = Aside("wait for what was sent")
@@ -139,37 +137,11 @@ class GlooLink(ExchangeLink):
                 _wait(posted.sent, deadline)
             else:
                 self._finish(posted.sent, deadline)
-            if self._kept:
-                # Who sends something now has received before what was posted to it earlier.
-                for peer in {message.peer for message in incoming} & self._kept.keys():
-                    self._let_go(peer, deadline)
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)
         if self._group is not None:
             self._group._set_default_timeout(timedelta(seconds=seconds))
-
-    can_post = True
-
-    def post(self, message: LinkMessage) -> None:
-        copy = message._replace(data=message.data.clone())
-        with self._closing_on_error():
-            self._kept.setdefault(message.peer, []).append((self._post([copy], []), copy.data))
-
-    def drain(self) -> None:
-        deadline = self._deadline()
-        with self._closing_on_error():
-            for peer in list(self._kept):
-                self._let_go(peer, deadline)
-
-    def _let_go(self, peer: int, deadline: float) -> None:
-        """Wait until a peer has received what was posted to it."""
-        self._finish([each for posted, _ in self._kept[peer] for each in posted.sent], deadline)
-        del self._kept[peer]
-
-    @property
-    def is_closed(self) -> bool:
-        return self._group is None
 
     def _post(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> _Posted:
         """Start to send and receive messages. ``_receive`` and then a wait for ``sent`` must follow."""

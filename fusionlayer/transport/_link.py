@@ -61,13 +61,11 @@ class Link(ABC):
     Attributes:
         device: the device on which tensors must be.
         only_queues: whether calls only queue their work on the device's current stream, and wait for no other rank.
-        can_post: whether there is ``post``.
         can_launch: whether there is ``launching``.
     """
 
     device: torch.device
     only_queues = False
-    can_post = False
     can_launch = False
 
     _timeout: float
@@ -88,20 +86,11 @@ class Link(ABC):
     def broadcast(self, x: Tensor, root: int, key: int) -> None:
         """Replace ``x`` (n,) uint8 by the ``x`` of rank ``root``. ``key`` is as in ``LinkMessage``."""
 
-    def post(self, message: LinkMessage) -> None:
-        """Send a copy of a message (uint8, not empty) and do not wait until its peer receives it; ``drain`` does."""
-        raise NotImplementedError
-
     def launching(self) -> AbstractContextManager[Tensor]:
         """Let the body queue a kernel that waits for kernels of other ranks.
 
         Yields (1,) int32 in memory that the device reads: not 0 once the link is closed, and the kernel has to end.
         """
-        raise NotImplementedError
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called; only of links that ``can_post``. Any thread may ask."""
         raise NotImplementedError
 
     @abstractmethod
@@ -113,10 +102,7 @@ class Link(ABC):
         """
 
     def drain(self) -> None:  # noqa: B027 - most calls end with their work
-        """Wait until the device has done the work of all calls that have returned, at most for the time-out.
-
-        Peers have received then what was posted to them.
-        """
+        """Wait until the device has done the work of all calls that have returned, at most for the time-out."""
 
     def overdue(self) -> LinkError | None:
         """Return why the work of a call that has returned can no longer be waited for, or None. Any thread may ask."""

@@ -6,11 +6,10 @@ import hashlib
 import json
 import logging
 import os
-import time
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -32,7 +31,6 @@ from ._capture import refuse_capture
 from ._checks import checked_peers
 from ._link import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink
 from ._rendezvous import Connecting, Rendezvous
-from ._roll import MOST_RANKS, RollCall
 from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
 from .heartbeat import Watch
@@ -83,8 +81,7 @@ class LinkedTransport(Transport):
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | UsageError | None = None
         self._is_closed = False
-        self._queues = self._has_posted = False
-        self._roll: RollCall | None = None
+        self._queues = False
         self._links: dict[str, Link] = {}
         self._watch: Watch | None = None
         self._dropped: weakref.finalize[..., LinkedTransport] | None = None
@@ -174,38 +171,6 @@ class LinkedTransport(Transport):
             link.exchange([], [LinkMessage(source, near, call.key())] if near.numel() else [])
             bring_back([near], [flat])
 
-    def can_leave_out(self, device: torch.device) -> bool:
-        return device.type == "cpu" and 2 < self.size <= MOST_RANKS and self._links["cpu"].can_post
-
-    def attend(
-        self, grace: float, must: Collection[int] = (), is_due: Callable[[], bool] = lambda: True
-    ) -> tuple[int, ...]:
-        link = self._links["cpu"]
-        with _InCall(self, Call("roll call", purpose=self.purpose), counted=True):
-            try:
-                if self._roll is None:
-                    store: dist.Store = self._rendezvous.store.clone()  # type: ignore[attr-defined]
-                    store = dist.PrefixStore(f"{self._rendezvous.name}/roll", store)
-                    self._roll = RollCall(store, self.rank, self.size, lambda: link.is_closed)
-                present = self._roll.call(grace, must, is_due, time.monotonic() + self.timeout)
-            except RuntimeError as error:
-                keeper = self._rendezvous.store_rank
-                raise LinkError(self.rank if keeper is None else keeper, str(error)) from None
-            self.missed += self.rank not in present
-            return present
-
-    def post(self, x: Tensor, to: int, tag: int = 0) -> None:
-        call = Call.send(x, self.rank, to, tag, self.size)
-        with _InCall(self, call, counted=False):
-            self._has_posted = True
-            if x.numel():
-                self._links["cpu"].post(LinkMessage(to, x.view(-1).view(torch.uint8), call.key()))
-            self.bytes_sent += x.nbytes
-
-    @property
-    def has_posted(self) -> bool:
-        return self._has_posted
-
     def can_launch(self, device: torch.device) -> bool:
         link = self._links.get(device.type)
         return link is not None and link.can_launch
@@ -258,7 +223,7 @@ class LinkedTransport(Transport):
         if self._is_closed:
             return
         self._check_open()
-        if self._watch is None or not (self._queues or self._has_posted):
+        if self._watch is None or not self._queues:
             return
         self._watch.enter_again()
         try:
@@ -266,8 +231,7 @@ class LinkedTransport(Transport):
                 link.drain()
         except LinkError as error:
             self._check_open()
-            what = "the work that it has queued on the device" if self._queues else "what it has posted to late ranks"
-            raise self._fail(error, what) from error
+            raise self._fail(error, "the work that it has queued on the device") from error
         self._watch.leave()
 
     def finish(self) -> None:

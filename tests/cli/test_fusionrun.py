@@ -267,9 +267,7 @@ def test_python_is_that_of_the_own_environment(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.short
 def test_flags_are_variables_that_the_job_reads() -> None:
-    flags = (
-        "--fusion-threshold-mb 0.5 --cache-capacity 9 --autotune --autotune-log-file a.csv --timeline-filename t.json"
-    )
+    flags = "--fusion-threshold-mb 0.5 --cache-capacity 9 --no-autotune --timeline-filename t.json"
     flags += " --codec int4 --no-stall-check"
     flags += " --stall-check-shutdown-time-seconds 50 --log-level debug --network-interfaces eth7,eth8"
     (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", *flags.split(), "--gloo", "true"]), {})
@@ -278,10 +276,6 @@ def test_flags_are_variables_that_the_job_reads() -> None:
         "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
         "HOROVOD_FUSION_THRESHOLD": "524288",
         "HOROVOD_CACHE_CAPACITY": "9",
-        "HOROVOD_AUTOTUNE": "1",
-        "HOROVOD_AUTOTUNE_LOG": "a.csv",
-        "FUSIONLAYER_AUTOTUNE": "1",
-        "FUSIONLAYER_AUTOTUNE_OPTIONS": '{"log": "a.csv"}',
         "FUSIONLAYER_CODEC": "int4",
         "FUSIONLAYER_TIMELINE": "t.json",
         "HOROVOD_STALL_CHECK_DISABLE": "1",
@@ -294,7 +288,7 @@ def test_flags_are_variables_that_the_job_reads() -> None:
     }
     settings = config.load(told)
     assert (settings.timeline, settings.timeout, settings.stall_warning) == ("t.json", 50, float("inf"))
-    assert (settings.codec, settings.autotune, settings.autotune_options) == ("int4", True, {"log": "a.csv"})
+    assert settings.codec == "int4"
 
 
 # Each flag of horovodrun, with values where it takes some.
@@ -330,14 +324,10 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
             refused.add(flag)
         else:
             assert options.command == ["train", "--mpi"]
-    assert len(flags) == 71 and len(refused) == 25
-    (only,) = fusionrun.plan(
-        fusionrun._parse(["-np", "2", "--no-autotune", "--stall-check", "--elastic-timeout", "9", "true"]), {}
-    )
+    assert len(flags) == 71 and len(refused) == 27
+    (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", "--stall-check", "--elastic-timeout", "9", "true"]), {})
     assert only.environment == {
         "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
-        "HOROVOD_AUTOTUNE": "0",
-        "FUSIONLAYER_AUTOTUNE": "0",
         "HOROVOD_STALL_CHECK_DISABLE": "0",
         "HOROVOD_ELASTIC_TIMEOUT": "9",
     }

@@ -14,10 +14,9 @@ from fusionlayer.cli import bench, main, make_parser, tables
 from fusionlayer.cli.parsers import simulate
 from fusionlayer.cli.parsers.bench import DTYPES
 from fusionlayer.planning.collective_phases import ALGORITHMS
-from tests.cli import test_autotune
 from tests.planning.profiles import write_example
 
-COMMANDS = ("bench collectives", "doctor", "profile", "plan", "explain", "simulate", "trace", "autotune", "status")
+COMMANDS = ("bench collectives", "doctor", "profile", "plan", "explain", "simulate", "trace", "status")
 REFUSED = {
     "plan --profile x --workers 2": "nothing to do; give -o PLAN.yaml for the plan, or --compare for a table of",
     "plan --profile x --workers 2 --rates 1gbit -o y": "--rates is for --compare",
@@ -25,7 +24,6 @@ REFUSED = {
     "explain x --profile y --columns buckte": "unknown column 'buckte'; did you mean 'bucket'? known: ",
     "simulate x --columns stpe": "unknown column 'stpe'; did you mean 'step'? known: workers, ",
     "simulate x --rate 1gbit --rates 1gbit": "--rate and --rates; give one of them",
-    "autotune x --columns spahe": "unknown column 'spahe'; did you mean 'shape'? known: ",
     "doctor --columns stat": "unknown column 'stat'; did you mean 'state'? known: section, name, state, detail, all",
     "bench collectives -np 2 --columns bussbw,time": "unknown column 'bussbw'; did you mean 'busbw'? known: ",
     "bench collectives -np 2 --collectives allreduce": "unknown collective 'allreduce'; did you mean 'all_reduce'?",
@@ -121,10 +119,8 @@ def test_columns_of_all_tables_can_be_chosen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tables, "layout", note)
     monkeypatch.chdir(tmp_path)
     write_example(tmp_path)
-    Path("tried.csv").write_text("\n".join([",".join(test_autotune.COLUMNS), *test_autotune.ROWS, ""]))
     plan = "plan --profile example.yaml --workers 4 --rate 100mbit -o plan.yaml "
     for line in (
-        "autotune tried.csv",
         plan + "--compare",
         plan + "--codec auto --fidelity local --loss-budget 4",
         "explain plan.yaml --profile example.yaml",

@@ -110,7 +110,6 @@ BENCHES = (
     *("-np 2 --algorithms magic", "-np 2 --dtype f64", "-np 2 --calls 0", "-np 2 --out FOLDER"),
     *("-np 2 --out PLAN/x", "-np 2 --out /proc/x"),
 )
-AUTOTUNES = ("", "NONE", "FOLDER", "EMPTY", "BINARY", "TEXT", "LIST")
 LINES = (
     *("", "frobnicate", "--frobnicate", "plan", "plan --workers 4", "bench", "bench nothing", "doctor --frobnicate"),
     *(PLAN + word for word in FILES),
@@ -123,10 +122,9 @@ LINES = (
     *(f"trace {words}" for words in TRACES),
     *(f"profile {words}" for words in PROFILES),
     *(f"bench collectives {words}" for words in BENCHES),
-    *(f"autotune {words}" for words in AUTOTUNES),
     *("simulate PROFILE --plot OUT", "simulate PROFILE --columns stpe", "--verison", "help", "Plan --profile PROFILE"),
     *("doctor all", "plan PROFILE", "explain PLAN", "simulate --worker 2 NONE", "trace TRACE --plot OUT"),
-    *("trace TRACE --merge FOLDER", "autotune --plot x.svg", "bench collective -np 2", "bench collectives 2"),
+    *("trace TRACE --merge FOLDER", "bench collective -np 2", "bench collectives 2"),
 )
 RUNS = (
     *("", "-np", "-np 0 python", "-np x python", "-np 2", "-np 2 --", "python x", "-np 2 -H python", "-np 2 -H a:b p"),
@@ -137,7 +135,7 @@ RUNS = (
     *("-np 2 --cycle-time-ms 3 python", "-np 2 --mpi python", "-np 2 --frobnicate python", "-np 2 -p 99999 python"),
     *("-np 2 --network-interface none9 python", "-np 2 --output-filename PLAN python", "-np 2 -H n:2 -i NONE python"),
     *("-np 2 --codec int44 python", "-np 2 --plan NONE python", "-np 2 --plan LIST python"),
-    *("-np 2 --timeline-filename PLAN/x python", "-np 2 --autotune-log-file FOLDER python"),
+    *("-np 2 --timeline-filename PLAN/x python", "-np 2 --autotune python"),
 )
 PROGRAMS = {"none-such-program": 127, "./none-such": 127, "PROGRAM": 126, "FOLDER": 126, "python PROGRAM.py": 2}
 # What belongs to Python, and says nothing to a user.
@@ -214,7 +212,7 @@ def test_the_word_that_was_meant_is_named(line: str, words: str, capsys: pytest.
 @pytest.mark.short
 def test_help_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for command in ("", "doctor", "bench", "bench collectives", "profile", "plan", "explain", "simulate", "autotune"):
+    for command in ("", "doctor", "bench", "bench collectives", "profile", "plan", "explain", "simulate"):
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
         told = capsys.readouterr().out

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fusionlayer.cli import drawing, pictures
-from fusionlayer.planning.autotune.log import TrialRow
 from tests.tiers import needs
 
 pytestmark = [pytest.mark.short, needs("matplotlib")]
@@ -47,20 +46,3 @@ def test_bandwidths_have_one_unit_and_one_colour_for_a_codec_in_all_panels() -> 
     assert {axes.get_ylabel() for axes in figure.axes} == {"effbw, Mbit/s"}
     assert [float(y) for y in one.get_lines()[0].get_ydata()] == pytest.approx([16, 6400])
     assert [tick.get_text() for tick in one.get_xticklabels()] == ["4 KiB", "16 MiB"]
-
-
-def test_trials_tell_what_won_and_when() -> None:
-    rows = [
-        TrialRow(20, "start", "planned", 4, 0.05, 1.0, "planned", 4),
-        TrialRow(40, "walk", "even", 8, 0.04, 0.8, "planned", 4),
-        TrialRow(60, "walk", "even", 16, 0.06, 1.2, "planned", 4),
-        TrialRow(80, "start", "even", 8, 0.04, 1.0, "even", 8),
-    ]
-    (axes,) = pictures.draw_trials(rows).axes
-    found = {line.get_label(): [float(y) for y in line.get_ydata()] for line in axes.get_lines()}
-    assert {label: found[label] for label in lines(axes)} == {
-        "tried, slower": pytest.approx([60]),
-        "tried, faster": pytest.approx([40]),
-        "the best plan": pytest.approx([50, 40]),
-    }
-    assert axes.get_ylabel() == "a step, ms" and [text.get_text() for text in axes.texts] == ["8, even"]

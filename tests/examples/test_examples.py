@@ -142,7 +142,6 @@ def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--codec-option", "x=[1"], "'x=[1'; expected a value in YAML"),
         (["--steps", "0"], "0; expected a whole number above 0"),
         (["--json", "/proc/x"], "argument --json: /proc/x cannot be written: No such file or directory"),
-        (["--autotune-log", "tried.csv"], "--autotune-log is for --autotune; give both"),
         (["--every", "4"], "--every is for --sync; give both"),
         (["--heads", "3"], "--heads 3 does not divide --width 128"),
     ],

@@ -84,14 +84,11 @@ def test_shares_follow_the_rates_of_the_ranks(
         ("ALGORITHM", "magic", "unknown collective 'magic'"),
         ("PLAN", "none.yaml", "plan file none.yaml cannot be read: No such file or directory"),
         ("POLICY", "none.yaml", "policy none.yaml cannot be read: No such file or directory"),
-        ("AUTOTUNE_OPTIONS", "{evry: 3}", "autotune: unknown key 'evry'; did you mean 'every'?"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(f"FUSIONLAYER_{variable}", value)
-    if variable == "AUTOTUNE_OPTIONS":
-        monkeypatch.setenv("FUSIONLAYER_AUTOTUNE", "1")
     with pytest.raises(ConfigError, match=r"^rank \d: " + re.escape(f"FUSIONLAYER_{variable}={value}: {message}")):
         plan_of()

@@ -46,7 +46,6 @@ MORE_CODECS = CODECS | {
     "int4 by hops": {"codec": "int4", "algorithm": "ring"},
     "topk fused": {"codec": "topk", "density": 0.1, "ahead": False},
     "powersgd": {"codec": "powersgd"},
-    "int4 tuned": {"codec": "int4", "autotune": True},
 }
 
 
@@ -457,7 +456,6 @@ KEEPING_TOO = [
     {"codec": "redsync"},
     {"codec": "sidco"},
     {"codec": "omnireduce", "error_feedback": True},
-    {"codec": "int4", "autotune": True},
 ]
 
 

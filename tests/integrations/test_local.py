@@ -698,7 +698,6 @@ def test_reconnect_begins_a_round_at_the_parameters_of_then() -> None:
         ({"op": fl.Sum}, "op=SUM with sync"),
         ({"overlap_forward": nn.Linear(2, 2)}, "leave overlap_forward out"),
         ({"codec": "auto"}, "name a codec"),
-        ({"autotune": True}, "beside codec='auto', autotune"),
         ({"planner": "safusion"}, "a planner that needs no costs"),
         ({"codec": "int4", "group_sise": 64}, "did you mean 'group_size'"),
         ({"sync": fl.Local(every=9, fragments=5)}, "at most 4 fragments"),

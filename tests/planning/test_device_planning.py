@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusionlayer import codecs
 from fusionlayer.clock import DeviceClock
 from fusionlayer.plan import FusionPlan
-from fusionlayer.planning.autotune import Autotune, Autotuner
 from fusionlayer.planning.bucket_costs import BucketCosts
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.collective_phases import ALGORITHMS
@@ -30,13 +28,11 @@ from fusionlayer.planning.profiler import (
     measure_step,
 )
 from fusionlayer.planning.simulation import Compute, Load, run_step
-from fusionlayer.scheduler import Engine, StepSeconds, planners
+from fusionlayer.scheduler import StepSeconds
 from fusionlayer.transport import Transport
 from tests.fake_device import FakeDevice
 from tests.loops import looped
 from tests.ranks import over_threads
-from tests.scheduler.engines import MODEL, gradients, make_engine
-from tests.scheduler.engines import run_step as run_engine_step
 
 from .measured import costs_measured
 from .test_online import USUAL, drive, make_planner, step_of
@@ -111,46 +107,6 @@ def test_a_look_without_a_rank_finds_no_drift() -> None:
     plans, _, measured, _ = driven([[*USUAL, *slow], [*USUAL, *[None] * 40]])
     assert plans[0] == plans[1] and measured == 1
     assert driven([[*USUAL, *slow, *slow], [*USUAL, *[None] * 40, *slow]])[2] == 2
-
-
-# ---- autotuning -----------------------------------------------------------------------------------------------------
-
-
-class OnDevice(Autotuner):
-    """Autotuning by made-up seconds of a device, which tells them a step late and sometimes not at all."""
-
-    def __init__(self, rank: int, silent: range) -> None:
-        self.device = FakeDevice()
-        super().__init__(MODEL, Autotune(), rank, self.device)
-        self._silent = silent
-        self._rank = rank
-        self._last: StepSeconds | None = None
-        self.buckets: list[int] = []
-
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
-        assert engine.plan is not None
-        buckets = len(engine.plan.buckets)
-        self.buckets.append(buckets)
-        took = {1: 1.3, 2: 1.0, 3: 1.1, 4: 1.2}.get(buckets, 2.0) if self._rank == 1 else 0.1 * buckets
-        told, self._last = self._last, StepSeconds(took, 0.0, 0.0, 0.0, {}, {}, late=1)
-        silent = step in self._silent or step % 4 == self._rank
-        super().note_step(engine, step, None if silent else told)
-
-
-def test_autotuning_finds_the_best_plan_by_what_devices_tell() -> None:
-    def body(transport: Transport) -> tuple[list[int], int]:
-        tuner = OnDevice(transport.rank, range(40, 100) if transport.rank else range(0))
-        engine = make_engine(transport, plan_controller=tuner, codec=codecs.get("raw"), planner=planners.get("wfbp"))
-        for _ in range(500):
-            run_engine_step(engine, gradients(transport.rank, 0))
-        engine.close()
-        return tuner.buckets, tuner.device.waits
-
-    (first, waits), second = over_threads(2, body)
-    assert (first, waits) == second
-    assert len(set(first)) > 3 and set(first[-100:]) == {2}
-    assert len(set(first[62:100])) == 1, "a window without a step that counts goes on"
-    assert waits > 0
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------

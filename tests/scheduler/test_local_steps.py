@@ -256,7 +256,7 @@ def test_a_run_goes_on_where_it_was_saved(stop: int) -> None:
     [
         ({}, "this trainer sends each bucket in each step; expected a plan without 'every'"),
         ({"overlap_forward": True}, "overlap_forward expects each bucket in each step; leave it out"),
-        ({"hold_results": True, "plan_controller": Script({})}, "autotune and planners that need costs expect each"),
+        ({"hold_results": True, "plan_controller": Script({})}, "planners that need costs expect each"),
     ],
     ids=["in place", "overlap", "controller"],
 )

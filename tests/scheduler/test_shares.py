@@ -10,7 +10,6 @@ import torch
 from fusionlayer import codecs
 from fusionlayer.errors import ConfigError
 from fusionlayer.plan import Bucket, FusionPlan, Slot
-from fusionlayer.planning.autotune.space import Space
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
 
@@ -77,9 +76,3 @@ def test_shares_of_another_collective_are_refused() -> None:
             make_engine(transport, plan=plan)
 
     over_threads(WORLD, body)
-
-
-def test_a_search_among_plans_keeps_the_shares() -> None:
-    space = Space(PLAN.shared(SHARES, "two_shot"), MODEL)
-    for point in space.neighbours(space.start):
-        assert shares_in(space.plan(point)) == {SHARES}

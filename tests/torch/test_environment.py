@@ -26,8 +26,6 @@ def test_what_the_variables_mean() -> None:
                 "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
                 "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
                 "HOROVOD_TIMELINE": "/tmp/trace.json",
-                "HOROVOD_AUTOTUNE": "1",
-                "HOROVOD_AUTOTUNE_LOG": "log.csv",
                 "HOROVOD_GLOO_TIMEOUT_SECONDS": "11",
                 "HOROVOD_LOG_LEVEL": "error",
             }
@@ -37,8 +35,7 @@ def test_what_the_variables_mean() -> None:
         logging.getLogger("fusionlayer").setLevel(level)
     assert (found.fusion_bytes, found.cache_capacity) == (1024, 7)
     assert (found.patience.warning, found.patience.limit) == (5, 9)
-    assert (found.job.timeline, found.job.autotune, found.job.timeout) == ("/tmp/trace.json", True, 11)
-    assert found.job.autotune_options == {"log": "log.csv"}
+    assert (found.job.timeline, found.job.timeout) == ("/tmp/trace.json", 11)
     ours = read({"FUSIONLAYER_TIMELINE": "ours", "HOROVOD_TIMELINE": "theirs", "HOROVOD_STALL_CHECK_DISABLE": "1"})
     assert ours.job.timeline == "ours" and ours.patience.warning is None
     assert read({"HOROVOD_TIMELINE": "DYNAMIC"}).job.timeline is None

@@ -75,7 +75,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"compression": hvd.Compression.int8},
     "onebit": {"compression": hvd.Compression.onebit},
     "ahead": {"compression": hvd.Compression.topk(0.5)},
-    "autotuned": {"autotune": True},
 }
 
 
@@ -295,11 +294,11 @@ def test_an_optimizer_of_sparse_gradients_alone_and_what_cannot_be() -> None:
         late.step()
         assert not model.table.weight.grad.is_sparse  # type: ignore[union-attr]
         late.close()
-        tuned = distributed(model, autotune=True)
-        tuned.zero_grad()
-        with pytest.raises(ValueError, match=r"sparse_as_dense=True.*leave out plan, autotune"):
+        planned = distributed(model, planner="safusion")
+        planned.zero_grad()
+        with pytest.raises(ValueError, match=r"sparse_as_dense=True.*leave out plan, overlap_forward"):
             model.table(torch.tensor([rank])).sum().backward()
-        tuned.close()
+        planned.close()
         return model.table.weight.detach()
 
     found = over_ranks(2, body)

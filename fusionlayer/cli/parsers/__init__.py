@@ -1,7 +1,7 @@
 """The options of each subcommand. Nothing here imports torch: the modules that run commands do."""
 
-from . import autotune, bench, doctor, explain, plan, profile, simulate, status, trace
+from . import bench, doctor, explain, plan, profile, simulate, status, trace
 
 __all__ = ["COMMANDS"]
 
-COMMANDS = (doctor, bench, profile, plan, explain, simulate, trace, autotune, status)
+COMMANDS = (doctor, bench, profile, plan, explain, simulate, trace, status)
