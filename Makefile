@@ -22,7 +22,7 @@ GPU_STAGES := build bytes nccl trainers race kernels bytes-all
 GPU_SELECTIONS := first second
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-demo demo test test-exhaustive test-all test-short test-torch lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
+.PHONY: help install install-test install-demo demo test test-exhaustive test-long test-engines test-all test-short test-torch lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
@@ -60,13 +60,21 @@ $(DEV):
 demo: install-demo ## trains with plain DDP and with fusionlayer on this machine; ARGS="..." is passed on
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# To collect tests/gpu, of which nothing is left, takes seconds of every worker.
 test: install-test ## the fast tier: every property once; what to run before a push
-	$(PYTEST) -n 3 -m "not gpu and not exhaustive" $(ARGS)
+	$(PYTEST) -n 3 --ignore tests/gpu -m "not gpu and not exhaustive and not long" $(ARGS)
 
-test-exhaustive: install ## the cases that the fast tier leaves out
-	$(PYTEST) -n 3 -m "exhaustive and not gpu" $(ARGS)
+test-exhaustive: install ## what CI runs besides: the cases that the fast tier leaves out
+	$(PYTEST) -n 3 -m "exhaustive and not long and not gpu" $(ARGS)
 
-test-all: install ## every test that needs no GPU, of both tiers
+test-long: install ## what CI leaves out: full matrices, millions of inputs, sanitizers, rehearsals; engines apart
+	$(PYTEST) -n 3 -m "long and not engine and not gpu" $(ARGS)
+
+# The extra `frameworks` has those that `dev` has not; tests of what is not installed are skipped, and say so.
+test-engines: install ## every test of Ray, Spark, Lightning, Transformers, Megatron, DeepSpeed and others that are installed
+	$(PYTEST) -n 3 -m "engine and not gpu" $(ARGS)
+
+test-all: install ## every test that needs no GPU, of all tiers
 	$(PYTEST) -n 3 -m "not gpu" $(ARGS)
 
 # Its own environment: the newest torch that pip finds, several GB with CUDA.
@@ -75,11 +83,11 @@ test-torch: install-test ## short, backend and integration tests on the newest t
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python -m pip -q install --no-compile --upgrade 'setuptools>=77' torch
 	FUSIONLAYER_CUDA=0 $(TORCH)/bin/python -m pip -q install --no-compile --no-build-isolation -e '.[test]'
-	$(TORCH)/bin/python -m pytest -m "short and not exhaustive and not gpu" $(ARGS)
-	$(TORCH)/bin/python -m pytest -m "medium and not exhaustive and not gpu" tests/backend tests/integrations $(ARGS)
+	$(TORCH)/bin/python -m pytest -m "short and not exhaustive and not long and not gpu" $(ARGS)
+	$(TORCH)/bin/python -m pytest -m "medium and not exhaustive and not long and not gpu" tests/backend tests/integrations $(ARGS)
 
 test-short: install-test ## of the fast tier, the tests in one process
-	$(BIN)/python -m pytest -m "short and not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -m "short and not exhaustive and not long" $(ARGS)
 
 lint: install ## style, types, import layers; changes nothing
 	$(BIN)/ruff check .

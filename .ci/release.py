@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+AUDIT = str(ROOT / ".ci" / "audit.py")
 SDIST = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 
@@ -76,7 +77,7 @@ def main(root: Path = ROOT, build: Callable[[Sequence[str]], int] = build) -> in
     if found := problems(root):
         print(*(f"release: {problem}" for problem in found), sep="\n", file=sys.stderr)
         return 1
-    for command in ([sys.executable, "-c", SDIST], ["make", "wheels"], ["make", "docs"]):
+    for command in ([sys.executable, AUDIT], [sys.executable, "-c", SDIST], ["make", "wheels"], ["make", "docs"]):
         if build(command):
             print(f"release: `{' '.join(command)}` failed; nothing is released", file=sys.stderr)
             return 1

@@ -89,6 +89,22 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """Return a text of a file or a peer as a terminal may show it: what is no printable character is written out.
+
+    Else it could move the cursor, change colours or titles, or look like another line.
+
+    Args:
+        text: of whoever can write there.
+        lines: keep ends of lines.
+    """
+    if lines:
+        return "\n".join(map(printable, text.split("\n")))
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def require(value: object, kind: type | tuple[type, ...], name: str, expected: str) -> None:
     """Raise ``ConfigError`` unless a user's ``value`` is of this kind; ``name`` says what it was given for."""
     if not isinstance(value, kind):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -14,7 +13,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import quote
 
-from . import forks
+from . import files, forks
 from .errors import ConfigError, TransportError
 
 __all__ = ["Board", "FileBoard", "HorovodBoard", "clear", "port_of"]
@@ -91,23 +90,25 @@ class FileBoard(Board):
         self._path = Path(tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}-{quote(job, safe='')}"
 
     def publish(self, address: str) -> None:
-        # Written under another name and then renamed, so that no reader sees half an address.
-        draft = self._path.with_suffix(f".{os.getpid()}")
-        draft.write_text(address)
-        draft.rename(self._path)
+        try:
+            with files.whole(self._path) as file:  # no reader sees half an address
+                file.write(address.encode())
+        except OSError as error:
+            raise ConfigError(
+                f"rank 0 cannot publish its address in {self._path}: {error.strerror}; name a folder of this user's in "
+                "TMPDIR, or set MASTER_ADDR and MASTER_PORT on every rank"
+            ) from error
         _published.append(self._path)
         forks.at_exit(partial(self._path.unlink, missing_ok=True))
 
     def look(self) -> str | None:
         # Every user can write to this folder, so what another user has put there is ignored, also behind a link.
         try:
-            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
+            with files.opened(self._path) as file:
+                mine = files.is_private(os.fstat(file.fileno()))
+                return file.read(_MOST_ADDRESS).decode() if mine else None
+        except (OSError, UnicodeDecodeError):
             return None
-        with open(file) as text:
-            found = os.fstat(file)
-            mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-            return text.read(_MOST_ADDRESS) if mine else None
 
 
 class HorovodBoard(Board):

@@ -9,6 +9,8 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .errors import printable
+
 __all__ = ["Identity", "node_name", "return_free_memory"]
 
 
@@ -64,7 +66,7 @@ class Identity:
         return "stopped" if state in ("T", "t") else None
 
     def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}"
+        return f"process {self.pid} on host {printable(self.host)}"
 
 
 def return_free_memory() -> None:

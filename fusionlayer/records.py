@@ -41,11 +41,27 @@ _WORDS = {
 }
 # The C parser is many times faster, but not every PyYAML has it. Both make plain data only.
 _SPECIAL = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
+_LARGEST = (1 << 64) - 1
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Refuses a mapping that has a key twice: YAML forbids it, and PyYAML would keep the last value."""
+    """Refuses a mapping that has a key twice: YAML forbids it, and PyYAML would keep the last value.
+
+    It also refuses what looks like a number or a date and is none, such as 2001-99-99, and what has more than 64 bits:
+    PyYAML would raise what its conversion does.
+    """
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            made = super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+            problem = f"{_start(node)} is no {node.tag.rpartition(':')[2]}; put a text in quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+        if type(made) is int and abs(made) > _LARGEST:
+            problem = f"{_start(node)} is too large; expected a whole number of at most 64 bits"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return made
 
     def flatten_mapping(self, node: Any) -> None:
         # PyYAML calls this for each mapping before it replaces "<<" by another mapping's keys, and may call it again.
@@ -61,6 +77,10 @@ class _Loader(_Base):  # type: ignore[misc]
                     raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
                 seen.add(key)
         super().flatten_mapping(node)
+
+
+def _start(node: Any) -> str:
+    return repr(node.value[:40]) if isinstance(node.value, str) else f"a {node.id}"
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -81,7 +101,10 @@ def read(path: str | Path, what: str) -> Any:
 
 def parse(text: str) -> Any:
     """Return the data of a YAML text; ``yaml.YAMLError`` if it is none, or has a key twice."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError("its lists or mappings are nested too deeply") from None
 
 
 def _why(error: yaml.YAMLError) -> str:
@@ -189,6 +212,9 @@ def _value(hint: Any, data: object, where: str) -> Any:
         return tuple(
             _value(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, items, strict=True))
         )
+    if isinstance(data, int) and abs(data) > _LARGEST:
+        digits = data.bit_length() * 3 // 10
+        raise ConfigError(f"{where} has about {digits} digits; expected a whole number of at most 64 bits")
     return float(typing.cast(float, data)) if hint is float else data
 
 

@@ -48,7 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Refuse tests without a case in the fast tier; share out tests that start processes over pytest-xdist's workers.
+    """Refuse tests that no earlier tier guards; share out tests that start processes over pytest-xdist's workers.
 
     A file's tests that start processes run one after the other on one worker, and so do all that make network
     namespaces. All others go wherever there is time.
@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     alone = [] if any("::" in argument for argument in config.args) else unguarded(items)
     if alone:
         raise pytest.UsageError(
-            f"every case is exhaustive: leave one to the fast tier, or name a guarded_by: {', '.join(alone)}"
+            "every case is exhaustive or long: leave one to an earlier tier, or name a guarded_by of one: "
+            + ", ".join(alone)
         )
     shared_out = config.pluginmanager.hasplugin("xdist")
     for item in items if shared_out else []:

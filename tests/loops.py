@@ -6,7 +6,7 @@
 
 The first case that fails ends the test; the last line of its captured output says which it was. All cases share the
 test's fixtures: use ``parametrize`` where a case needs a folder, a patch or a mark of its own. No case may skip, since
-that would leave out the cases after it. Cases of ``tiers.tiered`` make two tests: those of the fast tier, and the rest.
+that would leave out the cases after it. Cases of ``tiers.tiered`` make a test for each tier.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
 __all__ = ["looped"]
 
 _PARAM = type(pytest.param())
-_TIERS = ["fast", pytest.param("rest", marks=exhaustive)]
+_TIERS: dict[str, Any] = {"fast": (), "rest": exhaustive, "long": long}
+_OF_MARKS: dict[tuple[str, ...], str] = {(): "fast", ("exhaustive",): "rest", ("long",): "long"}
 
 
 def looped(
@@ -37,24 +38,25 @@ def looped(
         ids: ignored, as ``parametrize`` has them.
     """
     arguments = [name.strip() for name in names.split(",")]
-    tiers: dict[str, list[Sequence[Any]]] = {"fast": [], "rest": []}
+    tiers: dict[str, list[Sequence[Any]]] = {tier: [] for tier in _TIERS}
     for value in values:
-        marks: list[str] = []
+        marks: tuple[str, ...] = ()
         if isinstance(value, _PARAM):
-            marks = [mark.name for mark in value.marks]
-            dropped = value.id is not None or marks not in ([], ["exhaustive"])
+            marks = tuple(mark.name for mark in value.marks)
+            dropped = value.id is not None or marks not in _OF_MARKS
             assert not dropped, f"{names}: a loop drops the marks and names of pytest.param; use parametrize"
             case: Sequence[Any] = value.values
         else:
             case = value if len(arguments) > 1 else (value,)
         assert not any(isinstance(each, _PARAM) for each in case), f"{names}: a case has pytest.param within"
-        tiers["rest" if marks else "fast"].append(case)
+        tiers[_OF_MARKS[marks]].append(case)
     assert tiers["fast"], f"no values for {names}"
+    several = [pytest.param(tier, marks=marks) for tier, marks in _TIERS.items() if tiers[tier]]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def loop(*this: Any, **fixtures: Any) -> None:
-            for case in tiers[fixtures.pop("tier") if tiers["rest"] else "fast"]:
+            for case in tiers[fixtures.pop("tier") if several[1:] else "fast"]:
                 given = dict(zip(arguments, case, strict=True))
                 print(", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in given.items()))
                 try:
@@ -66,10 +68,10 @@ def looped(
         missing = set(arguments) - set(signature.parameters)
         assert not missing, f"{test.__name__} takes no {', '.join(missing)}"
         kept = [each for name, each in signature.parameters.items() if name not in arguments]
-        if tiers["rest"]:
-            assert "tier" not in signature.parameters, f"{test.__name__} has two loops over cases of two tiers"
+        if several[1:]:
+            assert "tier" not in signature.parameters, f"{test.__name__} has two loops over cases of several tiers"
             kept.append(inspect.Parameter("tier", inspect.Parameter.KEYWORD_ONLY))
         loop.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("tier", _TIERS)(loop) if tiers["rest"] else loop
+        return pytest.mark.parametrize("tier", several)(loop) if several[1:] else loop
 
     return decorate

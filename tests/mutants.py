@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from .mutant_table import LIKELY, MUTANTS, Mutant
+from .tiers import FAST
 
 TREE = Path(__file__).parents[1]
-FAST = "not gpu and not exhaustive"
 CAUGHT = Path(__file__).with_name("mutants_caught.txt")
 BUILT = ("fusionlayer/lib", "build")  # not in git, and needed to test without compiling everything
 

@@ -75,6 +75,32 @@ def test_a_key_that_stands_twice_is_refused(reader: str, text: str, tmp_path: Pa
         READERS[reader](path)
 
 
+ODD = (
+    *("9" * 5000, "0x" + "f" * 5000, "-" + "7" * 30, "1" + ":59" * 300, "1" + ":59" * 300 + ".5", "1:" * 40 + "1"),
+    *("2001-99-99", "2001-02-29 25:00:00", "0b_", "0x_", "!!int x", "!!float x", "!!bool x", "!!timestamp x"),
+    "[" * 5000 + "]" * 5000,
+)
+
+
+@looped("text", [form % text for text in ODD for form in ("a: %s", "version: [1, %s]", "%s: 1")])
+@looped("reader", READERS)
+def test_what_is_no_number_or_date_is_refused_in_a_sentence(reader: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises((ConfigError, argparse.ArgumentTypeError)) as found:
+        READERS[reader](path)
+        raise ConfigError("plain text is read as a text")  # such as the value of an option
+    assert len(str(found.value)) < 1000 + len(text)  # the text of a variable is told
+
+
+@looped("text", ["9" * 5000, "1:" * 40 + "1", "2001-99-99", "!!bool x"])
+def test_a_number_that_is_none_is_told_with_its_place(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(f"version: 1\nworld_size: {text}\n")
+    with pytest.raises(ConfigError, match=r"(too large; expected a whole number|put a text in quotes).*line 2, column"):
+        FusionPlan.from_yaml(path)
+
+
 def test_the_error_says_where(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("version: 1\nbuckets:\n- names: []\n  codec: int8\n  codec: int4\n")

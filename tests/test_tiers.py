@@ -1,4 +1,4 @@
-"""No test lives in the exhaustive tier alone, and what is left to it is decided by rule."""
+"""No test lives in the exhaustive or the long tier alone, and what is left to them is decided by rule."""
 
 from __future__ import annotations
 
@@ -30,19 +30,27 @@ def test_marked_in_part(n): pass
 def test_guarded(): pass
 @pytest.mark.exhaustive(guarded_by="test_it.py::test_guarded")
 def test_guarded_by_none(): pass
+@pytest.mark.long(guarded_by="test_it.py::test_guarded")
+def test_long(): pass
+@pytest.mark.long(guarded_by="test_it.py::test_long")
+@pytest.mark.exhaustive(guarded_by="test_it.py::test_marked_in_part")
+def test_guarded_by_long(): pass
 """
+UNGUARDED = ("marked_as_a_whole", "guarded_by_none", "guarded_by_long")
 
 
-def test_a_test_without_a_fast_case_is_refused(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_no_earlier_tier_guards_is_refused(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS.parent))
     pytester.makeconftest(CONFTEST)
-    pytester.makeini("[pytest]\nmarkers = exhaustive\n")
+    pytester.makeini("[pytest]\nmarkers =\n exhaustive\n long\n")
     pytester.makepyfile(test_it=MARKED)
     arguments = ("--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist")
     refused = pytester.runpytest_subprocess(*arguments)
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
     refused.stderr.fnmatch_lines(
-        ["*every case is exhaustive*: test_it.py::test_marked_as_a_whole, test_it.py::test_guarded_by_none"]
+        [f"*every case is exhaustive*: {', '.join(f'test_it.py::test_{name}' for name in UNGUARDED)}"]
     )
     one = pytester.runpytest_subprocess(*arguments, "test_it.py::test_marked_as_a_whole")
     assert one.ret == pytest.ExitCode.OK, "a test that was asked for by its name"
@@ -59,7 +67,8 @@ def test_tests_of_one_file_that_start_processes_share_a_worker(request: pytest.F
 def test_cases_are_marked_by_rule() -> None:
     cases = tiered([(1, 2), (3, 4)], lambda a, b: b == 4)
     assert [(case.values, bool(case.marks)) for case in cases] == [((1, 2), True), ((3, 4), False)]
-    assert [bool(case.marks) for case in tiered("ab", lambda letter: letter == "a")] == [False, True]
+    cases = tiered("abc", lambda letter: letter == "a", lambda letter: letter == "b")
+    assert [[mark.name for mark in case.marks] for case in cases] == [[], ["exhaustive"], ["long"]]
 
 
 def test_files_of_many_cases_fill_the_end() -> None:

@@ -1,4 +1,4 @@
-"""Which cases of a test run before every push, in the fast tier, and which are left to the exhaustive one."""
+"""Which cases of a test run before every push (the fast tier), in CI as well (exhaustive), or when asked for (long)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any
 import pytest
 
 exhaustive = pytest.mark.exhaustive
+long = pytest.mark.long
+engine = pytest.mark.engine
 
-# The groups of tests that take a worker more than a minute, the longest first. Other orders are right too, but slower.
+FAST = "not gpu and not exhaustive and not long"
+"""What chooses the tests of the fast tier, as ``-m`` of pytest."""
+
+# The groups of tests that take a worker longest, about in this order. Other orders are right too, but slower.
 LONGEST = (
     "netns",
-    "tests/integrations/test_fsdp.py",
-    "tests/native/test_cuda_build.py",
     "tests/examples/test_ray.py",
+    "tests/integrations/test_fsdp.py",
+    "tests/integrations/test_megatron.py",
     "tests/examples/test_examples.py",
     "tests/integrations/test_flips.py",
+    "tests/transport/test_faults.py",
     "tests/transport/test_connecting.py",
     "tests/transport/test_mpi.py",
-    "tests/packaging/test_gpu_stages.py",
-    "tests/transport/test_faults.py",
     "tests/collectives/test_processes.py",
-    "tests/examples/test_kubernetes.py",
 )
 
 DRAWS = find_spec("matplotlib") is not None
@@ -37,36 +40,40 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-def tiered(cases: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
+def tiered(cases: Iterable[Any], fast: Callable[..., bool], ci: Callable[..., bool] = lambda *_: True) -> list[Any]:
     """Return ``cases`` for ``parametrize``: those for which ``fast(*case)`` is false are marked ``exhaustive``.
 
     Args:
         cases: tuples of parameters, or single parameters.
         fast: tells whether a case shows something that no other case of the fast tier shows as well.
+        ci: tells of the other cases whether CI runs them; if not, they are marked ``long``.
     """
     tuples = (case if isinstance(case, tuple) else (case,) for case in cases)
-    return [pytest.param(*case, marks=() if fast(*case) else exhaustive) for case in tuples]
+    return [pytest.param(*case, marks=() if fast(*case) else exhaustive if ci(*case) else long) for case in tuples]
 
 
 def unguarded(items: Sequence[pytest.Item]) -> list[str]:
-    """Return the test functions that the fast tier has no case of, and no other test for: what they guard is unseen.
+    """Return the test functions that no tier before theirs has a case of, or another test for: they guard alone.
 
     A test that is exhaustive as a whole names the test of the fast tier that guards the same:
-    ``exhaustive(guarded_by="tests/file.py::test_name")``. The name is believed if that file was not collected.
+    ``exhaustive(guarded_by="tests/file.py::test_name")``; ``long(guarded_by)`` names one of the fast or the exhaustive
+    tier. The name is believed if that file was not collected.
     """
-    fast: dict[str, bool] = {}
+    first: dict[str, int] = {}
     guards: dict[str, str] = {}
     for item in items:
-        name, mark = item.nodeid.partition("[")[0], item.get_closest_marker("exhaustive")
-        fast[name] = fast.get(name, False) or mark is None
-        if mark:
-            guards[name] = mark.kwargs.get("guarded_by", guards.get(name, ""))
-    files = {name.partition("::")[0] for name in fast}
+        name, tier = item.nodeid.partition("[")[0], 0
+        for number, mark in enumerate(map(item.get_closest_marker, ("exhaustive", "long")), 1):
+            if mark:
+                tier = number
+                guards[name] = mark.kwargs.get("guarded_by", guards.get(name, ""))
+        first[name] = min(tier, first.get(name, tier))
+    files = {name.partition("::")[0] for name in first}
 
-    def guarded(guard: str) -> bool:
-        return fast.get(guard, False) or bool(guard) and guard.partition("::")[0] not in files
+    def guarded(guard: str, tier: int) -> bool:
+        return first[guard] < tier if guard in first else bool(guard) and guard.partition("::")[0] not in files
 
-    return [name for name, any_fast in fast.items() if not any_fast and not guarded(guards[name])]
+    return [name for name, tier in first.items() if tier and not guarded(guards[name], tier)]
 
 
 def longest_first(groups: Mapping[str, Sequence[pytest.Item]]) -> list[Sequence[pytest.Item]]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, printable
 from .arguments import Parser
 from .outputs import drop_output
 from .parsers import COMMANDS
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(options)
         sys.stdout.flush()
     except FusionLayerError as error:
-        print(f"fusionlayer {options.command}: {error}", file=sys.stderr)
+        print(f"fusionlayer {options.command}: {printable(str(error), lines=True)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         drop_output()

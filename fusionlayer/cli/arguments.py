@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -190,13 +191,22 @@ def check_file(path: str | Path, flag: str) -> None:
         if not known:
             path.unlink()
     except OSError as error:
-        why = "its folder is a file" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror
-        raise ConfigError(f"{flag} {path} cannot be written: {why}; name another file") from error
+        raise _unwritable(path, flag, error) from error
 
 
 def check_folder(path: str | Path, flag: str) -> None:
     """Raise ``ConfigError`` unless files can be written into this folder. It is made."""
-    check_file(Path(path) / "fusionlayer.tmp", flag)
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise _unwritable(path, flag, error) from error
+
+
+def _unwritable(path: str | Path, flag: str, error: OSError) -> ConfigError:
+    why = "its folder is a file" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror
+    return ConfigError(f"{flag} {path} cannot be written: {why}; name another file")
 
 
 def add_device(parser: argparse.ArgumentParser, what: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, printable
 from ..interfaces import ipv4_addresses, reachable_names
 from ..planning.fidelities import AUTO
 from . import horovodrun
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"fusionrun: on {agent.host}: {shlex.join(agent.command)}", file=sys.stderr)
         return _run(agents, least=_nodes_needed(options, len(agents)))
     except FusionLayerError as error:
-        print(f"fusionrun: {error}", file=sys.stderr)
+        print(f"fusionrun: {printable(str(error), lines=True)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import printable
 from .arguments import some_of
 
 __all__ = [
@@ -50,6 +51,9 @@ class Column:
     gives_way: int = 0
     wraps: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cells", [printable(cell) for cell in self.cells])  # they may be of files or peers
+
     @property
     def width(self) -> int:
         """Characters of the longest cell."""
@@ -78,7 +82,7 @@ class Table:
             heads.append([column.unit for column in kept])
         rows = list(zip(*(column.cells for column in kept), strict=True))
         lines = [*heads, ["-" * wide for wide in widths], *(part for row in rows for part in _split(row, kept, widths))]
-        text = [*_fill(self.title, width), "", *(_line(line, kept, widths) for line in lines)]
+        text = [*_fill(printable(self.title), width), "", *(_line(line, kept, widths) for line in lines)]
         if dropped:
             text += _fill(f"(no room for {', '.join(dropped)}; --columns all shows everything)", width)
         return "\n".join(text)
@@ -127,7 +131,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def print_text(text: str) -> None:
     """Print a paragraph in lines that fit the terminal."""
-    print("\n".join(_fill(text, screen_width())))
+    print("\n".join(_fill(printable(text), screen_width())))
 
 
 def _fit(columns: Sequence[Column], width: int | None) -> tuple[list[Column], list[str]]:

@@ -6,7 +6,7 @@ import glob
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from .breakdown import Span, exchanges
 
 __all__ = ["Recording", "files", "latest_exchanges", "merge", "read"]
 
+_MOST = 1e15
 _WHAT = "expected a list of events with ph, name, ts, dur, pid, tid and args, as FUSIONLAYER_TIMELINE writes it"
 
 
@@ -114,7 +115,7 @@ def _read(path: Path) -> Recording:
         raise ConfigError(f"timeline {path} is empty: the run ended before it wrote a span, or has just begun")
     try:
         events, cut = json.loads(text), False
-    except ValueError:
+    except (ValueError, RecursionError):
         events, cut = _whole_lines(text, path), True
     try:
         spans = [event for event in events if event["ph"] == "X"]
@@ -123,6 +124,9 @@ def _read(path: Path) -> Recording:
         if not events or not all({"name", "ts", "dur", "pid", "tid", "args"} <= span.keys() for span in spans):
             raise LookupError
         clock: Mapping[str, Any] = clocks[-1] if clocks else {}
+        numbers = ([span["ts"] + 0, span["dur"] + 0, int(span["pid"]), *span["args"].values()] for span in spans)
+        if not all(map(_are_fit, [clock.values(), *numbers])):
+            raise ValueError
         recording = Recording(
             path=path,
             events=events,
@@ -134,9 +138,14 @@ def _read(path: Path) -> Recording:
             device=devices[-1] if devices else None,
         )
         int(events[0]["pid"])
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} is no timeline of fusionlayer; {_WHAT}") from error
     return recording
+
+
+def _are_fit(values: Iterable[object]) -> bool:
+    """Return whether what is a number among these can be calculated with: it is finite, and has not many digits."""
+    return all(abs(each) < _MOST for each in values if isinstance(each, (int, float)))
 
 
 def _whole_lines(text: str, path: Path) -> list[Any]:
@@ -146,7 +155,7 @@ def _whole_lines(text: str, path: Path) -> list[Any]:
     for number, line in enumerate(lines, 2):
         try:
             events.append(json.loads(re.sub(r",\s*$", "", line)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number <= len(lines):
                 raise ConfigError(
                     f"{path} is no timeline of fusionlayer: line {number} is no event; {_WHAT}"

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ..errors import ConfigError
+from ..errors import ConfigError, printable
 from . import timelines
 from .arguments import check_file
 from .breakdown import CODEC, KINDS, LATE, NETWORK, OTHER, PACKING, Breakdown, break_down
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _say(text: str) -> None:
-    print(textwrap.fill(text, _WIDTH))
+    print(textwrap.fill(printable(text), _WIDTH))
 
 
 def _notes(recordings: Sequence[Recording]) -> list[str]:

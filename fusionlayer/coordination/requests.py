@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..collectives import Scaling
+from ..errors import WireError
 
 __all__ = [
     "ALL_RANKS",
@@ -49,6 +50,10 @@ Begun = dict[tuple[int, int], int]
 _LENGTHS = struct.Struct("<II")
 # Begins a farewell. A message of requests never begins so, as it would have to have so many numbers.
 _FAREWELL = _LENGTHS.pack(0xFFFFFFFF, 0)
+
+
+_MOST_ELEMENTS = 1 << 48
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error)
 
 
 class Signature(NamedTuple):
@@ -238,7 +243,17 @@ class Reader:
         self._known: list[Any] = []
 
     def read(self, message: Bytes) -> list[Request]:
-        """Return the requests of a message."""
+        """Return the requests of a message.
+
+        Raises:
+            WireError: it has none.
+        """
+        try:
+            return self._read(message)
+        except _NONSENSE as error:
+            raise WireError(f"a message of {len(message)} bytes holds no requests ({error!r:.100})") from error
+
+    def _read(self, message: Bytes) -> list[Request]:
         numbers, fresh, payload = _unpack(message)
         forget, count = numbers[:2]
         if forget:
@@ -248,7 +263,7 @@ class Reader:
         at, begin = 2, 0
         for _ in range(count):
             handle, unnamed, name, signature, size, length = numbers[at : at + 6]
-            at += 6 + length
+            at += 6 + _among(length, numbers)
             data = None if size < 0 else payload[begin : begin + size]
             begin += max(size, 0)
             of_rank = tuple(numbers[at - length : at]) if length else ()
@@ -272,9 +287,16 @@ def write_farewell(why: Reason) -> bytes:
 
 
 def read_farewell(message: Bytes) -> Reason | None:
-    """Return the reason in a rank's last message; None if the message has requests."""
+    """Return the reason in a rank's last message; None if the message has requests.
+
+    Raises:
+        WireError: it has none.
+    """
     size = len(_FAREWELL)
-    return _reason(json.loads(bytes(message[size:]))) if message[:size] == _FAREWELL else None
+    try:
+        return _reason(json.loads(bytes(message[size:]))) if message[:size] == _FAREWELL else None
+    except _NONSENSE as error:
+        raise WireError(f"a farewell of {len(message)} bytes gives no reason ({error!r:.100})") from error
 
 
 def write_response(response: Response) -> bytes:
@@ -290,17 +312,35 @@ def write_response(response: Response) -> bytes:
 
 
 def read_response(message: Bytes) -> Response:
-    """Return the response of a message."""
+    """Return the response of a message.
+
+    Raises:
+        WireError: it has none.
+    """
+    try:
+        return _read_response(message)
+    except _NONSENSE as error:
+        raise WireError(f"a message of {len(message)} bytes holds no response ({error!r:.100})") from error
+
+
+def _read_response(message: Bytes) -> Response:
     numbers, texts, data = _unpack(message)
     why, *signatures = texts or [Reason("")]
     items = []
     at = 2
     for _ in range(numbers[1]):
         given, handle, length = numbers[at : at + 3]
-        at += 3 + length
+        at += 3 + _among(length, numbers)
         signature = None if given else _signature(signatures.pop(0))
         items.append(Item(handle if given else None, tuple(numbers[at - length : at]) if length else (), signature))
     return Response(_CODES[numbers[0]], tuple(items), _reason(why), data)
+
+
+def _among(length: int, numbers: Sequence[int]) -> int:
+    """Return how many numbers come next: one below 0 would let a reader go on for ever."""
+    if not 0 <= length <= len(numbers):
+        raise ValueError(f"a list of {length} among {len(numbers)} numbers")
+    return length
 
 
 def _reason(fields: Sequence[Any]) -> Reason:
@@ -324,6 +364,9 @@ def _unpack(message: Bytes) -> tuple[list[int], list[Any] | None, Bytes]:
 
 def _signature(fields: Sequence[Any]) -> Signature:
     plain = Signature(*fields)
+    # Sizes are multiplied: thousands of digits would take minutes.
+    if any(type(n) is not int or not 0 <= n <= _MOST_ELEMENTS for shape in plain.shapes for n in shape):
+        raise ValueError("a shape that no tensor has")
     return plain._replace(
         dtypes=tuple(plain.dtypes),
         shapes=tuple(tuple(shape) for shape in plain.shapes),

@@ -102,7 +102,7 @@ def reach(address: Address, patience: float) -> TCPStore:
 def _connect(address: Address, patience: float) -> TCPStore:
     for name in _names(address):
         # The same name may lead to different hosts, depending on where it is used. The token shows the right store.
-        with suppress(OSError, RuntimeError):
+        with suppress(OSError, RuntimeError, UnicodeError):  # a name may be no host's
             socket.create_connection((name, address.port), _KNOCK).close()
             store = TCPStore(name, address.port, None, False, timedelta(seconds=patience), wait_for_workers=False)
             if store.check([_TOKEN]) and store.get(_TOKEN).decode() == (address.token or store.get(_TOKEN).decode()):

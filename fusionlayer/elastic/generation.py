@@ -12,6 +12,8 @@ from ..processes import Identity
 
 __all__ = ["Address", "Generation", "Member", "Report"]
 
+_MOST_PORT = 65535
+
 
 @dataclass(frozen=True)
 class Address:
@@ -95,7 +97,7 @@ class Generation:
         members = tuple(_member(each) for each in given["members"])
         fresh = tuple(str(each) for each in given["fresh"])
         behind = tuple(str(each) for each in given["behind"])
-        return cls(int(given["number"]), members, fresh, int(given["done"]), _address(given["store"]), behind)
+        return cls(_count(given["number"]), members, fresh, _count(given["done"]), _address(given["store"]), behind)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Report:
         """
         try:
             given = json.loads(text)
-            return cls(Generation.decode(given["generation"]), int(given["done"]), bool(given["between"]))
+            return cls(Generation.decode(given["generation"]), _count(given["done"]), bool(given["between"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise TransportError(f"what a member reports makes no sense: {error}") from None
 
@@ -153,4 +155,10 @@ def _member(given: Mapping[str, Any]) -> Member:
 
 def _address(given: Mapping[str, Any]) -> Address:
     names = tuple(str(name) for name in given["names"])
-    return Address(str(given["node"]), names, int(given["port"]), str(given["token"]))
+    return Address(str(given["node"]), names, _count(given["port"], _MOST_PORT), str(given["token"]))
+
+
+def _count(given: Any, most: int = (1 << 63) - 1) -> int:
+    if type(given) is not int or not 0 <= given <= most:
+        raise ValueError(f"{given!r:.40}; expected a whole number from 0 to {most}")
+    return given

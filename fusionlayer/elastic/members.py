@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import Store, TCPStore
 
-from .. import outages
+from .. import files, outages
 from ..bounded import bounded
 from ..config import Config
 from ..errors import ConfigError, PlanMismatch, TransportError, kind_of
@@ -27,6 +26,9 @@ from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join
 from .generation import Address, Generation, Member, Report, decode_member, encode_member
 
 __all__ = ["Members"]
+
+_MOST_ROSTER = 1 << 24
+"""Bytes of a file that names the members."""
 
 
 class Members:
@@ -294,7 +296,8 @@ class Members:
         self._desk.set(ROSTER, formed.encode())
         rank, size = self.rank, self.size
         if rank == 0 and self._roster is not None:
-            _write(Path(self._roster), formed.encode())
+            with files.whole(self._roster) as file:  # no reader sees half of it
+                file.write(formed.encode().encode())
         if size > 1:
             settings = self._settings
             self._store = self._next if rank == 0 else reach(formed.store, settings.timeout)
@@ -363,7 +366,8 @@ def _desks(address: str) -> list[Address]:
     found = []
     try:
         if os.path.sep in address:
-            return [member.desk for member in Generation.decode(Path(address).read_text()).members]
+            text = files.read(address, _MOST_ROSTER, follow=True)
+            return [member.desk for member in Generation.decode(text).members]
         for part in address.split(","):
             host, _, port = part.strip().rpartition(":")
             if not host or not port.isdecimal() or int(port) > 65535:
@@ -377,11 +381,3 @@ def _desks(address: str) -> list[Address]:
             "names for the members"
         ) from None
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    # Under another name first, so that no reader sees half of it.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.touch(mode=0o600)
-    draft.write_text(text)
-    draft.replace(path)

@@ -8,6 +8,7 @@ A folder belongs to one process. Ranks whose states differ save them with ``save
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import files
 from ..errors import ConfigError, FusionLayerError, WireError, kind_of, require
-from ..publishing.tensors import Message, decode, encode
+from ..publishing.tensors import Message, decode, encode, expected_bytes, shape_of
 from ..wire import DTYPE_CODES
 from .rank_states import load_ranks, rank_state, save_ranks
 
@@ -42,7 +44,7 @@ def save_delta(state: Mapping[str, Any], folder: str | os.PathLike[str], *, ever
     Args:
         state: tensors, numbers and texts, in mappings and lists; what ``torch.load`` takes with ``weights_only``. No
             ``DTensor``: save what ``to_local`` returns.
-        folder: is made if it is missing.
+        folder: is made if it is missing. Only this user can read the files, unless it is set-group-ID.
         every: how many versions share one that is whole.
 
     Raises:
@@ -59,16 +61,11 @@ def save_delta(state: Mapping[str, Any], folder: str | os.PathLike[str], *, ever
     since = known[-1] if known and version % every else None
     before = None if since is None else load(folder, since)
     content = {"form": _FORM, "version": version, "since": since, "state": _encoded(state, before)}
-    partial = folder / f".{version:08d}.{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with files.whole(_file(folder, version), sync=True) as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, _file(folder, version))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise FusionLayerError(f"version {version} in {folder} cannot be written: {error.strerror}") from error
     return version
 
@@ -119,13 +116,15 @@ def _read(folder: Path, version: int) -> dict[str, Any]:
     if not path.exists():
         raise WireError(f"{path} is missing, and later versions need it: copy it back")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with files.opened(path, follow=True) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises errors of many kinds for files that were damaged
         first = str(error).partition("\n")[0]
         raise WireError(f"{path} cannot be read ({first}): it was damaged, or is no version of a checkpoint") from error
-    if not isinstance(content, dict) or content.get("form") != _FORM or content.get("version") != version:
+    told = content if isinstance(content, dict) else {}
+    if (told.get("form"), told.get("version")) != (_FORM, version) or not {"since", "state"} <= told.keys():
         raise WireError(f"{path} is not version {version} of a checkpoint as save_delta makes it; give another folder")
-    return content
+    return told
 
 
 # ---- tensors in a state ---------------------------------------------------------------------------------------------
@@ -172,7 +171,11 @@ def _decoded(value: Any, before: Any) -> Any:
 
 
 def _tensor(message: dict[str, Any], before: Any) -> Tensor:
-    out = torch.empty(message["shape"], dtype=_DTYPES[message["dtype"]], device="cpu")
+    shape, dtype, data = shape_of(message["shape"]), _DTYPES[message["dtype"]], message["data"]
+    least, most = expected_bytes(message["codec"], math.prod(shape), dtype, header=True)
+    if not least <= data.numel() <= most:
+        raise WireError(f"a tensor of {dtype} {list(shape)} in {data.numel()} bytes: it was damaged")
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     base = before.view(-1) if isinstance(before, Tensor) else None
-    decode(Message(message["codec"], message["data"]), base, out.view(-1), header=True)
+    decode(Message(message["codec"], data), base, out.view(-1), header=True)
     return out

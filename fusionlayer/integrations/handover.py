@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 from .. import native
 from ..errors import WireError
 from ..publishing.snapshot import digest_of
-from ..publishing.tensors import DTYPES, Message, decode, encode, expected_bytes
+from ..publishing.tensors import DTYPES, Message, decode, encode, expected_bytes, shape_of
 from ..transport import Transport
 
 __all__ = ["Fingerprint", "fingerprints", "joined", "parted", "receive", "send"]
 
 _CODECS = ("same", "raw", "zip")
+_MOST_BYTES = 1 << 40
 _LEAST_BYTES = 1 << 14
 """A smaller tensor travels with what is no tensor: a message of its own would cost more than it saves."""
 
@@ -144,7 +146,7 @@ def receive(own: Mapping[str, Tensor], transport: Transport, source: int) -> Any
 
     with _in_turn(lambda taken: tensors.update([taken])) as put, torch.no_grad():
         for name, kind, shape in told["tensors"]:
-            dtype, numel = DTYPES[kind], torch.Size(shape).numel()
+            dtype, numel = DTYPES[kind], math.prod(shape_of(shape))
             mine = own.get(name)
             number, nbytes, crc = _receive_numbers(3, transport, source)
             codec = _CODECS[number] if 0 <= number < len(_CODECS) else "unknown"
@@ -176,6 +178,8 @@ def receive_bytes(transport: Transport, source: int) -> bytes:
         WireError: it was damaged.
     """
     nbytes, crc = _receive_numbers(2, transport, source)
+    if not 0 <= nbytes <= _MOST_BYTES:
+        raise WireError(f"a message of {nbytes} bytes of a newcomer's state: it was damaged")
     data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     transport.recv(data, source)
     if native.crc32c(data) != crc:

@@ -50,7 +50,8 @@ def publish(
             or "file:///FOLDER" or a Path of a folder that belongs to this publisher alone.
         keep: how many versions a follower may be behind, and still get differences. Over TCP as many versions are kept
             in memory at most, those that followers have. In a folder the files of as many versions are kept.
-        secret: what followers must prove to have, over TCP. None: whoever can connect gets the weights.
+        secret: what followers must prove to have over TCP; files of a folder are signed with it. None: whoever can
+            connect gets the weights, and whoever can write to the folder can change them.
         timeout: seconds in which a follower must take some of what is sent to it, at least 2.
 
     Raises:
@@ -61,8 +62,6 @@ def publish(
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ConfigError(f"keep={keep!r}; expected a number of versions, at least 1")
     place, guard, seconds = parse(address), secret_of(secret), seconds_of(timeout)
-    if place.folder is not None and guard is not None:
-        raise ConfigError("publish: a folder has no secret; expected None, and permissions that guard its files")
     make = partial(open_outlet, keep=keep, secret=guard, timeout=seconds)
     return Publisher(source, place, make)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import context
+from .. import context, files
 from ..errors import ConfigError, FusionLayerError
 from ..functional import Group
 from ..scheduler.memory import merged_residuals
@@ -60,7 +60,8 @@ def save_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
     """Save the states of all ranks in ``folder``, a file for each rank. All ranks call it, and it ends on all together.
 
     Args:
-        folder: one folder for all ranks; it is made if it is missing.
+        folder: one folder for all ranks; it is made if it is missing. Only this user can read the files, unless it is
+            set-group-ID.
         group: as for ``rank_state``.
         objects: as for ``rank_state``.
 
@@ -71,11 +72,10 @@ def save_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
     """
     state, folder = rank_state(group=group, **objects), Path(folder)
     (key,) = state
-    partial = folder / f".{key}.{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(state, partial)
-        os.replace(partial, folder / f"{key}.pt")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with files.whole(folder / f"{key}.pt") as file:
+            torch.save(state, file)
     except OSError as error:
         raise FusionLayerError(f"{key} cannot be saved in {folder}: {error.strerror}") from error
     place = context.transport(group)
@@ -190,7 +190,8 @@ class _Saved:
         if self._planned:
             content = _read_of_torch(self._folder, self._planned[key])
         else:
-            content = torch.load(self._folder / f"{key}.pt", map_location="cpu", weights_only=True)[key]
+            with files.opened(self._folder / f"{key}.pt", follow=True) as file:
+                content = torch.load(file, map_location="cpu", weights_only=True)[key]
         form = torch.load(io.BytesIO(content["form"].numpy().tobytes()), weights_only=True)
         states: dict[str, Any] = _put_back(form, content["tensors"])
         return states

@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import hmac
 import json
-import os
 import re
+import stat
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .. import files
 from ..errors import ConfigError, FusionLayerError, UsageError, WireError
 from .address import Place
 from .outlet import Outlet
+from .signing import SIGNED_BYTES, checks, seal, sign
 from .snapshot import Snapshot
 from .source import Ended, Source
-from .update import make, read
+from .update import Update, make, read
 
 __all__ = ["FolderOutlet", "FolderSource", "files_of", "way"]
 
 _FORM = 1
 _NEWEST = "newest.json"
-_PARTIAL = re.compile(r"\.(?:[0-9a-f]{16}\.\d{12}\.\w+|newest\.json)\.\d+\.partial")
-_FILE = re.compile(r"([0-9a-f]{16})\.(\d{12})\.(?:whole|from(\d{12}))")
+_MOST_BYTES = 1 << 12
+_MOST_VERSION = 10**12 - 1
+_PARTIAL = re.compile(r"\.(?:[0-9a-f]{16}\.\d{12}\.\w+|newest\.json)\.[0-9a-f]+\.partial", re.ASCII)
+_FILE = re.compile(r"([0-9a-f]{16})\.(\d{12})\.(?:whole|from(\d{12}))", re.ASCII)
 _PAUSE = 0.2
 """Seconds between two looks at a folder."""
 
 
 class _Newest(NamedTuple):
-    """What the file ``newest.json`` tells."""
+    """What the file ``newest.json`` tells.
+
+    Attributes:
+        run: of its publisher.
+        version: number of the newest version.
+        ended: there will be no more.
+        began: when the publisher has, in ns since 1970, if it signs.
+    """
 
     run: str
     version: int
     ended: bool
+    began: int = 0
 
 
 class File(NamedTuple):
@@ -62,11 +76,13 @@ def files_of(folder: Path) -> list[File]:
         if match := _FILE.fullmatch(path.name):
             since = None if match[3] is None else int(match[3])
             with suppress(OSError):  # it was removed just now
-                found.append(File(match[1], int(match[2]), since, path.stat().st_size, path))
+                seen = path.lstat()
+                if stat.S_ISREG(seen.st_mode):
+                    found.append(File(match[1], int(match[2]), since, seen.st_size, path))
     return found
 
 
-def way(files: Sequence[File], have: int | None, to: int) -> list[File] | None:
+def way(there: Sequence[File], have: int | None, to: int) -> list[File] | None:
     """Return the updates of one run that lead from version ``have``, or from nothing, to ``to`` in the fewest bytes.
 
     None: no files lead there.
@@ -74,7 +90,7 @@ def way(files: Sequence[File], have: int | None, to: int) -> list[File] | None:
     best: dict[int | None, tuple[int, list[File]]] = {None: (0, [])}
     if have is not None:
         best[have] = (0, [])
-    for file in sorted(files, key=lambda file: file.version):  # an update leads to a later version than it needs
+    for file in sorted(there, key=lambda file: file.version):  # an update leads to a later version than it needs
         if file.since in best and file.version <= to:
             nbytes, before = best[file.since]
             if file.version not in best or nbytes + file.nbytes < best[file.version][0]:
@@ -86,19 +102,21 @@ class FolderOutlet(Outlet):
     """Writes each version as what changed since the one before, and every ``keep``-th one whole as well.
 
     The files of the last ``keep`` versions stay, one of which is whole. So a follower that is at most so many versions
-    behind needs no whole version, and any other one finds one.
+    behind needs no whole version, and any other one finds one. With a secret each file is signed.
     """
 
-    def __init__(self, place: Place, keep: int) -> None:
+    def __init__(self, place: Place, keep: int, secret: bytes | None = None) -> None:
         super().__init__(place)
         assert place.folder is not None
         self._folder = place.folder
         self._keep = keep
+        self._secret = secret
+        self._began = time.time_ns()
         self._written: Snapshot | None = None
         self._versions: deque[int] = deque(maxlen=keep)
         self._count = 0
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in self._folder.iterdir():
                 if _PARTIAL.fullmatch(path.name):  # of a publisher that was killed
                     path.unlink(missing_ok=True)
@@ -150,9 +168,9 @@ class FolderOutlet(Outlet):
         stem = f"{new.run}.{new.version:012d}"
         before = self._written
         if before is not None:
-            self._put(f"{stem}.from{before.version:012d}", make(new, before).parts)
+            self._put(f"{stem}.from{before.version:012d}", self._signed(make(new, before)))
         if self._count % self._keep == 0:
-            self._put(f"{stem}.whole", make(new).parts)
+            self._put(f"{stem}.whole", self._signed(make(new)))
         self._count += 1
         self._point(new, ended=False)
         self._versions.append(new.version)
@@ -163,55 +181,75 @@ class FolderOutlet(Outlet):
     def _point(self, snapshot: Snapshot, ended: bool) -> None:
         if self._written is not None and (there := newest_of(self._folder)) and there.run != snapshot.run:
             raise UsageError(f"publish: another publisher writes into {self._folder}; give each a folder of its own")
-        facts = {"form": _FORM, "run": snapshot.run, "version": snapshot.version, "ended": ended}
+        facts: dict[str, object] = {"form": _FORM, "run": snapshot.run, "version": snapshot.version, "ended": ended}
+        if self._secret is not None:
+            facts |= {"began": self._began}
+            facts |= {"signature": sign(self._secret, [*facts.values()])}
         self._put(_NEWEST, [memoryview(json.dumps(facts).encode())])
+
+    def _signed(self, update: Update) -> Sequence[memoryview]:
+        if self._secret is None:
+            return update.parts
+        return [memoryview(seal(self._secret, update.parts[0])), *update.parts]
 
     def _put(self, name: str, parts: Sequence[memoryview]) -> None:
         """Write a file that has its name only when it is complete."""
-        partial = self._folder / f".{name}.{os.getpid()}.partial"
-        try:
-            with open(partial, "wb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self._folder / name)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        with files.whole(self._folder / name, sync=True) as file:
+            for part in parts:
+                file.write(part)
 
 
 def newest_of(folder: Path) -> _Newest | None:
-    """Return what ``newest.json`` tells; None if it is missing.
+    """Return what ``newest.json`` tells, whoever has written it; None if it is missing."""
+    facts = _facts(folder)
+    return None if facts is None else _told(facts)
+
+
+def _facts(folder: Path) -> dict[str, Any] | None:
+    """Return the content of ``newest.json``, whose fields have their types; None if it is missing.
 
     Raises:
         WireError: it was damaged.
     """
     try:
-        text = (folder / _NEWEST).read_bytes()
+        text = files.read(folder / _NEWEST, _MOST_BYTES)
     except FileNotFoundError:
         return None
     try:
-        facts = json.loads(text)
-        found = _Newest(facts["run"], facts["version"], facts["ended"])
-        if facts["form"] == _FORM and (type(found.run), type(found.version)) == (str, int):
-            return found
-    except (KeyError, TypeError, ValueError):
+        facts: dict[str, Any] = json.loads(text)
+        found = _told(facts)
+        types = tuple(map(type, found))
+        fits = 0 <= found.version <= _MOST_VERSION and re.fullmatch(r"[0-9a-f]{1,16}", found.run, re.ASCII)
+        fits = fits and re.fullmatch(r"[0-9a-f]{64}", facts.get("signature", "0" * 64), re.ASCII)
+        if facts["form"] == _FORM and types == (str, int, bool, int) and fits:
+            return facts
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         pass
     raise WireError(f"{folder / _NEWEST} says {text[:80]!r}: it was damaged, or another fusionlayer has written it")
 
 
-class FolderSource(Source):
-    """Reads the updates of a folder. It looks for a newer version five times a second."""
+def _told(facts: dict[str, Any]) -> _Newest:
+    return _Newest(facts["run"], facts["version"], facts["ended"], facts.get("began", 0))
 
-    def __init__(self, place: Place) -> None:
+
+class FolderSource(Source):
+    """Reads the updates of a folder. It looks for a newer version five times a second.
+
+    Args:
+        place: of the folder.
+        secret: only what is signed with it is taken; None: only what is not signed.
+    """
+
+    def __init__(self, place: Place, secret: bytes | None = None) -> None:
         assert place.folder is not None
         self._folder = place.folder
+        self._secret = secret
+        self._latest = 0, -1  # when the publisher began, and its newest version, of all that were signed
         self._damaged: set[Path] = set()
         self._closing = threading.Event()
 
     def next(self, have: Snapshot | None) -> Snapshot | None:
-        newest = newest_of(self._folder)
+        newest = self._newest()
         if newest is None:
             raise FileNotFoundError(f"{self._folder} has no versions yet")
         if have is not None and (have.run, have.version) == newest[:2]:
@@ -219,9 +257,9 @@ class FolderSource(Source):
                 raise Ended
             self._closing.wait(_PAUSE)
             return None
-        files = [file for file in files_of(self._folder) if file.run == newest.run and file.path not in self._damaged]
+        there = [file for file in files_of(self._folder) if file.run == newest.run and file.path not in self._damaged]
         mine = have.version if have is not None and have.run == newest.run else None
-        steps = way(files, mine, newest.version)
+        steps = way(there, mine, newest.version)
         if steps is None:  # they were replaced meanwhile, or are damaged: a later version will do
             self._closing.wait(_PAUSE)
             raise FileNotFoundError(f"no files of {self._folder} lead to version {newest.version}")
@@ -230,8 +268,33 @@ class FolderSource(Source):
             made = self._read(step, made)
         return made
 
+    def _newest(self) -> _Newest | None:
+        """Return the newest version that is told, and signed if there is a secret.
+
+        Raises:
+            WireError: it was damaged, is not signed by the secret, or is older than one that was.
+            ConfigError: it is signed, and there is no secret.
+        """
+        facts = _facts(self._folder)
+        if facts is None:
+            return None
+        found, where = _told(facts), self._folder / _NEWEST
+        if self._secret is None:
+            if "signature" in facts:
+                raise ConfigError("the publisher signs its versions: give subscribe(secret=...) that of publish")
+            return found
+        if "signature" not in facts:
+            raise WireError(f"{where} is not signed, and this follower has a secret: give publish the same secret")
+        signature = sign(self._secret, [facts["form"], found.run, found.version, found.ended, found.began])
+        if not hmac.compare_digest(facts["signature"].encode(), signature.encode()):
+            raise WireError(f"{where} is signed with another secret: give publisher and followers the same one")
+        if (found.began, found.version) < self._latest:
+            raise WireError(f"{where} tells of version {found.version}, which is older than one that was there before")
+        self._latest = found.began, found.version
+        return found
+
     def _read(self, step: File, base: Snapshot | None) -> Snapshot:
-        with open(step.path, "rb") as file:
+        with files.opened(step.path) as file:
 
             def source(nbytes: int) -> bytearray:
                 data = bytearray(nbytes)
@@ -240,7 +303,11 @@ class FolderSource(Source):
                 return data
 
             try:
-                made = read(source, step.nbytes, base)
+                if self._secret is None:
+                    made = read(source, step.nbytes, base)
+                else:
+                    mark = bytes(source(min(SIGNED_BYTES, step.nbytes)))
+                    made = read(source, step.nbytes - len(mark), base, checks(self._secret, mark))
                 if (made.run, made.version) != (step.run, step.version):
                     raise WireError(f"{step.path} holds version {made.version} of {made.run}: it is another file")
                 return made

@@ -47,7 +47,7 @@ def subscribe(
         address: "tcp://HOST:PORT", "file:///FOLDER" or a Path, as the publisher has it.
         model: each version that is shown is loaded into it, by the thread that calls ``poll`` or ``wait``. None: take
             ``tensors()``, or call ``load_into``.
-        secret: that of the publisher; over TCP alone.
+        secret: that of the publisher. Versions in a folder are taken only if they are signed with it.
         timeout: seconds after which a publisher that does not say a word counts as lost, at least 2. The follower then
             connects again, without end.
 
@@ -58,9 +58,7 @@ def subscribe(
     if model is not None:
         check_model("subscribe", model)
     if place.folder is not None:
-        if guard is not None:
-            raise ConfigError("subscribe: a folder has no secret; expected None, and permissions that guard its files")
-        return Follower(place, FolderSource(place), model)
+        return Follower(place, FolderSource(place, guard), model)
     if not place.port:
         raise ConfigError("subscribe: port 0; expected the port that publisher.address tells")
     return Follower(place, TcpSource(place, guard, seconds), model)

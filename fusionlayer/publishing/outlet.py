@@ -114,7 +114,7 @@ def open_outlet(place: Place, *, keep: int, secret: bytes | None, timeout: float
     Args:
         place: folder, or host and port to listen at.
         keep: how many versions behind the newest a follower may be and still get differences.
-        secret: what followers must prove to have, over TCP; None: nothing.
+        secret: what followers must prove to have over TCP, and what signs the files of a folder; None: nothing.
         timeout: seconds in which a follower must take some of what is sent to it.
 
     Raises:
@@ -123,4 +123,4 @@ def open_outlet(place: Place, *, keep: int, secret: bytes | None, timeout: float
     from .folder import FolderOutlet
     from .server import TcpOutlet
 
-    return FolderOutlet(place, keep) if place.folder else TcpOutlet(place, keep, secret, timeout)
+    return FolderOutlet(place, keep, secret) if place.folder else TcpOutlet(place, keep, secret, timeout)

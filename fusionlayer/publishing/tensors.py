@@ -9,13 +9,17 @@ from torch import Tensor
 
 from ..codecs.delta import Delta
 from ..codecs.zip import Zip
-from ..errors import WireError
+from ..errors import WireError, kind_of
 from ..wire import DTYPE_CODES
 
-__all__ = ["DTYPES", "Message", "decode", "encode", "expected_bytes", "memory"]
+__all__ = ["DTYPES", "Message", "decode", "encode", "expected_bytes", "memory", "shape_of"]
 
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 """Types of elements by the names that messages have for them."""
+
+
+_MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 48
 
 
 class Message(NamedTuple):
@@ -82,6 +86,25 @@ def expected_bytes(name: str, numel: int, dtype: torch.dtype, *, header: bool = 
         raise WireError(f"a message of {name!r} with elements of {dtype}: it was damaged")
     codec = _codec(name, header)
     return codec.static_bytes(numel, dtype), codec.wire(numel, dtype).capacity
+
+
+def shape_of(given: object) -> tuple[int, ...]:
+    """Return the shape of a tensor that a file or a peer tells of.
+
+    Raises:
+        WireError: it is none, or that of more elements than any memory holds.
+    """
+    if not isinstance(given, list) or len(given) > _MOST_DIMENSIONS:
+        raise WireError(f"a tensor of shape {kind_of(given)}; expected up to {_MOST_DIMENSIONS} sizes: it was damaged")
+    # Each number is bounded before they are multiplied: thousands of digits take minutes.
+    if not all(type(n) is int and 0 <= n <= _MOST_ELEMENTS for n in given):
+        raise WireError(f"a size of a tensor is no whole number up to {_MOST_ELEMENTS}: it was damaged")
+    strides = 1
+    for n in given:
+        strides *= max(n, 1)
+        if strides > _MOST_ELEMENTS:
+            raise WireError(f"a tensor of more than {_MOST_ELEMENTS} elements: it was damaged")
+    return tuple(given)
 
 
 def _raw_bytes(x: Tensor) -> Tensor:

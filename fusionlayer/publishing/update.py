@@ -19,7 +19,7 @@ from .. import native
 from ..errors import WireError
 from ..wire import WIRE_VERSION
 from .snapshot import Snapshot, digest_of, tied
-from .tensors import DTYPES, Message, decode, encode, expected_bytes, memory
+from .tensors import DTYPES, Message, decode, encode, expected_bytes, memory, shape_of
 
 __all__ = ["Update", "make", "read"]
 
@@ -27,7 +27,8 @@ _FORM = f"1.{WIRE_VERSION}"  # of an update, and of the codecs' messages in it
 _MAGIC = b"FLV1"
 _FRONT = struct.Struct("<4sII")
 _MOST_HEADER_BYTES = 64 << 20
-_MOST_ELEMENTS = 1 << 48
+_MOST_BYTES = 1 << 56
+_MOST_VERSION = (1 << 63) - 1
 _SAME = "same"
 
 Source = Callable[[int], bytearray]
@@ -101,7 +102,9 @@ class _Row(NamedTuple):
     digest: str
 
 
-def read(source: Source, nbytes: int, base: Snapshot | None) -> Snapshot:
+def read(
+    source: Source, nbytes: int, base: Snapshot | None, check: Callable[[bytes], object] = lambda front: None
+) -> Snapshot:
     """Return the version that an update of ``nbytes`` makes; every tensor has the digest that the publisher gave it.
 
     Memory is taken for what the bytes can hold at most. Tensors that have not changed are those of ``base`` itself.
@@ -110,16 +113,20 @@ def read(source: Source, nbytes: int, base: Snapshot | None) -> Snapshot:
         source: where the bytes come from.
         nbytes: length of the update, as the file or the connection tells it.
         base: the version that the receiver has, or None.
+        check: is called with the bytes up to the end of the header, which has the digests of all others, before
+            anything in it is believed; it raises what should end this.
 
     Raises:
         WireError: the bytes were damaged, or make something of another base.
     """
-    magic, length, checksum = _FRONT.unpack(_take(source, _FRONT.size, nbytes))
+    front = bytes(_take(source, _FRONT.size, nbytes))
+    magic, length, checksum = _FRONT.unpack(front)
     if magic != _MAGIC:
         raise WireError(f"an update starts with {magic!r}, expected {_MAGIC!r}: these bytes are not a version")
     left = nbytes - _FRONT.size
     text = _take(source, length, min(left, _MOST_HEADER_BYTES))
     left -= length
+    check(front + text)
     if native.crc32c(bytes(text)) != checksum:
         raise WireError("checksum of an update's header is wrong: it was damaged")
     header = _header(text)
@@ -162,10 +169,12 @@ def _header(text: bytearray) -> dict[str, Any]:
         right = (
             isinstance(header["run"], str)
             and type(header["version"]) is int
+            and abs(header["version"]) <= _MOST_VERSION
             and isinstance(header["base"], (str, type(None)))
+            and isinstance(header["digest"], str)
             and len({*names, *again}) == len(names) + len(again)
             and {*again.values()} <= {*names}
-            and (not again or sorted(order) == sorted([*names, *again]))
+            and (not (again or order) or sorted(order) == sorted([*names, *again]))
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise WireError(f"an update's header makes no sense ({error!r}): it was damaged") from error
@@ -177,12 +186,12 @@ def _header(text: bytearray) -> dict[str, Any]:
 def _row(row: Any) -> _Row:
     try:
         name, kind, shape, codec, nbytes, digest = row
-        found = _Row(name, DTYPES[kind], tuple(shape), codec, nbytes, digest)
-        numbers = [*found.shape, nbytes]
-        right = all(type(n) is int and n >= 0 for n in numbers) and isinstance(name, str) and isinstance(digest, str)
+        found = _Row(name, DTYPES[kind], shape_of(shape), codec, nbytes, digest)
+        right = type(nbytes) is int and 0 <= nbytes <= _MOST_BYTES
+        right &= all(isinstance(text, str) for text in (name, codec, digest))
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"an update tells of a tensor as {row!r:.100}, which makes no sense here") from error
-    if not right or math.prod(found.shape) > _MOST_ELEMENTS:
+    if not right:
         raise WireError(f"an update tells of a tensor as {row!r:.100}: it was damaged")
     return found
 

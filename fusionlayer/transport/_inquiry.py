@@ -15,6 +15,8 @@ __all__ = ["POLL", "Inquiry", "Processes", "Progress"]
 
 # Seconds between two steps of an inquiry.
 POLL = 0.1
+# Intervals that a rank has to answer: it looks once in each whether it was asked.
+_PATIENCE = 2.0
 # Seconds for which ranks go on connecting after one is gone: it may have done its part, and had nothing more to do.
 _GRACE = 0.5
 
@@ -109,7 +111,7 @@ class Inquiry:
         self.progress = progress
         self.signs: list[Sign] = []
         self._board, self._processes, self._rank = board, processes, rank
-        self._patience = 2 * interval + POLL
+        self._patience = _PATIENCE * interval + POLL
         self._serials = {other: state["serial"] for other, state in board.read_states(board.others).items()}
         self._open = board.others
         board.ask(question)
@@ -128,19 +130,22 @@ class Inquiry:
         for rank, state in self._board.read_states(self._open).items():
             fresh = state["serial"] > self._serials[rank]
             sign = self._interpret(rank, state, fresh, waited, otherwise)
-            if sign is not None and patient and sign.kind in ("silent", "failed"):
+            if sign is not None and patient and sign.kind in ("silent", "failed", "late"):
                 awaited.append(sign)
                 still_open.append(rank)
             elif sign is not None:
                 self.signs.append(sign)
         self._open = still_open
+        answers = [sign for sign in awaited if sign.kind != "silent"]
         kinds = {sign.kind for sign in self.signs} - {"alike"}
-        failed = [sign for sign in awaited if sign.kind == "failed"]
-        # Where calls differ, those of all ranks show which one is the odd one.
-        decided = kinds != {"conflict"} and not kinds.isdisjoint(EVIDENT)
+        # Where calls differ, those of all ranks show which one is the odd one: a late rank may yet come to its call.
+        conflict = kinds == {"conflict"}
+        enough = [sign for sign in answers if sign.kind == "failed"] if conflict else answers
+        decided = not conflict and not kinds.isdisjoint(EVIDENT)
         # A rank that has failed may still write why. There is no need to wait for that if other signs tell the cause.
-        if decided or not still_open or (kinds and len(failed) == len(awaited)):
-            self.signs += failed
+        tells = bool(kinds) or any(sign.kind == "late" for sign in answers)
+        if decided or not still_open or (tells and len(enough) == len(awaited)):
+            self.signs += answers
             return True
         return False
 

@@ -8,14 +8,12 @@ import secrets
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from multiprocessing.reduction import ForkingPickler
-from pickle import UnpicklingError
 from typing import TypeVar
 
 import torch
-import torch.multiprocessing  # lets ForkingPickler send the memory of tensors
 from torch import Tensor
 
+from ._device_memory import DeviceMemory
 from ._shared_memory import map_memory
 
 __all__ = ["Counter", "Counters", "Gather", "OutOfReach", "PeerMemory", "together"]
@@ -48,7 +46,7 @@ def together(gather: Gather, attempt: Callable[[], Result]) -> Result:
     problem, results = "", []
     try:
         results.append(attempt())
-    except (AttributeError, EOFError, OSError, RuntimeError, UnpicklingError) as error:
+    except (AttributeError, OSError, RuntimeError) as error:
         problem = (str(error) or type(error).__name__).splitlines()[0]
     for rank, text in enumerate(gather(problem.encode())):
         if text:
@@ -77,12 +75,12 @@ class PeerMemory:
             own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # before another rank uses it
-            return own, bytes(ForkingPickler.dumps(own))
+            return own, DeviceMemory.share(own)
 
         own, mine = together(gather, offer)
         offers = gather(mine)
         self.every: list[Tensor] = together(
-            gather, lambda: [own if each == rank else ForkingPickler.loads(given) for each, given in enumerate(offers)]
+            gather, lambda: [own if each == rank else DeviceMemory.reach(given) for each, given in enumerate(offers)]
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..errors import printable
 from ._calls import Call
 
 __all__ = ["UNREADABLE", "decode_cause", "decode_state", "encode_cause", "encode_state"]
@@ -65,12 +66,10 @@ def decode_state(text: bytes, size: int) -> Mapping[str, Any]:
 
 def _call(given: dict[str, Any], size: int) -> Call:
     sizes = tuple(given["sends"]), tuple(given["recvs"])
-    call = Call(given["what"], *sizes, given["partner"], given["purpose"], given["why"])
+    texts = {name: printable(given[name]) for name in ("what", "purpose", "why")}
+    call = Call(texts["what"], *sizes, given["partner"], texts["purpose"], texts["why"])
     lengths = (*call.sends, *call.recvs)
-    _require(
-        type(call.what) is type(call.purpose) is type(call.why) is str
-        and all(type(length) is int for length in lengths)
-    )
+    _require(all(type(length) is int for length in lengths))
     _require(call.partner is None or type(call.partner) is int and 0 <= call.partner < size)
     most = size if call.partner is None else 1
     _require(len(call.sends) in (0, most) and len(call.recvs) in (0, most))
@@ -89,7 +88,7 @@ def decode_cause(text: bytes, size: int) -> tuple[tuple[int, ...], str] | None:
         _require_blame(told, size)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return tuple(told["ranks"]), told["text"]
+    return tuple(told["ranks"]), printable(told["text"], lines=True)
 
 
 def _require_blame(told: Mapping[str, Any], size: int) -> None:

@@ -6,6 +6,7 @@ refuse it nor keep its reader waiting, and it stays when the job has failed. It 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -16,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from .. import records
+from .. import files, records
 from ..errors import ConfigError
 from ..processes import Identity
 from ._judge import Finding
@@ -26,6 +27,8 @@ __all__ = ["Report", "folder", "forget_old", "read", "reports", "write"]
 
 VERSION = 1
 _WEEK = 7 * 86400.0
+_MOST_BYTES = 1 << 28
+_LATEST = 253_370_764_800.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Report:
     findings: tuple[Finding, ...] = ()
     past: tuple[tuple[float, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        times = self.started, self.written, *(at for at, _ in self.past)
+        if not all(0 <= at < _LATEST for at in times) or not 0 <= self.size < 1 << 31:
+            raise ConfigError(f"size={self.size}, and times {times}; expected seconds since 1970, before the year 9999")
+
 
 def folder() -> Path:
     """Return the folder of this user's reports. It may not exist.
@@ -63,31 +71,38 @@ def folder() -> Path:
     Raises:
         ConfigError: it is another user's.
     """
-    root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    place = Path(root) / f"fusionlayer-{os.getuid()}"
     with suppress(FileNotFoundError):
-        found = place.lstat()
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-            raise ConfigError(f"{place} is not a folder of this user alone; name a file by FUSIONLAYER_STATUS")
-    return place
+        if not _is_own(_place()):
+            raise ConfigError(f"{_place()} is not a folder of this user alone; name a file by FUSIONLAYER_STATUS")
+    return _place()
+
+
+def _place() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"fusionlayer-{os.getuid()}"
+
+
+def _is_own(place: Path) -> bool:
+    found = place.lstat()
+    return found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
 
 
 def write(report: Report, path: Path) -> None:
     """Replace the file; only this user may read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(asdict(report), file)
-    draft.replace(path)
+    # Once more, as another user may have made it meanwhile; from now on nobody else can exchange it.
+    if path.parent == _place() and not _is_own(path.parent):
+        raise PermissionError(errno.EPERM, "its folder is not of this user alone", str(path))
+    with files.whole(path) as file:
+        file.write(json.dumps(asdict(report)).encode())
 
 
 def read(path: Path) -> Report:
     """Return the report in a file; raise ``ConfigError`` if it has none."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(files.read(path, _MOST_BYTES, follow=True))
     except OSError as error:
         raise ConfigError(f"status {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"status {path} is no report of a job: it is no JSON") from error
     if isinstance(data, dict) and data.get("version", VERSION) != VERSION:
         raise ConfigError(f"status {path} has version {data['version']}, expected {VERSION}; use the same fusionlayer")

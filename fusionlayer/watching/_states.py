@@ -29,6 +29,7 @@ _ALIKE = (
 
 # A longer text is not read. A state takes a few KB.
 _MOST_BYTES = 1 << 20
+_MOST = 1e24
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,15 @@ class State:
     links: tuple[Link, ...] = ()
     held_up: tuple[str, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = [
+            self.idle,
+            *self.counts.values(),
+            *(rate for link in self.links for rate in (link.rate, link.before)),
+        ]
+        if not all(abs(number) < _MOST for number in numbers):
+            raise ConfigError(f"numbers of a state are {numbers}; expected finite ones")
 
     @property
     def place(self) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..errors import printable
 from ..processes import Identity
 from . import _report
 from ._judge import Finding, judge
@@ -61,6 +62,7 @@ class Teller:
         self._states: dict[int, State] = {}
         self._heard: dict[int, float] = {}
         self._since: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._without_lines: set[tuple[str, tuple[int, ...]]] = set()
         self._past: list[tuple[float, str]] = []
         self._started = time.time()
         self._kept_at = -1e9
@@ -71,6 +73,7 @@ class Teller:
         """Go on as another rank, or of another number of ranks: nothing is known of them yet."""
         self._rank, self._size = rank, size
         self._states, self._heard, self._since = {}, {}, {}
+        self._without_lines.clear()
         self.findings, self._asked_at = (), None
 
     def hear(self, state: State, now: float) -> None:
@@ -128,19 +131,26 @@ class Teller:
         """Compare, log what is new and what is over, and keep the file; ``store``: None if it does not answer."""
         findings = self.compare(now)
         for finding in findings:
+            lacks_lines = bool(finding.calls) and self._lacks_lines
             if finding.key in self._since:
+                if finding.key in self._without_lines and not lacks_lines:  # on a busy host lines may take long
+                    self._without_lines.remove(finding.key)
+                    self._say(finding.text)
                 continue
             if finding.calls and store is not None:
-                self._ask(finding.calls, now, store)
-                if self._lacks_lines(now):
+                asked_at = self._ask(finding.calls, now, store)
+                if lacks_lines and now - asked_at <= _LINES:
                     continue
             if finding.kind == "late" and self._predates_wait(finding.ranks, now):
                 continue
             self._since[finding.key] = now
+            if lacks_lines:
+                self._without_lines.add(finding.key)
             self.told += 1
             self._say(finding.text)
         for key in [key for key in self._since if key not in {finding.key for finding in findings}]:
             since = self._since.pop(key)
+            self._without_lines.discard(key)
             if key[0] in _PASSING:
                 names = ", ".join(map(str, key[1]))
                 who = f"ranks {names} go" if len(key[1]) > 1 else f"rank {names} goes" if names else "the job goes"
@@ -163,15 +173,16 @@ class Teller:
             with suppress(OSError):
                 self._path.unlink()
 
-    def _ask(self, calls: str, now: float, store: dist.Store) -> None:
-        """Ask all ranks, once, for these calls and their last ones, with the lines of the program that made them."""
+    def _ask(self, calls: str, now: float, store: dist.Store) -> float:
+        """Ask all ranks, once, for these calls and their last ones, with the program's lines; return when that was."""
         if self._asked_at is None:
             self._asked_at = now
             store.set("ask", calls)
+        return self._asked_at
 
-    def _lacks_lines(self, now: float) -> bool:
-        if self._asked_at is None or now - self._asked_at > _LINES:
-            return False
+    @property
+    def _lacks_lines(self) -> bool:
+        """Whether a rank that runs has written no line of the program for any of its calls."""
         return any(
             state.life == "runs"
             and not any(call.where for channel in state.channels.values() for call in channel.recent)
@@ -188,6 +199,7 @@ class Teller:
         return any(waiting - _READING < age < _FRESH for age in ages)
 
     def _say(self, text: str) -> None:
+        text = printable(text)  # ranks have written parts of it, or others who reach the store
         self.lines.append(text)
         self._past = [*self._past, (time.time(), text)][-_KEPT:]
         _logger.warning("fusionlayer watch, %s: %s", datetime.now().strftime("%H:%M:%S"), text)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fusionlayer as fl
 from fusionlayer.errors import TransportError
 from tests.harness import run_ranks
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
 pytestmark = pytest.mark.medium
 
@@ -117,7 +117,7 @@ def test_random_groups_leave_nothing(port: int, tmp_path: Path) -> None:
 
 
 @exhaustive(guarded_by="tests/backend/test_lifetimes.py::test_random_groups_leave_nothing")
-@pytest.mark.parametrize("seed", range(2, 8))
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=long) for seed in range(3, 8))])
 def test_more_random_groups_leave_nothing(seed: int, port: int, tmp_path: Path) -> None:
     run_ranks(come_and_go, 3, str(tmp_path), port, seed, 20, backend=None)
 

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.lab import Network, launch
 from benchmarks.lab.mpi import why_no_mpi
 from tests.examples.places import ROOT, marked, needs_namespaces
+from tests.tiers import exhaustive
 
 __all__ = [
     "ROOT",
@@ -25,6 +26,7 @@ __all__ = [
     "netns",
     "run",
     "state_of_machine",
+    "thorough",
     "wait_until",
 ]
 
@@ -32,6 +34,10 @@ _TUN = os.access("/dev/net/tun", os.R_OK | os.W_OK)
 _CC = shutil.which("cc") is not None
 
 netns = [pytest.mark.medium, pytest.mark.netns, needs_namespaces]
+thorough = exhaustive(
+    guarded_by="tests/benchmarks/test_lab.py::TestLink::test_hosts_reach_each_other_over_shaped_links"
+)
+"""Marks what CI has of the lab; the fast tier sees that there is one."""
 needs_switch = pytest.mark.skipif(
     not (_TUN and _CC), reason="no C compiler: install gcc" if _TUN else "this user may not open /dev/net/tun"
 )

@@ -17,7 +17,7 @@ from benchmarks.collective.picture import draw_shares
 from benchmarks.collective.summary import cpu_per_gigabyte, summarize, wire_share
 from tests.examples.places import needs_namespaces
 from tests.loops import looped
-from tests.tiers import exhaustive, needs, tiered
+from tests.tiers import exhaustive, long, needs
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -213,7 +213,8 @@ class TestCommand:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-@pytest.mark.parametrize("rate", tiered([None, "1gbit"], lambda rate: rate is None))
+@pytest.mark.parametrize("rate", [None, pytest.param("1gbit", marks=long)])
+@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
 def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     """On a network of their own nothing else is counted, so what is sent is known to a few percent: headers."""
     mpi = rate is not None and command.why_no_mpi() is None
@@ -244,7 +245,7 @@ def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
     assert all(len(row.seconds) == where.rounds and min(row.seconds) > 0 for row in rows)
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
+@long(guarded_by="tests/benchmarks/test_collective.py::test_workers_count_the_bytes_of_each_operation")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

@@ -20,7 +20,7 @@ from benchmarks.faults.job import Outcome, Phase
 from benchmarks.faults.ports import Scanner, listening
 from benchmarks.faults.summary import picture, table_of
 from benchmarks.faults.verdict import FAILURES, GOALS, Expected, blamed, judge
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS, long
 
 RIGHT = ["same"] * 3
 FINISHED = Outcome("finished", 11.0, digest="same", status=0)
@@ -119,7 +119,7 @@ def test_all_points_of_all_fronts_are_attacked() -> None:
     assert not DRAWS or len(picture([row]).axes) == 2
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
+@long(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
 def test_what_is_bad_on_purpose_is_judged_so() -> None:
     """And a rank of fusionlayer's that is killed is told rightly, in the same processes."""
@@ -132,7 +132,7 @@ def test_what_is_bad_on_purpose_is_judged_so() -> None:
     assert all(row["ranks"] for row in rows[:-1]) and not rows[-1]["ranks"], "what ranks told, where all is well"
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
+@long(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
 def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command.main(["--smoke", "--trust", "--out", str(tmp_path), "--hardware", "test"])

@@ -14,8 +14,9 @@ import pytest
 from benchmarks.lab import Flap, Network, launch, namespaces, why_not
 from benchmarks.lab.__main__ import main
 from benchmarks.lab.check import measure
+from tests.tiers import exhaustive
 
-from .labs import ROOT, command_of, mark, marked, needs_switch, netns, run, wait_until
+from .labs import ROOT, command_of, mark, marked, needs_switch, netns, run, thorough, wait_until
 
 GREET = """
 import os, socket, subprocess
@@ -130,7 +131,7 @@ def links() -> str:
 class TestLink:
     pytestmark = netns
 
-    @pytest.mark.parametrize("hosts", [2, 8])
+    @pytest.mark.parametrize("hosts", [2, pytest.param(8, marks=exhaustive)])
     def test_hosts_reach_each_other_over_shaped_links(self, hosts: int) -> None:
         before = links()
         status, output = run([sys.executable, "-c", GREET], Network(hosts, "20mbit"))
@@ -140,6 +141,7 @@ class TestLink:
         assert output.count("rate 20Mbit") == hosts
         assert links() == before
 
+    @thorough
     def test_one_host_has_a_loopback_of_its_own(self) -> None:
         status, output = run(["cat", "/proc/net/dev"], Network(1), workers=2)
         assert status == 0, output
@@ -147,9 +149,11 @@ class TestLink:
         assert devices.count("lo:") == 2
         assert "eth0:" not in devices
 
+    @thorough
     def test_a_network_that_can_be_made_has_no_obstacle(self) -> None:
         assert why_not(Network(2, "100mbit")) is None
 
+    @thorough
     def test_obstacle_is_what_the_failing_program_says(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         tc = tmp_path / "tc"
         tc.write_text("#!/bin/sh\necho 'Specified qdisc kind is unknown.' >&2\necho usage >&2\nexit 2\n")
@@ -160,12 +164,14 @@ class TestLink:
         assert reason.startswith("tc qdisc add dev port0 root handle 1: htb")
         assert reason.endswith("Specified qdisc kind is unknown.")
 
+    @thorough
     def test_congestion_control_that_the_kernel_does_not_allow_is_refused(self) -> None:
         reason = why_not(Network(2, congestion="nonsense"))
         assert reason is not None
         assert reason.startswith("congestion='nonsense' is not allowed by this kernel; expected one of: ")
         assert "reno" in reason
 
+    @thorough
     def test_check_sees_no_more_than_was_asked(self) -> None:
         seen = measure(Network(2, "20mbit", congestion="reno"), seconds=1)
         assert seen.congestion == "reno"
@@ -176,12 +182,14 @@ class TestLink:
         assert table["congestion control"]["seen"] == "reno"
         assert table["one stream"]["asked"] == "19.1 Mbit/s"
 
+    @thorough
     @pytest.mark.parametrize("delay", [None, pytest.param("1ms", marks=needs_switch)])
     def test_two_hosts_that_send_to_a_third_share_its_link(self, delay: str | None) -> None:
         status, output = run([sys.executable, "-c", GATHER], Network(3, "20mbit", delay=delay))
         assert status == 0, output
         assert int(output.removeprefix("bits per second ")) < 20.5e6
 
+    @thorough
     def test_each_interface_has_a_network_and_a_rate_of_its_own(self) -> None:
         script = "ip -brief -4 address; tc class show dev eth0; tc class show dev eth1"
         status, output = run(["sh", "-c", script], Network(2, interfaces=("30mbit", "90mbit")))
@@ -190,6 +198,7 @@ class TestLink:
         assert addresses == [f"10.77.{interface}.{host}/24" for interface in (0, 1) for host in (1, 2)]
         assert (output.count("rate 30Mbit"), output.count("rate 90Mbit")) == (2, 2)
 
+    @thorough
     def test_hosts_differ_in_rate(self) -> None:
         seen = measure(Network(3, rates=("40mbit", "40mbit", "20mbit")), seconds=1, peer=2)
         assert seen.rate == 20e6
@@ -198,6 +207,7 @@ class TestLink:
         status, output = run(["tc", "class", "show", "dev", "eth0"], Network(3, rates=("40mbit", "40mbit", "20mbit")))
         assert status == 0 and (output.count("rate 40Mbit"), output.count("rate 20Mbit")) == (2, 1), output
 
+    @thorough
     @pytest.mark.parametrize("delay", [None, pytest.param("1ms", marks=[needs_switch])])
     def test_an_interface_is_down_for_as_long_as_it_was_said(self, delay: str | None) -> None:
         network = Network(2, delay=delay, interfaces=("100mbit", "100mbit"))
@@ -216,6 +226,7 @@ class TestLink:
         assert [line for line in output.splitlines() if "node1:" not in line] == changes
         assert output.count("node1: eth1 is down") == output.count("node1: eth1 is up") == 1
 
+    @thorough
     def test_workers_of_one_host_do_not_load_its_link(self) -> None:
         status, output = run([sys.executable, "-c", PASS_ON], Network(2, "100mbit"), workers=2, count_bytes=True)
         assert status == 0, output
@@ -230,7 +241,7 @@ class TestLink:
     "network",
     [
         pytest.param(Network(1, isolated=False), id="plain"),
-        pytest.param(Network(2), id="namespaces", marks=netns),
+        pytest.param(Network(2), id="namespaces", marks=[*netns, exhaustive]),
     ],
 )
 class TestWorkers:

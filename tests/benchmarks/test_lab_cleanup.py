@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
 from .labs import ROOT, command_of, mark, marked, needs_mpi, needs_switch, netns, state_of_machine, wait_until
 
@@ -41,12 +41,17 @@ def marks() -> Iterator[tuple[str, dict[str, str]]]:
         os.kill(process, signal.SIGKILL)
 
 
-# Each kind of lab and each ending once; the exhaustive tier has all pairs.
-FAST = {("bridge", "exit"), ("bridge", "kill"), ("switch", "failure"), ("switch", "terminate"), ("mpi", "interrupt")}
+FAST = ("bridge", "kill")
+# Each kind of lab and each ending once; the long tier has all pairs.
+CI = {("bridge", "exit"), ("switch", "failure"), ("switch", "terminate"), ("mpi", "interrupt")}
+
+
+def tier_of(lab: str, ending: str) -> list[pytest.MarkDecorator]:
+    return [] if (lab, ending) == FAST else [exhaustive] if (lab, ending) in CI else [long]
+
+
 CASES = [
-    pytest.param(
-        *lab.values, end, id=f"{lab.id}-{end}", marks=[*lab.marks, *([] if (lab.id, end) in FAST else [exhaustive])]
-    )
+    pytest.param(*lab.values, end, id=f"{lab.id}-{end}", marks=[*lab.marks, *tier_of(str(lab.id), end)])
     for lab in LABS
     for end in ENDINGS
 ]
@@ -88,6 +93,7 @@ def is_child_of_worker(process: int) -> bool:
         return False
 
 
+@exhaustive(guarded_by="tests/benchmarks/test_lab_cleanup.py::test_nothing_is_left")
 def test_the_agent_may_die_too(marks: tuple[str, dict[str, str]]) -> None:
     before = state_of_machine()
     word, environment = marks

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.lab import Network, Obstacle, kept, launch
 
-from .labs import ROOT, command_of, mark, marked, needs_mpi, needs_switch, netns, state_of_machine, wait_until
+from .labs import ROOT, command_of, mark, marked, needs_mpi, needs_switch, netns, state_of_machine, thorough, wait_until
 
 NOBODY = 65534
 
@@ -85,7 +85,7 @@ def name() -> Iterator[str]:
 
 
 class TestCommandLine:
-    pytestmark = netns
+    pytestmark = [*netns, thorough]
 
     def test_life_of_a_lab(self, user: User, name: str) -> None:
         before = state_of_machine(name)
@@ -147,7 +147,7 @@ class TestCommandLine:
 
 
 class TestLab:
-    pytestmark = netns
+    pytestmark = [*netns, thorough]
 
     @pytest.fixture
     def lab(self, name: str) -> kept.Lab:

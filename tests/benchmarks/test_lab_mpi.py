@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.lab import Network, why_not
 
-from .labs import needs_mpi, netns, run
+from .labs import needs_mpi, netns, run, thorough
 
 SUM = """
 import os, torch
@@ -38,7 +38,7 @@ def said_by_workers(output: str) -> list[str]:
 
 @needs_mpi
 class TestWorkers:
-    pytestmark = netns
+    pytestmark = [*netns, thorough]
 
     def test_compute_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("mpi4py")

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.lab import Network, Obstacle, launch, switch, why_not
 from benchmarks.lab.check import measure
 
-from .labs import ROOT, needs_switch, netns, run
+from .labs import ROOT, needs_switch, netns, run, thorough
 from .test_lab import NOT_SHAPED
 
 TRANSFER = """
@@ -50,7 +50,7 @@ def transfer(network: Network) -> tuple[int, int, int]:
 
 @needs_switch
 class TestLinks:
-    pytestmark = netns
+    pytestmark = [*netns, thorough]
 
     def test_delayed(self) -> None:
         seen = measure(Network(2, "20mbit", delay="5ms"), seconds=1)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.membership.__main__ import main
 from benchmarks.membership.summary import row_of, scaled, stalls_of
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 def written(first: int, changes: dict[int, tuple[int, int]], slow: dict[int, float]) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def test_stalls_bits_and_losses_are_read_from_what_workers_write() -> None:
 
 
 @pytest.mark.medium
-@exhaustive(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
+@long(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
 def test_a_little_of_it_runs(tmp_path: Path) -> None:
     assert main(["--smoke", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("membership_*.json")

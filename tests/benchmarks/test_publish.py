@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import publish
 from tests.examples.places import needs_namespaces
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 @pytest.mark.short
@@ -28,7 +28,7 @@ def test_medians_and_ratios_of_each_link_and_learning_rate() -> None:
     assert (first["a version, MB"], first["times fewer"], first["weights, MB"]) == ("0.002", "10000.0", "20.00")
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_publish.py::test_medians_and_ratios_of_each_link_and_learning_rate")
+@long(guarded_by="tests/benchmarks/test_publish.py::test_medians_and_ratios_of_each_link_and_learning_rate")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

@@ -31,7 +31,7 @@ from benchmarks.variants import Variant
 from fusionlayer.cli import drawing
 from tests.examples.places import ROOT, needs_namespaces
 from tests.loops import looped
-from tests.tiers import exhaustive, needs
+from tests.tiers import long, needs
 
 SETTINGS = SETUPS["gpt"].settings("gpt", 2, 1, None)
 FAST, SLOW = Link("1gbit", "1ms"), Link("30mbit", "1ms")
@@ -351,7 +351,7 @@ def test_every_method_of_the_tables_exists_and_half_of_a_round_trip_is_each_way(
     assert str(Link.parse("30mbit/1ms")) == "30mbit/1ms"
 
 
-@exhaustive(guarded_by="tests/benchmarks/test_scoreboard.py::TestCampaign::test_parts_are_merged_into_one_result")
+@long(guarded_by="tests/benchmarks/test_scoreboard.py::TestCampaign::test_parts_are_merged_into_one_result")
 @needs("accelerate")
 @pytest.mark.medium
 @pytest.mark.netns

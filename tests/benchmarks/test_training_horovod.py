@@ -13,7 +13,7 @@ from benchmarks.training.horovod_replica import HorovodReplica
 from benchmarks.training.workloads import make_workload
 from tests.examples.places import ROOT
 from tests.harness import run_ranks
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 STAND_IN = {
     "horovod/__init__.py": "__version__ = '0.0'",
@@ -66,7 +66,7 @@ def drive(rank: int, world: int, stand_in: str) -> tuple[list[str], int, bool, s
 
 
 @pytest.mark.medium
-@exhaustive(guarded_by="tests/benchmarks/test_training.py::test_timed_codec_makes_the_same_bytes_and_counts")
+@long(guarded_by="tests/benchmarks/test_training.py::test_timed_codec_makes_the_same_bytes_and_counts")
 def test_horovod_runs_only_in_its_turn(tmp_path: Path) -> None:
     for name, text in STAND_IN.items():
         path = tmp_path / name

@@ -10,10 +10,11 @@ from fusionlayer import codecs
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives.all_to_all import all_to_all
 from fusionlayer.transport import Transport
-from tests.codecs.variants import defaults
+from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
+from tests.tiers import tiered
 
 from .conformance import coarseness
 
@@ -43,7 +44,7 @@ def travel(transport: Transport, codec: Codec, dtype: torch.dtype, seed: int = 0
 
 
 @looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@looped("codec", [codec.bare for codec in defaults() if not codec.ahead], ids=str)
+@looped("codec", tiered([codec.bare for codec in defaults() if not codec.ahead], is_kind), ids=str)
 def test_every_part_arrives_with_the_codec_s_loss_only(codec: Codec, dtype: torch.dtype) -> None:
     def body(transport: Transport) -> None:
         out, _ = travel(transport, codec, dtype)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-import torch.multiprocessing
 from torch import Tensor
 
 from fusionlayer import codecs, collectives, libraries, native
@@ -18,6 +17,7 @@ from fusionlayer.transport._link import LinkError
 from tests.harness import run_ranks
 from tests.native.conftest import host_kernels
 from tests.synthetic import gradient
+from tests.transport.device_on_host import Shared
 
 __all__ = ["host_kernels"]
 
@@ -46,9 +46,9 @@ def launching(link: GlooLink) -> Iterator[Tensor]:
 @contextmanager
 def kernels_instead(path: str) -> Iterator[None]:
     """Let this process's tensors, which lie in the host's memory, be those of a device for which the kernels are."""
-    torch.multiprocessing.set_sharing_strategy("file_system")
     library = Kernels(path)
     with (
+        mock.patch.object(_peer_memory, "DeviceMemory", Shared),
         mock.patch.object(native, "cpu", lambda: library),
         mock.patch.object(native, "cuda", lambda: library),
         mock.patch.object(native, "most_warps", lambda device: WARPS),
@@ -87,7 +87,7 @@ def mine_alone(rank: int, world: int, path: str) -> tuple[bool, int]:
     """Return whether rank 1, which cannot map the memory of others, keeps all ranks from it, and the calls of a sum."""
     with kernels_instead(path):
         if rank == 1:
-            with mock.patch.object(_peer_memory.ForkingPickler, "loads", side_effect=RuntimeError("no access")):
+            with mock.patch.object(_peer_memory.DeviceMemory, "reach", side_effect=RuntimeError("no access")):
                 return _summed(rank)
         return _summed(rank)
 

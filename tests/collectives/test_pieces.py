@@ -18,10 +18,11 @@ from fusionlayer.collectives.one_shot import one_shot
 from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.errors import TransportError
 from fusionlayer.transport import Transport
-from tests.codecs.variants import defaults
+from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
+from tests.tiers import tiered
 
 from .conformance import agreed_coarseness, coarseness, given, same_everywhere, sum_over_ranks
 
@@ -76,7 +77,7 @@ def test_nothing_is_lost_between_pieces(reduce: Callable[..., None]) -> None:
     over_threads(3, body)
 
 
-@looped("codec", [codec.bare for codec in defaults()], ids=str)
+@looped("codec", tiered([codec.bare for codec in defaults()], is_kind), ids=str)
 def test_the_halves(codec: Codec) -> None:
     for world, piece in product(WORLDS, (None, 300)):
         the_halves_are_close(world, codec, piece)

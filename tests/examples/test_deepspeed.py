@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, long, needs
 
 from .places import EXAMPLES
 from .test_examples import of_page
 
-pytestmark = [pytest.mark.medium, needs("deepspeed")]
+pytestmark = [pytest.mark.medium, engine, needs("deepspeed")]
 
 SMALL = ("--width", "64", "--layers", "2")
 
@@ -29,7 +29,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@exhaustive(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
+@long(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
 def test_torchrun(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     assert of_page("deepspeed.md", "train_deepspeed.py") == [(2, [])]
@@ -44,7 +44,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert found["bytes_per_step"] > found["parameters"] / 2, "gradients alone take more"
 
 
-@exhaustive(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
+@long(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
 def test_the_launcher_of_deepspeed(tmp_path: Path) -> None:
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     config["zero_optimization"]["stage"] = 3

@@ -1,10 +1,9 @@
-"""Every example runs with two workers, and says what it has measured."""
+"""Every example runs, and says what it has measured: one under torchrun, the others in ranks that are forked."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lab import Network, launch
 from tests.loops import looped
 from tests.tiers import exhaustive
 
-from .places import EXAMPLES, NAMESPACES_WORK
+from .forked import ended, torchrun
+from .places import EXAMPLES
 
 FIELDS = {
     *(
@@ -37,19 +36,6 @@ FIELDS = {
     *("train_loss", "validation_loss", "step_seconds", "network_device", "bytes_per_step", "bytes_per_step_dense"),
     *("compression_ratio", "replicas_identical", "torch", "fusionlayer"),
 }
-
-
-def run(*command: str, timeout: float = 180) -> str:
-    """Return what two workers print that run an example on one host."""
-    network = Network(1, isolated=NAMESPACES_WORK)
-    example = [sys.executable, str(EXAMPLES / command[0]), *command[1:]]
-    with launch(
-        example, network, workers=2, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdout is not None
-        output = process.stdout.read()
-        assert process.wait() == 0, output
-    return output
 
 
 @pytest.mark.medium
@@ -91,21 +77,16 @@ def test_train_gpt_plans_as_the_documents_say(tmp_path: Path) -> None:
     small = ["--width", "32", "--layers", "1", "--heads", "2"]
     told = []
     for variable, value, command in commands:
-        _, *words = shlex.split(command.replace("examples/", f"{EXAMPLES}/"))
+        _, _, workers, script, *words = shlex.split(command)
         steps = "12" if "auto" in words else "3"  # auto chooses after seven
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *small, "--steps", steps],
-            cwd=tmp_path,
-            env={**os.environ, **({variable: value} if variable else {})},
-            capture_output=True,
-            text=True,
+        variables = {variable: value} if variable else {}
+        out = torchrun(
+            int(workers), Path(script).name, *words, *small, "--steps", steps, folder=tmp_path, variables=variables
         )
-        assert done.returncode == 0, done.stderr
-        told += re.findall(r"^buckets +(\d.*)$", done.stdout, re.MULTILINE)
-    assert len(told) == len(commands) == 4
+        told += re.findall(r"^buckets +(\d.*)$", out, re.MULTILINE)
+    assert len(told) == len(commands) == 3
     assert told[0] == told[1], "the plan that was saved is the plan that is used"
-    assert "int by" in told[2] and "int by" in told[3]
-    assert (tmp_path / "tried.csv").read_text().startswith("step,stage,shape,buckets")
+    assert "int by" in told[2]
 
 
 @pytest.mark.medium
@@ -114,7 +95,7 @@ def test_train_gpt_takes_local_steps(tmp_path: Path) -> None:
     """A sync after two of three steps, and one at the end: workers then have one model."""
     path = tmp_path / "result.json"
     small = ("--width", "32", "--layers", "1", "--steps", "3", "--json", str(path))
-    output = run("train_gpt.py", "--codec", "int4", "--sync", "averaging", "--every", "2", *small)
+    output = torchrun(2, "train_gpt.py", "--codec", "int4", "--sync", "averaging", "--every", "2", *small)
     assert re.search(r"^local steps +averaging$", output, re.MULTILINE)
     assert json.loads(path.read_text())["replicas_identical"] is True
 
@@ -122,7 +103,8 @@ def test_train_gpt_takes_local_steps(tmp_path: Path) -> None:
 @pytest.mark.medium
 @exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
 def test_train_ddp_learns() -> None:
-    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", run("train_ddp.py", "int4"), re.MULTILINE)]
+    output = torchrun(2, "train_ddp.py", "int4")
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
     assert len(losses) == 6
     assert losses[-1] < 0.2 * losses[0]
 
@@ -219,20 +201,6 @@ def test_carrier_of_the_workers_traffic(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert wire.carrier(1, 2) is None
 
 
-def torchrun(workers: int, script: str, *options: str) -> str:
-    """Return what an example prints under torchrun."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)),
-            *(str(EXAMPLES / script), *options),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def of_page(page: str, script: str) -> list[tuple[int, list[str]]]:
     """Return with how many workers, and with which options, a page of ``docs`` starts an example, in its order."""
     text = (EXAMPLES.parent / "docs" / page).read_text()
@@ -314,9 +282,7 @@ def test_train_gpt_3d_learns(tmp_path: Path) -> None:
 )
 @exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, ...], complaint: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(EXAMPLES / script), *options], capture_output=True, text=True)
-    assert done.returncode and complaint in done.stderr
+    assert any(complaint in outcome.error[1] for outcome in ended(2, script, *options))
 
 
 @pytest.mark.medium

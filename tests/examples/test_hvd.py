@@ -14,7 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.tiers import exhaustive
 
-from .test_examples import of_page, torchrun
+from .forked import torchrun
+from .test_examples import of_page
 
 
 def told(output: str) -> list[float]:

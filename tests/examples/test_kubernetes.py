@@ -18,7 +18,7 @@ from fusionlayer.cli.spawn import without_launcher
 from tests.mpi import mpirun, needs_mpirun
 from tests.packaging.project_tree import NEEDED
 from tests.ports import free_port
-from tests.tiers import exhaustive, needs
+from tests.tiers import exhaustive, long, needs
 
 from .places import EXAMPLES, ROOT
 
@@ -175,7 +175,7 @@ def test_pods_of_a_trainjob_train() -> None:
     assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed
 
 
-@exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
+@long(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
 @pytest.mark.medium
 def test_pods_of_a_jobset_train() -> None:
     port = str(free_port())
@@ -187,7 +187,7 @@ def test_pods_of_a_jobset_train() -> None:
 
 
 @needs_mpirun
-@exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
+@long(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
 @pytest.mark.medium
 def test_the_launcher_of_an_mpijob_trains(tmp_path: Path) -> None:
     """Its shell finds the first host in the operator's list, which here has this one."""

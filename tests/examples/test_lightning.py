@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.test_guides import blocks, check_losses
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, exhaustive, needs
 
 from .test_start import run
 
-pytestmark = [pytest.mark.medium, needs("lightning")]
+pytestmark = [pytest.mark.medium, engine, needs("lightning")]
 
 MODEL = """\
 import torch

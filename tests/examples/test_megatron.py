@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusionlayer as fl
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, long, needs
 
 from .places import EXAMPLES
 from .test_examples import of_page
@@ -44,8 +44,9 @@ def test_mistakes_are_told(given: dict[str, int], complaint: str, monkeypatch: p
 
 
 @needs("megatron")
+@engine
 @pytest.mark.medium
-@exhaustive(guarded_by="tests/integrations/test_megatron.py::test_buckets_over_the_backend")
+@long(guarded_by="tests/integrations/test_megatron.py::test_buckets_over_the_backend")
 def test_the_command_for_four_ranks(tmp_path: Path) -> None:
     """Those for two are run in tests/integrations."""
     (ranks, arguments), *others = of_page("megatron.md", "train_megatron.py")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.test_guides import blocks, check_losses
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, long, needs
 
 from .test_start import run
 
-pytestmark = [pytest.mark.medium, needs("peft")]
+pytestmark = [pytest.mark.medium, engine, needs("peft")]
 
 MODEL = """\
 import torch
@@ -39,7 +39,7 @@ print(f"rank {fl.rank()} of {fl.size()}: loss {float(loss)}, first weight {total
 """
 
 
-@exhaustive(
+@long(
     guarded_by="tests/backend/test_workloads.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
 )
 def test_adapters_train_alike_and_the_rest_is_that_of_rank_0(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.test_guides import blocks, check_losses
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, exhaustive, long, needs
 
 from .test_start import run
 
-pytestmark = [pytest.mark.medium, needs("ray")]
+pytestmark = [pytest.mark.medium, engine, needs("ray")]
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 
@@ -25,7 +25,7 @@ def page(tmp_path: Path) -> tuple[str, str, str]:
     return first, second, third
 
 
-@exhaustive(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
+@long(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
 def test_torch_trainer(page: tuple[str, str, str], tmp_path: Path) -> None:
     check_losses(run(["python", "train_ray.py"], tmp_path, **QUIET))
 
@@ -38,7 +38,7 @@ def test_a_trainer_without_the_environment_of_torch(page: tuple[str, str, str], 
     check_losses(run(["python", "other.py"], tmp_path, **QUIET))
 
 
-@exhaustive(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
+@long(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
 def test_a_script_that_comes_from_horovod_trainer(page: tuple[str, str, str], tmp_path: Path) -> None:
     (tmp_path / "train_hvd.py").write_text(page[2])
     told = run(["python", "train_hvd.py"], tmp_path, **QUIET)

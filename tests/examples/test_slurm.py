@@ -14,7 +14,7 @@ import fusionlayer as fl
 from fusionlayer.launch import Place, find_place
 from fusionlayer.slurm import meeting_point
 from tests.test_guides import blocks, check_losses
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
 from .slurm import Cluster, cluster, needs_slurm, read_variables
 
@@ -57,7 +57,7 @@ def test_what_srun_has_not_started_is_no_task(slurm: Cluster) -> None:
 
 
 @exhaustive(guarded_by=GUARD)
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=long)])
 def test_the_scripts_of_the_page(slurm: Cluster, number: int) -> None:
     (code,) = blocks("start/laptop.md", "python")
     (slurm.folder / "train.py").write_text(code)

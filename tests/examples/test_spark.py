@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.test_guides import blocks, check_losses, lines
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, long, needs
 
 from .test_start import run
 
 JAVA = pytest.mark.skipif(shutil.which("java") is None, reason="no java: apt-get install default-jre-headless")
-pytestmark = [pytest.mark.medium, needs("pyspark"), JAVA]
+pytestmark = [pytest.mark.medium, engine, needs("pyspark"), JAVA]
 
 
-@exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
+@long(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
 def test_two_tasks_of_spark(tmp_path: Path) -> None:
     (code,) = blocks("start/laptop.md", "python")
     (tmp_path / "train.py").write_text(code)

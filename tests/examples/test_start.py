@@ -13,7 +13,7 @@ import pytest
 
 from fusionlayer.cli.spawn import without_launcher
 from tests.test_guides import blocks, check_losses, lines
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
 from .places import ROOT
 from .slurm import MISSING
@@ -45,7 +45,10 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 
 @exhaustive(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
-@pytest.mark.parametrize("page, script", [("start/laptop.md", "train.py"), ("guides/ddp.md", "train_ddp.py")])
+@pytest.mark.parametrize(
+    "page, script",
+    [("start/laptop.md", "train.py"), pytest.param("guides/ddp.md", "train_ddp.py", marks=long)],
+)
 def test_two_processes_of_a_page(page: str, script: str, tmp_path: Path) -> None:
     (code,) = blocks(page, "python")
     (tmp_path / script).write_text(code)

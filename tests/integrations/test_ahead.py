@@ -15,9 +15,11 @@ import fusionlayer as fl
 from fusionlayer import codecs, context
 from fusionlayer.transport import local
 from tests.codecs.toy_sparse import toy_sparse
+from tests.codecs.variants import is_kind
 from tests.integrations.training import fill, loss_of, make_model, reference, train, weights
 from tests.loops import looped
 from tests.synthetic import gradient
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
 
@@ -101,7 +103,7 @@ def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str
 SPARSIFIERS = [name for name in codecs.names() if codecs.get(name).ahead]
 
 
-@looped("name", SPARSIFIERS)
+@looped("name", tiered(SPARSIFIERS, lambda name: is_kind(codecs.get(name))))
 @looped("way", WAYS, ids=str)
 def test_every_sparsifier_resumes_bit_by_bit(name: str, way: dict[str, Any]) -> None:
     def rank_main(rank: int) -> None:

@@ -29,6 +29,7 @@ def state_at(version: int) -> dict[str, Any]:
         "weights": weights.view(500, 100),
         "odd": bit_patterns(torch.float32).roll(version),
         "of the optimizer": {"state": {0: {"step": torch.tensor(float(version)), "counts": torch.arange(version)}}},
+        "cast": gradient(30, version, torch.bfloat16 if version % 2 else torch.float32),
         "late": gradient(100 * version, 2) if version > 2 else None,
         "list": [version, "text", gradient(3, version), (True, 0.1)],
     }

@@ -20,12 +20,12 @@ import fusionlayer as fl
 from fusionlayer.backend import hint
 from tests.harness import run_ranks
 from tests.ports import free_port
-from tests.tiers import needs
+from tests.tiers import engine, needs
 
 from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
 
-pytestmark = [pytest.mark.medium, needs("deepspeed")]
+pytestmark = [pytest.mark.medium, engine, needs("deepspeed")]
 
 STEPS = 3
 INT8 = {"codec": "int8", "min_bytes": 0}

@@ -10,12 +10,12 @@ import fusionlayer as fl
 from fusionlayer.backend import hint
 from tests.harness import run_ranks
 from tests.ports import free_port
-from tests.tiers import needs
+from tests.tiers import engine, needs
 
 from . import deepspeed_training as training
 from .test_deepspeed import INT4
 
-pytestmark = [pytest.mark.medium, needs("deepspeed")]
+pytestmark = [pytest.mark.medium, engine, needs("deepspeed")]
 
 EXEMPT = "blocks.0.*.bias"
 

@@ -13,12 +13,12 @@ import fusionlayer as fl
 from fusionlayer import ConfigError
 from tests.harness import run_ranks
 from tests.ports import free_port
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, long, needs
 
 from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
 
-pytestmark = [pytest.mark.medium, needs("deepspeed")]
+pytestmark = [pytest.mark.medium, engine, needs("deepspeed")]
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 WIDE_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -58,7 +58,7 @@ def differences(rank: int, world: int, port: int, folder: Path) -> list[Any]:
     return found
 
 
-@exhaustive(
+@long(
     guarded_by="tests/integrations/test_deepspeed.py::test_weights_travel_as_differences_from_the_copies_of_all_ranks"
 )
 def test_differences_in_every_stage_and_type(tmp_path: Path) -> None:
@@ -85,9 +85,7 @@ def one_bit(rank: int, world: int, port: int, folder: Path) -> list[Any]:
     return found
 
 
-@exhaustive(
-    guarded_by="tests/integrations/test_deepspeed.py::test_one_bit_adam_by_the_configuration_that_deepspeed_dropped"
-)
+@long(guarded_by="tests/integrations/test_deepspeed.py::test_one_bit_adam_by_the_configuration_that_deepspeed_dropped")
 def test_one_bit_adam_of_16_bit_models_and_over_several_batches(tmp_path: Path) -> None:
     for cases in zip(*run_ranks(one_bit, 2, free_port(), tmp_path, backend=None, timeout=250), strict=True):
         (mine, first, last, calls, frozen), (theirs, *_) = cases

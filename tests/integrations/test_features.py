@@ -31,7 +31,7 @@ from fusionlayer.scheduler import Memory
 from tests.harness import run_ranks
 from tests.integrations.training import fill, weights
 from tests.synthetic import gradient
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
 pytestmark = pytest.mark.medium
 
@@ -469,13 +469,13 @@ def test_what_an_unused_parameter_owes_is_kept_to_the_bit_with_every_codec() -> 
 
 
 @exhaustive(guarded_by="tests/integrations/test_features.py::test_features")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=long)])
 def test_all_features(world: int) -> None:
     run_ranks(check_features, world, tuple(FEATURES), MORE_CODECS, timeout=600)
 
 
 @exhaustive(guarded_by="tests/integrations/test_features.py::test_features_of_models_with_an_optimizer")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=long)])
 def test_all_features_with_an_optimizer(world: int) -> None:
     run_ranks(check_features, world, OPTIMIZED, MORE_CODECS, with_optimizer, timeout=600)
 

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
 from tests.harness import run_ranks
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, exhaustive, needs
 
-pytestmark = [pytest.mark.medium, needs("accelerate", "transformers")]
+pytestmark = [pytest.mark.medium, engine, needs("accelerate", "transformers")]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 RULES, *_ = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

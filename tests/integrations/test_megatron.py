@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 import fusionlayer as fl
 from fusionlayer import ConfigError
 from tests.harness import run_ranks
-from tests.tiers import exhaustive, needs
+from tests.tiers import engine, exhaustive, long, needs
 
 from . import megatron_training as training
 
@@ -31,12 +31,19 @@ def sdp4bit(numel: int) -> int:
     return sum(codec.wire(numel, torch.float32).capacity for codec in (weights, gradients.within.bare))
 
 
-def in_pairs(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """All that needs two ranks, in one start: importing Megatron takes longer than each training."""
+def of_kinds(rank: int, world: int, folder: Path, kinds: list[str]) -> dict[str, Any]:
+    """Train over gloo, and compressed without loss."""
     results: dict[str, Any] = {}
-    for kind, given in training.KINDS.items():
+    for kind in kinds:
+        given = training.KINDS[kind]
         plain = training.train(rank, world, f"{folder}/{kind} gloo", over="gloo", **given)
         results[kind] = plain, training.train(rank, world, f"{folder}/{kind}", **given, **training.LOSSLESS)
+    return results
+
+
+def in_pairs(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """All else that needs two ranks, in one start: importing Megatron takes longer than each training."""
+    results = of_kinds(rank, world, folder, [kind for kind in training.KINDS if kind != "data"])
     results["layers"] = [
         training.layers(rank, world, f"{folder}/layers {over}", over) for over in ("gloo", "fusionlayer")
     ]
@@ -52,16 +59,23 @@ def in_pairs(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what CI looks at."""
+    return run_ranks(of_kinds, 2, tmp_path_factory.mktemp("data"), ["data"], backend=None, timeout=200)
+
+
+@pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(in_pairs, 2, tmp_path_factory.mktemp("pairs"), backend=None, timeout=200)
 
 
 @needs("megatron")
+@engine
 @pytest.mark.medium
-@pytest.mark.parametrize("kind", training.KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[long] * (kind != "data")) for kind in training.KINDS])
 @exhaustive(guarded_by=GUARD)
-def test_lossless_codecs_change_no_bit(kind: str, pairs: list[dict[str, Any]]) -> None:
-    for each in pairs:
+def test_lossless_codecs_change_no_bit(kind: str, request: pytest.FixtureRequest) -> None:
+    for each in request.getfixturevalue("data" if kind == "data" else "pairs"):
         plain, ours = each[kind]
         assert ours["digest"] == plain["digest"], "losses and weights of all ranks"
         assert ours["train_loss"] < ours["first_loss"]
@@ -75,8 +89,9 @@ def test_lossless_codecs_change_no_bit(kind: str, pairs: list[dict[str, Any]]) -
 
 
 @needs("megatron")
+@engine
 @pytest.mark.medium
-@exhaustive(guarded_by=GUARD)
+@long(guarded_by=GUARD)
 def test_sequence_parallel_layers_and_all_mappings(pairs: list[dict[str, Any]]) -> None:
     for each in pairs:
         (plain, _), (ours, calls) = each["layers"]
@@ -85,8 +100,9 @@ def test_sequence_parallel_layers_and_all_mappings(pairs: list[dict[str, Any]]) 
 
 
 @needs("megatron")
+@engine
 @pytest.mark.medium
-@exhaustive(guarded_by=GUARD)
+@long(guarded_by=GUARD)
 def test_pipeline_stages(pairs: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(pairs):
         (plain, losses, _), (*ours, calls) = each["stages"]
@@ -95,8 +111,9 @@ def test_pipeline_stages(pairs: list[dict[str, Any]]) -> None:
 
 
 @needs("megatron")
+@engine
 @pytest.mark.medium
-@exhaustive(guarded_by=GUARD)
+@long(guarded_by=GUARD)
 def test_the_programs_of_the_page(pairs: list[dict[str, Any]]) -> None:
     """The command for four ranks is run in tests/examples."""
     for each in pairs:
@@ -126,8 +143,9 @@ def in_fours(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @needs("megatron")
+@engine
 @pytest.mark.medium
-@exhaustive(guarded_by=GUARD)
+@long(guarded_by=GUARD)
 def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(fours: list[dict[str, Any]]) -> None:
     """TACO between tensor-parallel ranks, SDP4Bit between replicas."""
     norms = [each["gradients"]["norms"] for each in fours]
@@ -147,8 +165,9 @@ def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(fours: li
 
 
 @needs("megatron")
+@engine
 @pytest.mark.medium
-@exhaustive(guarded_by=GUARD)
+@long(guarded_by=GUARD)
 def test_weights_of_experts_that_replicas_share(fours: list[dict[str, Any]]) -> None:
     """Megatron steps an optimizer for experts after the other one."""
     for each in fours:

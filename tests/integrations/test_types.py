@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import fusionlayer as fl
 from fusionlayer import codecs
-from tests.tiers import exhaustive, needs
+from tests.tiers import exhaustive, long, needs
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +43,7 @@ def test_mypy_takes_what_is_right_and_finds_what_is_wrong() -> None:
 
 @pytest.mark.medium
 @needs("basedpyright")
-@exhaustive(guarded_by="tests/integrations/test_types.py::test_the_fronts_say_what_they_take_and_return")
+@long(guarded_by="tests/integrations/test_types.py::test_the_fronts_say_what_they_take_and_return")
 def test_pyright_takes_what_is_right_and_finds_what_is_wrong(tmp_path: Path) -> None:
     """It reads the same comments as mypy; one where it finds nothing wrong is an error here too."""
     settings = {

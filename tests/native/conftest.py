@@ -6,9 +6,11 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import pytest
 from fusionlayer import libraries
 from tests.cores import all_cores
 from tests.native.cuda_build import build_script
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = Path(libraries.__file__).parent / "csrc"
@@ -26,7 +28,7 @@ COMPILE = (
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *(f"-I{HOST}", f"-I{CSRC / 'include'}", f"-I{CSRC / 'core'}", '-DFL_CUDA_ARCHS="host"'),
 )
-# The exhaustive tier has it: every test of the kernels runs again with it. -O1 takes four times as long to compile.
+# The long tier has it: every test of the kernels runs again with it. -O1 takes four times as long to compile.
 SANITIZE = ("-O0", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 
 
@@ -65,7 +67,7 @@ def host_kernels() -> Callable[[str], ctypes.CDLL]:
     return load
 
 
-@pytest.fixture(params=["plain", pytest.param("sanitized", marks=exhaustive)])
+@pytest.fixture(params=["plain", pytest.param("sanitized", marks=long)])
 def kernels(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes.CDLL]) -> ctypes.CDLL:
     """Return the library of ``host_kernels``."""
     return host_kernels(request.param)
@@ -90,17 +92,14 @@ def find_compiler() -> str:
 def compile_kernels(folder: Path, library: Path, sanitize: tuple[str, ...]) -> None:
     compiler = find_compiler()
     sources = [HOST / "devices.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
-    compiles = [
-        subprocess.Popen(
-            [compiler, *COMPILE, *sanitize, "-x", "c++", "-c", str(source), "-o", str(folder / f"{source.stem}.o")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for source in sources
-    ]
-    for process in compiles:
-        output = process.communicate()[0]
-        assert process.returncode == 0, output
+
+    def compile_one(source: Path) -> None:
+        output = str(folder / f"{source.stem}.o")
+        command = [compiler, *COMPILE, *sanitize, "-x", "c++", "-c", str(source), "-o", output]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # more would only keep other tests waiting
+        list(pool.map(compile_one, sources))
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     subprocess.run([compiler, "-shared", *sanitize, "-o", str(library), *objects], check=True)

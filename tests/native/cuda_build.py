@@ -1,4 +1,4 @@
-"""What nvcc makes of csrc/cuda for one architecture, compiled once for all tests that look into it."""
+"""What nvcc makes of csrc/cuda for one architecture: of a few files, or all, once for all tests that look into it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -67,12 +68,28 @@ def built(nvcc: str) -> Build:
                     path.unlink()
             told.write_text(done.stderr)
             made_of.write_text(wanted)
+    return read(tree, told.read_text(), ptx, [source.stem for source in CSRC.glob("cuda/*.cu")])
+
+
+def compiled(nvcc: str, flags: Sequence[str], names: Sequence[str], folder: Path) -> Build:
+    """Return what nvcc makes of a few files with the flags of setup.py; there is no tree."""
+    told = ""
+    for name in names:
+        command = [nvcc, *flags, f"-gencode=arch=compute_{ARCH},code=sm_{ARCH}", "-Xptxas", "-v", "--keep"]
+        command += ["--keep-dir", str(folder), "-c", str(CSRC / f"cuda/{name}.cu"), "-o", str(folder / f"{name}.o")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        told += done.stderr
+    return read(folder, told, folder, names)
+
+
+def read(tree: Path, told: str, ptx: Path, names: Sequence[str]) -> Build:
+    """Return what ptxas has told, and the PTX of the files of these names."""
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    found = re.findall(rf"properties for (\w+)\s+{sizes}\n.*(Used .*)", told.read_text())
+    found = re.findall(rf"properties for (\w+)\s+{sizes}\n.*(Used .*)", told)
     of = re.compile(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_")  # nvcc calls a namespace without a name by its file
     kernels = [(of.findall(name)[0], name, [*map(int, sizes)], used) for name, *sizes, used in found]
-    texts = {source.stem: (ptx / f"{source.stem}.ptx").read_text() for source in CSRC.glob("cuda/*.cu")}
-    return Build(tree, texts, kernels)
+    return Build(tree, {name: (ptx / f"{name}.ptx").read_text() for name in names}, kernels)
 
 
 def digest(nvcc: str) -> str:

@@ -36,7 +36,7 @@ from tests.native.abi import (
     zip_case,
 )
 from tests.packaging.project_tree import CROSS, ROOT, cross_build
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 EMULATOR = "qemu-aarch64"
 VERBS = ("fl_encode", "fl_decode", "fl_decode_sum", "fl_recode")
@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS}"),
     pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR}"),
-    exhaustive(guarded_by="tests/codecs/test_isa.py::test_every_instruction_set_makes_the_same_bytes"),
+    long(guarded_by="tests/codecs/test_isa.py::test_every_instruction_set_makes_the_same_bytes"),
 ]
 
 

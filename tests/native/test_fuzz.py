@@ -12,7 +12,7 @@ import pytest
 
 from fusionlayer import native
 from fusionlayer.errors import ConfigError
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 pytestmark = pytest.mark.medium
 
@@ -71,7 +71,7 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@exhaustive(guarded_by="tests/codecs/test_fuzz.py::test_decoders")
+@long(guarded_by="tests/codecs/test_fuzz.py::test_decoders")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("isa", usable())
 def test_nothing_is_read_or_written_out_of_bounds(fuzzer: Path, isa: str) -> None:

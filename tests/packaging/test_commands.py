@@ -13,6 +13,7 @@ import pytest
 
 from tests.gpu.stages import SELECTIONS, STAGES
 from tests.loops import looped
+from tests.tiers import FAST
 
 from .project_tree import ROOT
 
@@ -25,10 +26,12 @@ PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-
     "target, command",
     [
         ("demo", "python examples/demo.py --steps 3"),
-        ("test", f'{PYTEST} -n 3 -m "not gpu and not exhaustive" --steps 3'),
-        ("test-exhaustive", f'{PYTEST} -n 3 -m "exhaustive and not gpu" --steps 3'),
+        ("test", f'{PYTEST} -n 3 --ignore tests/gpu -m "{FAST}" --steps 3'),
+        ("test-exhaustive", f'{PYTEST} -n 3 -m "exhaustive and not long and not gpu" --steps 3'),
+        ("test-long", f'{PYTEST} -n 3 -m "long and not engine and not gpu" --steps 3'),
+        ("test-engines", f'{PYTEST} -n 3 -m "engine and not gpu" --steps 3'),
         ("test-all", f'{PYTEST} -n 3 -m "not gpu" --steps 3'),
-        ("test-short", 'python -m pytest -m "short and not exhaustive" --steps 3'),
+        ("test-short", 'python -m pytest -m "short and not exhaustive and not long" --steps 3'),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
         ("bench", "python -m benchmarks.suite --out benchmarks/results --steps 3"),

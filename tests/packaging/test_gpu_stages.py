@@ -16,7 +16,7 @@ from tests.gpu import stages, test_codec_gpu, trainers
 from tests.gpu.conftest import LOG
 from tests.gpu.stages import LACKS, SELECTIONS, STAGES, Run, Stage
 from tests.harness import run_ranks
-from tests.tiers import exhaustive
+from tests.tiers import long
 
 
 @pytest.mark.short
@@ -149,7 +149,7 @@ REST = "trainers_have and not (raw or int8 or zip or sharded or horovod)"
 
 @pytest.mark.medium
 @pytest.mark.timeout(600)
-@exhaustive(guarded_by="tests/packaging/test_gpu_stages.py::test_a_trainer_that_nccl_is_compared_by")
+@long(guarded_by="tests/packaging/test_gpu_stages.py::test_a_trainer_that_nccl_is_compared_by")
 @pytest.mark.parametrize(("name", "words", "status"), [("first", FIRST, 0), ("second", REST, LACKS)])
 def test_a_rehearsal_on_the_cpu(name: str, words: str, status: int, tmp_path: Path) -> None:
     """All bodies of the tests over NCCL run over gloo, and kernels of the CPU are compared with themselves."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -14,10 +16,16 @@ from .project_tree import ROOT
 
 pytestmark = pytest.mark.short
 
-spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
-assert spec is not None and spec.loader is not None
-release = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(release)
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+release, audit = loaded("release"), loaded("audit")
 
 CHANGES = (
     "# Changelog\n\n## 1.2.0 (2030-01-31)\n\n### Added\n\n- this\n\n### Removed\n\n- that\n\n## 1.1.0 (2029-01-31)\n"
@@ -73,7 +81,7 @@ def test_a_ready_tree_is_built_and_the_command_of_its_tag_printed(
         return 0
 
     assert release.main(tree, build) == 0
-    assert [command[1:] for command in built] == [["-c", release.SDIST], ["wheels"], ["docs"]]
+    assert [command[1:] for command in built] == [[release.AUDIT], ["-c", release.SDIST], ["wheels"], ["docs"]]
     told = capsys.readouterr().out
     assert "dist/x-1.2.0.tar.gz  1 bytes" in told
     assert (
@@ -82,7 +90,7 @@ def test_a_ready_tree_is_built_and_the_command_of_its_tag_printed(
     )
     assert not subprocess.check_output(["git", "tag"], cwd=tree)
     assert release.main(tree, lambda command: 2) == 1
-    assert "-c from setuptools" in capsys.readouterr().err
+    assert "audit.py` failed" in capsys.readouterr().err
 
 
 def test_what_is_not_ready_is_refused_before_anything_is_built(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,3 +117,29 @@ def test_the_files_of_the_repository_fit() -> None:
         assert yaml.safe_load(path.read_text()), path
     makefile = (ROOT / "Makefile").read_text()
     assert "\nrelease:" in makefile
+
+
+def answer(
+    *packages: dict[str, object], stderr: str = ""
+) -> Callable[[Sequence[str]], subprocess.CompletedProcess[str]]:
+    text = json.dumps({"dependencies": packages}) if packages else ""
+    return lambda command: subprocess.CompletedProcess(command, 1, text, stderr)
+
+
+def test_weak_packages_of_users_stop_a_release_and_others_are_told() -> None:
+    users = audit.dependencies(["numpy", "PyYAML>=6", 'mpi4py>=4; extra == "mpi"', "torch>=2.11"])
+    assert users == {"numpy", "pyyaml", "torch"}
+
+    def package(name: str, *fixes: str) -> dict[str, object]:
+        return {"name": name, "version": "1.0", "vulns": [{"id": "CVE-1", "fix_versions": fixes}]}
+
+    quiet = {"name": "x", "version": "1", "vulns": []}
+    stops, told = audit.audit(users, answer(package("PyYAML", "1.1"), package("torch"), package("mkdocs", "2"), quiet))
+    assert stops == ["PyYAML 1.0 has CVE-1, fixed in 1.1"]
+    assert [line.split()[0] for line in told] == ["torch", "mkdocs", "4"]
+    for run, why in (
+        (answer(stderr="ERROR: a\nConnectionError: no route"), "could not look at its database: ConnectionError"),
+        (lambda command: (_ for _ in ()).throw(FileNotFoundError("no such program")), "did not run: no such program"),
+    ):
+        stops, told = audit.audit(users, run)
+        assert not stops and len(told) == 1 and told[0].startswith("skipped: pip-audit") and why in told[0]

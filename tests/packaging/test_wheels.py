@@ -18,7 +18,7 @@ from setuptools.errors import SetupError
 import fusionlayer
 from fusionlayer import libraries
 from tests.native import cuda_build
-from tests.tiers import exhaustive, needs
+from tests.tiers import long, needs
 
 from .project_tree import CROSS, ROOT, cross_build
 
@@ -103,7 +103,7 @@ def test_a_release_has_code_for_all_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.medium
 @pytest.mark.timeout(1000)
 @needs("auditwheel")
-@exhaustive(guarded_by="tests/packaging/test_wheel.py::test_wheel_holds_the_package_and_its_libraries_and_nothing_else")
+@long(guarded_by="tests/packaging/test_wheel.py::test_wheel_holds_the_package_and_its_libraries_and_nothing_else")
 def test_files_of_a_release(release: Path) -> None:
     version = fusionlayer.__version__
     (sources,) = release.glob("*.tar.gz")

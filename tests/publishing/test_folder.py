@@ -163,10 +163,10 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         for call in (fl.publish, fl.subscribe):
             with pytest.raises(ConfigError, match="expected|mount it"):
                 call(model, address) if call is fl.publish else call(address)  # type: ignore[operator]
-    for wrong in ({"keep": 0}, {"keep": True}, {"timeout": 1}, {"secret": ""}, {"secret": 3}, {"secret": "x"}):
+    for wrong in ({"keep": 0}, {"keep": True}, {"timeout": 1}, {"secret": ""}, {"secret": 3}):
         with pytest.raises(ConfigError, match="expected"):
             fl.publish(model, tmp_path, **wrong)  # type: ignore[arg-type]
-    for options in ({"timeout": "5"}, {"secret": "x"}, {"model": 3}):
+    for options in ({"timeout": "5"}, {"secret": ""}, {"model": 3}):
         with pytest.raises(ConfigError, match="expected"):
             fl.subscribe(tmp_path, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="port 0"):

@@ -273,6 +273,7 @@ def test_another_process_publishes_when_it_has_become_rank_0(
                 follower.poll()
                 assert follower.state_dict()["x"].tolist() == [version] * 3
             assert publishers["second"].address and not publishers["first"].address
+            assert publishers["second"].digest and publishers["first"].digest is None
         for publisher in publishers.values():
             publisher.close()
 

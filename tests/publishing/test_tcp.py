@@ -190,7 +190,7 @@ def test_a_restarted_publisher_is_followed_and_known_weights_do_not_travel_again
             assert least <= gateway.passed - before <= most
 
 
-@pytest.mark.parametrize("seed", tiered(range(10), lambda seed: seed == 0))
+@pytest.mark.parametrize("seed", tiered(range(10), lambda seed: seed == 0, lambda seed: seed < 3))
 def test_whatever_happens_a_follower_shows_versions_of_the_publisher(seed: int) -> None:
     """Steps, cuts, flips, followers that come and go, restarts, in any order: digests hold, numbers ascend."""
     events = mixed(torch.arange(60).numpy().astype("uint64") + seed * 1000)

@@ -1,4 +1,4 @@
-"""Ten thousand operations of all kinds, asked for in another order on every rank, beside an oracle of one process."""
+"""Operations of all kinds, asked for in another order on every rank, beside an oracle of one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import Tensor
 
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
-OPERATIONS = 10_000
 AT_ONCE = 250
 RANKS = 3
 
@@ -70,10 +69,10 @@ class Wanted:
         return [total, total + RANKS] if self.kind == "group" else [total]
 
 
-def body(rank: int) -> int:
+def body(rank: int, operations: int) -> int:
     hvd.init()
     order = random.Random(1000 + rank)
-    for first in range(0, OPERATIONS, AT_ONCE):
+    for first in range(0, operations, AT_ONCE):
         wanted = [Wanted(number) for number in range(first, first + AT_ONCE)]
         order.shuffle(wanted)
         begun = [(each, each.begin(rank)) for each in wanted]
@@ -91,15 +90,16 @@ def body(rank: int) -> int:
         matcher = coordinator._matcher
         assert not (matcher._waiting or matcher._later or matcher._ready or matcher._failed)
     hvd.shutdown()
-    return OPERATIONS
+    return operations
 
 
 @pytest.mark.medium
 @exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
-def test_ten_thousand_operations_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operations", [1000, pytest.param(10_000, marks=long)])
+def test_operations_in_any_order(monkeypatch: pytest.MonkeyPatch, operations: int) -> None:
     monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "500")
     before = set(threading.enumerate())
-    assert local.run(body, RANKS) == [OPERATIONS] * RANKS
+    assert local.run(lambda rank: body(rank, operations), RANKS) == [operations] * RANKS
     gc.collect()
     assert not set(threading.enumerate()) - before
     assert not hvd.basics._sessions

@@ -91,17 +91,17 @@ class Host:
 
 
 class Shared:
-    """Stands in for ``ForkingPickler``: memory without a name, and without a process of torch's that looks after it."""
+    """Stands in for ``DeviceMemory``: memory without a name, and without a process of torch's that looks after it."""
 
     @staticmethod
-    def dumps(x: Tensor) -> bytes:
+    def share(x: Tensor) -> bytes:
         file = os.memfd_create("device")
         os.truncate(file, x.nbytes)
         x.set_(torch.from_file(f"/proc/self/fd/{file}", shared=True, size=x.nbytes, dtype=torch.uint8))
         return pickle.dumps((os.getpid(), file, x.nbytes))
 
     @staticmethod
-    def loads(offer: bytes) -> Tensor:
+    def reach(offer: bytes) -> Tensor:
         pid, file, nbytes = pickle.loads(offer)
         return map_memory(pid, file, b"", nbytes)
 
@@ -113,7 +113,7 @@ def device_on_host(path: str, seed: int = 1, longest: int = 0) -> Iterator[Host]
     with (
         mock.patch.object(_capture, "DRIVER", path),
         mock.patch.object(_copy_engines, "DRIVER", path),
-        mock.patch.object(_peer_memory, "ForkingPickler", Shared),
+        mock.patch.object(_peer_memory, "DeviceMemory", Shared),
         mock.patch.object(torch.cuda, "Event", host.event),
         mock.patch.object(torch.cuda, "current_stream", host.stream),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fusionlayer.errors import TransportError, UsageError
 from fusionlayer.processes import Identity
-from fusionlayer.transport import C10dTransport
+from fusionlayer.transport import C10dTransport, _inquiry
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._link import LinkError
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks, stay_last
@@ -179,6 +179,8 @@ def test_a_rank_that_is_late_is_named_also_to_itself() -> None:
 
 
 def differ(rank: int, world: int, how: str) -> None:
+    # Two of three ranks are both to blame if the third does not answer in time, which on a busy machine takes seconds.
+    _inquiry._PATIENCE = 60.0
     transport = C10dTransport(timeout=8)
     transport.barrier()
 
@@ -336,7 +338,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world, lost, slow, how, store", tiered(CASES, lambda *case: case in FAST))
+def in_ci(world: int, lost: int, slow: int, how: signal.Signals, store: str) -> bool:
+    """Tell whether CI has the case: each lost rank of four once, in turn killed and stopped."""
+    return world == 4 and (how == signal.SIGKILL) == (lost % 2 == 0)
+
+
+@pytest.mark.parametrize("world, lost, slow, how, store", tiered(CASES, lambda *case: case in FAST, in_ci))
 def test_the_culprit_is_the_same_on_every_rank(
     world: int, lost: int, slow: int, how: signal.Signals, store: str
 ) -> None:

@@ -178,7 +178,7 @@ def test_all_ranks_are_heard_before_one_of_two_that_differ_is_blamed() -> None:
     board.use(store)
     mine, other = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(4))
     progress, nothing = Progress(2, mine, 0.0, ((2, mine),)), Diagnosis((), "", True)
-    for last in ("alike", "failed"):
+    for last in ("alike", "failed", "late"):
         for rank, call in ((1, other), (2, mine)):
             store.set(f"/at/{rank}", encode_state(1, 2, call, ((2, call),), {}))
         inquiry = Inquiry(board, Processes(0, 3, {2: Identity.own()}), 0, progress, "0.1", 8.0)
@@ -186,10 +186,24 @@ def test_all_ranks_are_heard_before_one_of_two_that_differ_is_blamed() -> None:
         assert not inquiry.step(nothing)
         inquiry._started -= 10.0
         assert not inquiry.step(nothing), "rank 2 has not answered"
-        store.set("/at/2", encode_state(2, 2, mine, ((2, mine),), {"state": "failed"} if last == "failed" else {}))
+        store.set("/at/2", encode_state(2, 1, None, ((1, mine),), {}))
+        assert not inquiry.step(nothing), "rank 2 has not come to the call"
+        if last == "late":
+            inquiry._started -= 10.0
+        else:
+            failed = {"state": "failed"} if last == "failed" else {}
+            store.set("/at/2", encode_state(3, 2, mine, ((1, mine), (2, mine)), failed))
         assert inquiry.step(nothing)
         finding = judge(inquiry.signs, mine)
-        assert finding is not None and finding.ranks == (1,), last
+        assert finding is not None and finding.ranks == ((0, 1) if last == "late" else (1,)), last
+    # Where no calls differ, a late rank is a finding at once.
+    store.set("/at/1", encode_state(1, 2, mine, ((2, mine),), {}))
+    inquiry = Inquiry(board, Processes(0, 3, {}), 0, progress, "0.2", 8.0)
+    for rank, sequence in ((1, 2), (2, 1)):
+        store.set(f"/at/{rank}", encode_state(4, sequence, mine if rank == 1 else None, ((sequence, mine),), {}))
+    assert inquiry.step(nothing)
+    finding = judge(inquiry.signs, mine)
+    assert finding is not None and finding.ranks == (2,)
 
 
 def test_messages_that_pair_and_messages_that_do_not() -> None:

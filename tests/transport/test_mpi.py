@@ -13,7 +13,7 @@ from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.transport._mpi_link import load_mpi
 from fusionlayer.transport.mpi import _finish
 from tests.mpi import attempt, needs_mpi, start, version
-from tests.tiers import exhaustive, tiered
+from tests.tiers import exhaustive, long
 
 medium = pytest.mark.medium
 # Seconds on a quiet machine, minutes on one that has much else to do.
@@ -25,7 +25,7 @@ def worker(name: str, *arguments: str) -> list[str]:
 
 @medium
 @needs_mpi
-@pytest.mark.parametrize("size", tiered([3, 5], lambda size: size == 3))
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=long)])
 @exhaustive(guarded_by="tests/transport/test_mpi.py::test_a_job_without_a_process_group")
 def test_conformance_of_every_size_up_to(size: int) -> None:
     printed = start(size, worker("conformance"))

@@ -93,6 +93,26 @@ def test_a_rank_is_not_reported_late_from_a_state_older_than_the_wait(tmp_path: 
     assert len(teller.lines) == 1
 
 
+def test_lines_that_come_after_a_conflict_was_reported_are_reported_too(tmp_path: Path) -> None:
+    teller, store = Teller(0, 3, ME, tmp_path / "status.json"), dist.HashStore()
+    calls = with_calls(ranks(7, 7, 7), "all_reduce of (4) float32", "barrier", "all_reduce of (4) float32")
+    for state in calls.values():
+        bare = {
+            name: replace(each, recent=(replace(each.recent[0], where=""),)) for name, each in state.channels.items()
+        }
+        teller.hear(replace(state, channels=bare), 100.0)
+    teller.tell(100.0, store)
+    assert teller.lines == [] and store.get("ask").startswith(b"group 0 7")
+    for now in (104.0, 105.0):
+        teller.tell(now, store)
+        assert len(teller.lines) == 1 and "rank 1 in barrier" in teller.lines[0] and "train.py" not in teller.lines[0]
+    for state in calls.values():
+        teller.hear(replace(state, serial=2), 106.0)
+    for now in (106.0, 107.0):
+        teller.tell(now, store)
+        assert len(teller.lines) == 2 and "rank 1 in barrier at train.py:10" in teller.lines[1]
+
+
 def test_who_waits_for_another_is_not_blamed() -> None:
     states = ranks(8, 7, 7)
     other = Channel((1, 2), 3, 2, "all_gather of (2) float32")

@@ -90,6 +90,8 @@ def test_only_this_user_reads_the_file(tmp_path: Path, monkeypatch: pytest.Monke
         ('{"version": 9}', "version 9, expected 1"),
         ('{"version": 1}', "lacks"),
         ("[]", "keys and values"),
+        pytest.param("[" * 100_000, "no JSON", id="nested"),
+        pytest.param('{"version": 1, "size": ' + "9" * 5000 + "}", "no JSON", id="digits"),
     ],
 )
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, why: str) -> None:
@@ -97,6 +99,49 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, why: str
     path.write_text(text)
     with pytest.raises(ConfigError, match=why):
         _report.read(path)
+
+
+ODD = "\x1b]0;owned\x07\x1b[2J\r\nrank 9 is late\u202e\u2028\ud800"
+
+
+def test_what_others_have_written_cannot_steer_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def spoiled(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: spoiled(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [spoiled(each) for each in value]
+        return value + ODD if isinstance(value, str) and value not in ("runs", ME.started, ME.place) else value
+
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps(spoiled(asdict(report()))))
+    assert main(["status", str(path)]) == 0
+    path.write_text(json.dumps({**asdict(report()), ODD: 1, "life": ODD}))
+    assert main(["status", str(path)]) == 2
+    told = capsys.readouterr()
+    lines = (told.out + told.err).splitlines()
+    assert all(line.isprintable() for line in lines) and not any(line.startswith("rank 9") for line in lines)
+    assert r"\x1b]0;owned\x07" in told.out
+
+
+def test_odd_numbers_in_a_file_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, right = tmp_path / "status.json", asdict(report())
+    for odd in (float("nan"), float("inf"), -1e300, 10**400, -(10**4000), -1, "3", [], True):
+        for name in ("size", "started", "written"):
+            path.write_text(json.dumps({**right, name: odd}))
+            assert main(["status", str(path)]) == 2, (name, odd)
+        for name in ("rank", "idle", "counts", "serial"):
+            value = {"steps": odd, "bytes_sent": odd} if name == "counts" else odd
+            path.write_text(json.dumps({**right, "states": [{**right["states"][0], name: value}]}))
+            assert main(["status", str(path)]) in (0, 2), (name, odd)
+        path.write_text(json.dumps({**right, "past": [[odd, "a line"]]}))
+        assert main(["status", str(path)]) == 2, odd
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_pipe_is_no_report(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "status.json")
+    with pytest.raises(ConfigError, match="no plain file"):
+        _report.read(tmp_path / "status.json")
 
 
 def test_without_a_job_it_says_how_to_watch_one(

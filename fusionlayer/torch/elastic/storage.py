@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,21 +17,26 @@ from urllib.parse import quote
 import torch
 
 from ...errors import ConfigError
+from ...files import Folder
 
 __all__ = ["Storage"]
 
 _KEPT = 2
 """Generations of commits that stay: when a worker is killed, ranks are at most one commit apart."""
 
-
 _MOST_STRANGERS = 100
 """Names that are tried for a folder that every user could have made."""
+
+_COMMIT = re.compile(r"\.?(\d{1,18})\.(shared|rank-\d{1,9})(\.\w+\.partial)?", re.ASCII)
+_TOKEN = "token"
+_MOST_TOKEN = 64
 
 
 class Storage:
     """A folder with the last commits of the ranks that share it.
 
-    One rank writes the part that is the same on all of them; each rank adds its own part. Files appear whole.
+    One rank writes the part that is the same on all of them; each rank adds its own part. Files appear whole. Commits
+    may be pickled objects, so a file counts only if nobody but this user can have written it.
 
     Args:
         folder: made if it does not exist; only this user may read it.
@@ -40,16 +45,25 @@ class Storage:
     Attributes:
         token: equal on ranks that share the folder, different on others, even if their folders have the same name.
         writes_shared: whether this rank writes the shared part.
+
+    Raises:
+        ConfigError: the folder is a link or another user's, or others can write to it.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | Folder, rank: int) -> None:
         self._rank = rank
         self.writes_shared = True
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"{folder} belongs to another user; give a folder of yours in FUSIONLAYER_ELASTIC_DIR")
-        self.token = self._agree_on_token()
+        try:
+            if isinstance(folder, Path):
+                folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = folder if isinstance(folder, Folder) else Folder(folder)
+            self.token = self._agree_on_token()
+        except OSError as error:
+            where = folder.path if isinstance(folder, Folder) else folder
+            raise ConfigError(
+                f"commits cannot be kept in {where}: {error.strerror}; name a folder in FUSIONLAYER_ELASTIC_DIR that "
+                "belongs to this user and to which nobody else can write"
+            ) from error
 
     @classmethod
     def of_agent(cls, rank: int, environ: Mapping[str, str] = os.environ) -> Storage | None:
@@ -70,8 +84,10 @@ class Storage:
         folders = f"fusionlayer-elastic-{os.getuid()}-"
         for left in root.glob(f"{folders}*"):
             whose = re.fullmatch(r"([0-9]+)-([0-9]+)(\.[0-9]+)?", left.name.removeprefix(folders))
-            if whose and _is_mine(left) and _started(int(whose[1])) != whose[2]:
-                shutil.rmtree(left, ignore_errors=True)
+            if whose and _started(int(whose[1])) != whose[2]:
+                with suppress(OSError):  # a link, or another user's
+                    Folder(left)
+                    shutil.rmtree(left, ignore_errors=True)
         return cls(_own_folder(root, f"{folders}{agent}-{_started(agent)}"), rank)
 
     def keep(self, number: int, shared: Any, own: Any) -> None:
@@ -80,30 +96,27 @@ class Storage:
         Raises:
             ConfigError: there is no room. Nothing of this commit stays, and the one before it is still the last.
         """
-        parts = {f"rank-{self._rank}": own, **({"shared": shared} if self.writes_shared else {})}
-        drafts = [self._folder / f"{number}.{part}.draft" for part in parts]
+        # The shared part gets its name last, as files get theirs in reverse order: a commit counts once that is there.
+        parts = {**({"shared": shared} if self.writes_shared else {}), f"rank-{self._rank}": own}
         try:
-            for draft, value in zip(drafts, parts.values(), strict=True):
-                with draft.open("wb") as file:
+            with ExitStack() as files:
+                for part, value in parts.items():
+                    file = files.enter_context(self._folder.whole(f"{number}.{part}"))
                     torch.save(value, file)
+                    file.flush()
         except Exception as error:
-            for draft in drafts:
-                draft.unlink(missing_ok=True)
             # torch's writer may raise an error of its own while it handles that of the file.
             why = error if isinstance(error, OSError) else error.__context__
             if not isinstance(why, OSError):
                 raise
             raise ConfigError(
-                f"cannot keep a commit in {self._folder}: {why.strerror}; make room, or name another folder in "
+                f"cannot keep a commit in {self._folder.path}: {why.strerror}; make room, or name another folder in "
                 "FUSIONLAYER_ELASTIC_DIR"
             ) from error
-        # The shared part comes last: a commit counts once that is there.
-        for draft in drafts:
-            draft.rename(draft.with_suffix(""))
-        for path, of, part in self._files():
+        for name, of, part in self._files(drafts=True):  # of workers that were killed
             mine = self.writes_shared or part == f"rank-{self._rank}"
             if mine and of <= number - _KEPT:
-                path.unlink(missing_ok=True)
+                self._folder.remove(name)
 
     def newest(self) -> int:
         """Return the number of the last commit whose shared part is here, or 0 if there is none."""
@@ -111,7 +124,7 @@ class Storage:
 
     def shared(self, number: int) -> Any:
         """Return the shared part of commit ``number``."""
-        return _read(self._folder / f"{number}.shared")
+        return self._read(f"{number}.shared")
 
     def ranks(self, number: int) -> list[int]:
         """Return the ranks whose own parts of commit ``number`` are here, in ascending order."""
@@ -123,55 +136,47 @@ class Storage:
 
     def own(self, number: int, rank: int) -> Any:
         """Return rank ``rank``'s own part of commit ``number``."""
-        return _read(self._folder / f"{number}.rank-{rank}")
+        return self._read(f"{number}.rank-{rank}")
 
     def forget(self) -> None:
         """Remove all commits that are here."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder.path, ignore_errors=True)
 
-    def _files(self) -> Iterator[tuple[Path, int, str]]:
-        for path in self._folder.glob("*.*"):
-            number, _, part = path.name.partition(".")
-            if number.isdigit() and not part.endswith(".draft"):
-                yield path, int(number), part
+    def _files(self, drafts: bool = False) -> Iterator[tuple[str, int, str]]:
+        for name in self._folder.names():
+            if (found := _COMMIT.fullmatch(name)) and (drafts or name[0] != "."):
+                yield name, int(found[1]), found[2]
+
+    def _read(self, name: str) -> Any:
+        with self._folder.opened(name) as file:
+            try:
+                return torch.load(file, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError:  # objects of the user's: nobody else can have written this file
+                file.seek(0)
+                return torch.load(file, map_location="cpu", weights_only=False)
 
     def _agree_on_token(self) -> str:
-        path = self._folder / "token"
-        draft = self._folder / f"token.{secrets.token_hex(8)}"
-        draft.write_text(draft.name)
+        draft = f"token.{secrets.token_hex(8)}"
+        with self._folder.whole(draft) as file:
+            file.write(draft.encode())
         with suppress(FileExistsError):
-            os.link(draft, path)
-        draft.unlink()
-        return path.read_text()
+            self._folder.link(draft, _TOKEN)
+        self._folder.remove(draft)
+        with self._folder.opened(_TOKEN) as file:
+            return file.read(_MOST_TOKEN).decode()
 
 
-def _own_folder(root: Path, name: str) -> Path:
+def _own_folder(root: Path, name: str) -> Folder:
     """Return a folder of this user's, made if need be, by the first of a few names that nobody else has taken.
 
     Every user can write to ``root``. The ranks of a host see the same strangers there, so they find the same folder.
     """
     for number in range(_MOST_STRANGERS):
-        folder = root / (f"{name}.{number}" if number else name)
         with suppress(OSError):
-            folder.mkdir(mode=0o700)
-        if _is_mine(folder):
-            return folder
+            return Folder(root / (f"{name}.{number}" if number else name))
     raise ConfigError(
         f"other users have taken the names {name}... in {root}; name a folder of yours in FUSIONLAYER_ELASTIC_DIR"
     )
-
-
-def _is_mine(folder: Path) -> bool:
-    """Return whether this is a folder, not a link to one, that this user has and others cannot write to."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)  # written by this job, in a folder of this user's
 
 
 def _agent(job: str) -> int:

@@ -1,0 +1,47 @@
+"""Signatures of versions in a folder, by a secret: who can write there cannot make versions that followers take."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Callable, Sequence
+
+from ..errors import WireError
+
+__all__ = ["SIGNED_BYTES", "checks", "seal", "sign"]
+
+_MAGIC = b"FLS1"
+_PROOF_BYTES = 32
+SIGNED_BYTES = len(_MAGIC) + _PROOF_BYTES
+"""Bytes that stand before a signed update."""
+
+
+def sign(secret: bytes, facts: Sequence[object]) -> str:
+    """Return the signature of what ``newest.json`` tells."""
+    return hmac.digest(secret, b"newest" + json.dumps(facts).encode(), "sha256").hex()
+
+
+def seal(secret: bytes, front: bytes | memoryview) -> bytes:
+    """Return what stands before a signed update.
+
+    Args:
+        secret: of the publisher and its followers.
+        front: the update up to the end of its header, which has the digests of all that follows.
+    """
+    return _MAGIC + hmac.digest(secret, b"update" + bytes(front), "sha256")
+
+
+def checks(secret: bytes, mark: bytes) -> Callable[[bytes], None]:
+    """Return a function that raises ``WireError`` unless ``mark`` is what ``seal`` returns for the front that it gets.
+
+    Raises:
+        WireError: ``mark`` is no signature.
+    """
+    if mark[: len(_MAGIC)] != _MAGIC:
+        raise WireError("it is not signed, and this follower has a secret: give publish the same secret")
+
+    def check(front: bytes) -> None:
+        if not hmac.compare_digest(mark, seal(secret, front)):
+            raise WireError("its signature is of another secret: give publisher and followers the same one")
+
+    return check

@@ -1,0 +1,422 @@
+"""Random bytes for every parser of what comes from a network or a file of others: it refuses them by its own error.
+
+``python -m tests.fuzz 1000000 [SEED]`` tries so many inputs, shared out over all parsers, and prints what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import socket
+import struct
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from fusionlayer import codecs, native, records
+from fusionlayer.cli import main
+from fusionlayer.coordination import requests
+from fusionlayer.elastic import generation
+from fusionlayer.errors import ConfigError, TransportError, WireError
+from fusionlayer.integrations import checkpoint
+from fusionlayer.plan import FusionPlan, TensorInfo
+from fusionlayer.processes import Identity
+from fusionlayer.publishing import folder, frames, signing, update
+from fusionlayer.publishing.address import Place
+from fusionlayer.publishing.snapshot import Snapshot
+from fusionlayer.transport import _device_memory, _states, star
+from fusionlayer.transport._calls import Call
+from fusionlayer.watching import _report
+from fusionlayer.watching._judge import judge
+from fusionlayer.watching._states import Channel, Noted, State
+from fusionlayer.watching._states import decode as decode_state
+from fusionlayer.watching._states import encode as encode_state
+from fusionlayer.wire import Header
+from tests.cli.test_trace import step_spans
+from tests.codecs.conformance import encoded
+from tests.synthetic import gradient
+
+ODD: Sequence[Any] = (
+    *(None, True, False, -1, 0, 1, 3, 255, 1 << 31, 1 << 48, (1 << 63) - 1, 1 << 63, -(1 << 63), 1 << 64, 10**300),
+    *(
+        10**4000,
+        0.5,
+        -0.0,
+        1e308,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        "",
+        "\x1b[2J",
+        "\ud800",
+        "9" * 50,
+        "a" * 9000,
+    ),
+    *([], {}, [[]], [1] * 100, [10**4000] * 50, {"a": 1}, "runs", "zip", "raw", "same", "float32"),
+)
+_WORDS = [struct.pack("<q", n) for n in (-1, 0, 1, 6, -6, -3, 1 << 31, 1 << 62, -(1 << 62))]
+
+Parse = Callable[[bytes], object]
+
+
+class Parser(NamedTuple):
+    """A reader of bytes that others have written.
+
+    Attributes:
+        seeds: right inputs.
+        parse: reads one.
+        refuses: errors by which it refuses one; any other one is a defect.
+        sealed: changes an input so that its checksums are right again.
+    """
+
+    seeds: Sequence[bytes]
+    parse: Parse
+    refuses: tuple[type[Exception], ...] = ()
+    sealed: Callable[[bytes], bytes] = bytes
+
+
+# ---- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def mutated(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
+    """Return one of the seeds with changes, or noise."""
+    data = bytearray(chance.choice(seeds))
+    if chance.random() < 0.4 and (changed := _mutated_json(chance, bytes(data))) is not None:
+        return changed
+    for _ in range(chance.choice((1, 1, 2, 5))):
+        place = chance.randrange(len(data) + 1)
+        what = chance.randrange(8)
+        if what == 0:
+            del data[place:]
+        elif what == 1:
+            data[place:place] = chance.randbytes(chance.randrange(20))
+        elif what == 2:
+            data[place : place + 8] = chance.choice(_WORDS)
+        elif what == 3:
+            del data[place : place + chance.randrange(20)]
+        elif what == 4:
+            other = chance.choice(seeds)
+            data[place:] = other[chance.randrange(len(other) + 1) :]
+        elif what == 5:
+            data[:] = chance.randbytes(chance.randrange(200))
+        elif place < len(data):
+            data[place] ^= 1 << chance.randrange(8)
+    return bytes(data)
+
+
+def _mutated_json(chance: random.Random, data: bytes) -> bytes | None:
+    """Return the JSON in ``data`` with other values, and what is around it as it was; None: there is none."""
+    found = _json_in(data)
+    if found is None:
+        return None
+    value, begin, end = found
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        value = _replaced(chance, value)
+    return data[:begin] + json.dumps(value).encode() + data[end:]
+
+
+def _json_in(data: bytes) -> tuple[Any, int, int] | None:
+    """Return the first JSON in ``data``, where it begins, and where it ends; None: there is none."""
+    begin = min((place for place in (data.find(b"{"), data.find(b"[")) if place >= 0), default=-1)
+    try:
+        value, end = json.JSONDecoder().raw_decode(data.decode("latin-1"), begin)
+    except (ValueError, IndexError, RecursionError):
+        return None
+    return value, begin, end
+
+
+def _replaced(chance: random.Random, value: Any) -> Any:
+    if isinstance(value, (dict, list)) and value and chance.random() < 0.9:
+        copy = value.copy()
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key = chance.choice(keys)
+        if chance.random() < 0.1:
+            del copy[key]
+        else:
+            copy[key] = _replaced(chance, value[key])
+        return copy
+    return chance.choice(ODD)
+
+
+# ---- parsers --------------------------------------------------------------------------------------------------------
+
+
+def _source(data: bytes) -> Callable[[int], bytearray]:
+    place = 0
+
+    def take(nbytes: int) -> bytearray:
+        nonlocal place
+        if place + nbytes > len(data):
+            raise WireError("cut short")
+        place += nbytes
+        return bytearray(data[place - nbytes : place])
+
+    return take
+
+
+def _updates() -> Iterator[tuple[str, Parser]]:
+    first, second = (
+        Snapshot("0" * 16, i, {"w": gradient(300, i, torch.bfloat16), "b": torch.full((3, 2), i)}) for i in range(2)
+    )
+    made = [update.make(*pair) for pair in ((first, None), (second, first))]
+    seeds = [b"".join(each.parts) for each in made]
+
+    def sealed(data: bytes) -> bytes:
+        found = _json_in(data[12:])
+        end = 12 + (found[2] if found else 0)
+        return update._FRONT.pack(b"FLV1", end - 12, native.crc32c(data[12:end])) + data[12:]
+
+    def parse(data: bytes) -> object:
+        return update.read(_source(data), len(data), first)
+
+    yield "update", Parser(seeds, parse, (WireError,), sealed)
+    signed = [signing.seal(b"secret", each.parts[0]) + seed for each, seed in zip(made, seeds, strict=True)]
+
+    def parse_signed(data: bytes) -> object:
+        rest = data[signing.SIGNED_BYTES :]
+        check = signing.checks(b"secret", data[: signing.SIGNED_BYTES])
+        return update.read(_source(rest), len(rest), first, check)
+
+    yield "signed update", Parser(signed, parse_signed, (WireError,))
+
+
+def _folders(place: Path) -> Iterator[tuple[str, Parser]]:
+    facts: dict[str, object] = {"form": 1, "run": "0" * 16, "version": 3, "ended": False}
+    signed = {**facts, "began": 5}
+    signed["signature"] = signing.sign(b"secret", [*signed.values()])
+
+    def newest(secret: bytes | None) -> Parse:
+        def parse(data: bytes) -> object:
+            (place / "newest.json").write_bytes(data)
+            return folder.FolderSource(Place(place), secret)._newest()
+
+        return parse
+
+    seeds = [json.dumps(each).encode() for each in (facts, signed)]
+    yield "newest.json", Parser(seeds, newest(None), (WireError, ConfigError, OSError))
+    yield "signed newest.json", Parser(seeds, newest(b"secret"), (WireError, OSError))
+
+    def saved(data: bytes) -> object:
+        (place / "00000000.pt").write_bytes(data)
+        return checkpoint.load(place, 0)
+
+    checkpoint.save_delta({"w": gradient(100, 1, torch.bfloat16), "n": 3}, place)
+    yield "checkpoint", Parser([(place / "00000000.pt").read_bytes()], saved, (WireError,))
+
+    def status(data: bytes) -> object:
+        (place / "status.json").write_bytes(data)
+        from fusionlayer.cli.status import page
+
+        report = _report.read(place / "status.json")
+        with _silence():
+            return page(report)
+
+    _report.write(
+        _report.Report(1, "train.py", 2, Identity.own(), 5.0, 6.0, states=_rank_states(), past=((5.5, "a line"),)),
+        place / "status.json",
+    )
+
+    def trace(data: bytes) -> object:
+        (place / "trace.json").write_bytes(data)
+        with _silence():
+            return main(["trace", str(place / "trace.json")])
+
+    whole = json.dumps(step_spans(0, 0.0) + step_spans(1, 1000.0)).encode()
+    yield "timeline", Parser([whole, whole.replace(b"}, {", b"},\n{").replace(b"[{", b"[\n{")], trace)
+    yield "status", Parser([(place / "status.json").read_bytes()], status, (ConfigError,))
+
+
+class _Nowhere:
+    def write(self, text: str) -> int:
+        text.encode()  # as a terminal gets it
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def isatty(self) -> bool:
+        return False
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    with redirect_stdout(_Nowhere()), redirect_stderr(_Nowhere()):  # type: ignore[type-var]
+        yield
+
+
+def _rank_states() -> tuple[State, ...]:
+    recent = (Noted(7, "all_reduce of (10) float32", "train.py:3"), Noted(8, "barrier"))
+    channels = {"group 0": Channel((0, 1), 8, 7, "barrier", recent, {"0": 17})}
+    return tuple(
+        State(rank, Identity.own(), 3, waits=bool(rank), channels=channels, counts={"steps": 5.0, "bytes_sent": 1e9})
+        for rank in range(2)
+    )
+
+
+def _stores() -> Iterator[tuple[str, Parser]]:
+    mine, other = _rank_states()
+
+    def compare(data: bytes) -> object:
+        state = decode_state(data, 1, 2)
+        return None if state is None else judge({0: mine, 1: state}, {}, 2)
+
+    yield "state of a watcher", Parser([encode_state(other).encode()], compare)
+    call = Call("all_gather", (3, 4), (3, 4), None, "a step", "")
+    more = {"state": "failed", "heard": True, "ranks": [1], "text": "lost", "because": {"ranks": [0], "text": "why"}}
+    states = [_states.encode_state(3, 4, call, ((3, call),), more).encode()]
+    yield "state of a transport", Parser(states, lambda data: _states.decode_state(data, 2))
+    cause = _states.encode_cause([1], "it was lost").encode()
+    yield "cause", Parser([cause], lambda data: _states.decode_cause(data, 2))
+    identity = Identity.own().encode().encode()
+    yield "identity", Parser([identity], lambda data: Identity.decode(data).trouble(Identity.own()))
+
+
+def _desks() -> Iterator[tuple[str, Parser]]:
+    where = generation.Address("node", ("host", "10.0.0.1"), 29500, "token")
+    member = generation.Member("a", where, Identity.own().encode())
+    now = generation.Generation(3, (member, member), ("a",), 7, where, ())
+    told = generation.Report(now, 7, True)
+    refuses = (TransportError,)
+    yield "generation", Parser([now.encode().encode()], generation.Generation.decode, refuses)
+    yield "report of a member", Parser([told.encode().encode()], generation.Report.decode, refuses)
+    yield "member", Parser([generation.encode_member(member).encode()], generation.decode_member, refuses)
+
+
+def _messages() -> Iterator[tuple[str, Parser]]:
+    signature = requests.Signature("allreduce", dtypes=("float32",), shapes=((3, 4),), op="Sum")
+    asked = [requests.Request(3, "a", signature, (4,), b"data"), requests.Request(4, 7, signature)]
+    given = requests.Response("execute", (requests.Item(3, (1, 2), None), requests.Item(None, (), signature)))
+    yield (
+        "requests",
+        Parser([requests.Writer(9).write(asked)], lambda data: requests.Reader().read(data), (WireError,)),
+    )
+    yield "response", Parser([requests.write_response(given)], requests.read_response, (WireError,))
+    farewell = requests.write_farewell(requests.Reason("it ends", (1,)))
+    yield "farewell", Parser([farewell], requests.read_farewell, (WireError,))
+
+    def star_frames(data: bytes) -> object:
+        here, there = socket.socketpair()
+        with there:
+            connection = star.Connection(here)
+            there.sendall(data)
+            there.shutdown(socket.SHUT_WR)
+            while connection.received() is not None:
+                pass
+            connection.close()
+
+    frame = star._prefix(b"message") + b"message"
+    yield "star", Parser([frame, frame * 3, frame + star._prefix(b"x" * 5000) + b"x" * 5000], star_frames)
+
+    def greeting(data: bytes) -> object:
+        here, there = socket.socketpair()
+        with here, there:
+            there.sendall(data)
+            there.shutdown(socket.SHUT_WR)
+            return frames.greet(here, b"secret")
+
+    opening = frames.Greeting(b"secret").opening
+    yield "greeting", Parser([opening, opening + bytes(33)], greeting, (WireError, ConfigError, OSError))
+    yield (
+        "frame of a publisher",
+        Parser(
+            [frames.frame(frames.DATA, 70), frames.frame(frames.BEAT, 0)],
+            lambda data: frames.read_frame(data.ljust(frames.PREFIX_BYTES)[: frames.PREFIX_BYTES]),
+            (WireError,),
+        ),
+    )
+    facts = (None, None, None, 0, None, None, 1, b"h" * 66, 512, 1024, False, b"/torch_1_2", 3, b"e" * 64, True)
+    yield "device memory", Parser([_device_memory.pack(5, facts)], _device_memory.unpack, (OSError,))
+    message = encoded(codecs.get("int8"), torch.ones(40))
+    yield "header", Parser([message.numpy().tobytes()], Header.unpack, (WireError,))
+
+
+def _texts() -> Iterator[tuple[str, Parser]]:
+    plan = FusionPlan.build([[TensorInfo("a", 9, "float32", 4)]], 2, "int8", {"group": 64}, "two_shot", 16)
+
+    def parse_plan(data: bytes) -> object:
+        try:
+            data_or_error: object = records.parse(data.decode("utf-8", "replace"))
+        except yaml.YAMLError as error:
+            raise ConfigError(str(error)) from None
+        from fusionlayer.plan import _PlanFile
+
+        made = records.build(_PlanFile, data_or_error, "plan").plan
+        return made.check([TensorInfo("a", 9, "float32", 4)], 2)
+
+    yaml_texts = [
+        plan.to_bytes(),
+        b"version: 1\nworld_size: 1:30\nbuckets: [{a: 2001-01-01, b: !!int '3'}, 0x1f, .inf]\n",
+    ]
+    yield "plan", Parser(yaml_texts, parse_plan, (ConfigError,))
+
+
+def _codec_messages() -> Iterator[tuple[str, Parser]]:
+    x = gradient(300, 5)
+    for name in codecs.names():
+        codec = codecs.get(name).bare
+        try:
+            right = encoded(codec, x)
+            codec.decode(right, torch.empty(300))
+        except Exception:  # noqa: S112 - it needs a base, or ranks to agree with
+            continue
+
+        def parse(data: bytes, codec: Any = codec, nbytes: int = right.numel()) -> object:
+            payload = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")[:nbytes]), dtype=torch.uint8)
+            return codec.decode(payload, torch.empty(300))
+
+        yield f"messages of {name}", Parser([right.numpy().tobytes()], parse, (WireError,))
+
+
+def parsers(place: Path) -> dict[str, Parser]:
+    """Return all parsers; those of files keep them in the folder ``place``."""
+    makers = (_updates(), _folders(place), _stores(), _desks(), _messages(), _texts(), _codec_messages())
+    return {name: parser for maker in makers for name, parser in maker}
+
+
+# ---- trying ---------------------------------------------------------------------------------------------------------
+
+
+def attempt(parser: Parser, count: int, seed: int) -> list[tuple[bytes, str]]:
+    """Try ``count`` inputs; return those at which the parser raised what it should not, each with the traceback."""
+    chance = random.Random(seed)
+    wrong = []
+    for number in range(count):
+        data = mutated(chance, parser.seeds)
+        if number % 2:
+            data = parser.sealed(data)
+        try:
+            parser.parse(data)
+        except parser.refuses:
+            pass
+        except Exception:
+            wrong.append((data, traceback.format_exc()))
+    return wrong
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Try as many inputs as the command line says; return the exit status."""
+    count, seed = int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 1
+    # What takes memory by a number of the input fails.
+    resource.setrlimit(resource.RLIMIT_AS, (32 << 30, resource.RLIM_INFINITY))
+    failed = 0
+    with tempfile.TemporaryDirectory() as place:
+        every = parsers(Path(place))
+        for name, parser in every.items():
+            wrong = attempt(parser, -(-count // len(every)), seed)
+            print(f"{name}: {-(-count // len(every))} inputs, {len(wrong)} wrong", flush=True)
+            for data, trace in wrong[:3]:
+                print(f"  {data[:300]!r}\n{trace}", flush=True)
+            failed += bool(wrong)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
