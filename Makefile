@@ -18,7 +18,7 @@ TEST := $(VENV)/.test
 DEV := $(VENV)/.dev
 NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
 
-GPU_STAGES := build bytes nccl trainers race kernels steps bytes-all
+GPU_STAGES := build bytes nccl trainers race kernels bytes-all
 GPU_SELECTIONS := first second
 
 .DEFAULT_GOAL := help
@@ -127,7 +127,6 @@ gpu-nccl: ## two ranks on one GPU over NCCL: the bits of gloo in every trainer, 
 gpu-trainers: ## two ranks on one GPU over gloo learn what they learn without compression
 gpu-race: ## streams, launch order and memory under sanitizers
 gpu-kernels: ## speed of kernels as a share of a copy's
-gpu-steps: ## steps of training on one GPU
 gpu-bytes-all: ## the cases that gpu-bytes leaves out
 $(GPU_STAGES:%=gpu-%): gpu-%:
 	$(PYTHON) -m tests.gpu.stages $* --out $(GPU_RESULTS) $(ARGS)

@@ -2,15 +2,13 @@
 
     python -m benchmarks.plots benchmarks/results/*.json --out benchmarks/results/plots
 
-From results of ``benchmarks.training``: speed-up against bandwidth, what a step's time goes to, bytes sent. With
-results of ``benchmarks.convergence`` beside them: validation loss against time. Other result files are passed over.
+From results of ``benchmarks.training``: speed-up by bandwidth, and what a step's time goes to. Other result files are
+passed over.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.lab import Network
 from benchmarks.pages.found import load
 from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, NULL, PEERS
-from benchmarks.training.workloads import MODELS, Text
-from benchmarks.variants import OVERLAP
 from fusionlayer.cli import drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Setting", "breakdown", "bytes_sent", "draw", "main", "save", "settings_of", "speedup", "time_to_loss"]
+__all__ = ["Setting", "breakdown", "draw", "main", "save", "settings_of", "speedup"]
 
 Row = Mapping[str, Any]
 
@@ -159,74 +155,6 @@ def breakdown(setting: Setting, rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def bytes_sent(setting: Setting, rows: Sequence[Row]) -> Figure:
-    """Return the bytes that a host sends in each step, as its network device has counted them, the most first."""
-    link, group = _by_link(rows)[0]
-    group = [row for row in group if row["method"] not in ALWAYS or row["method"] == BASELINE]
-    group = sorted(group, key=lambda row: row["bytes_per_step"])
-    names = [row["method"] for row in group]
-    figure = drawing.figure(6.5, 1.2 + 0.2 * len(group))
-    axes = figure.subplots()
-    megabytes = [row["bytes_per_step"] / 1e6 for row in group]
-    axes.barh(names, megabytes, color=list(map(_colour, names)))
-    drawing.name_bars(axes, [f"{value:.3g}" for value in megabytes], megabytes)
-    axes.set(xlabel=f"sent by each host in a step at {link}, MB")
-    figure.suptitle(f"{setting.title}: what a step sends", x=0.01, ha="left")
-    _key(figure, {"fusionlayer": OURS, "torch and Horovod": THEIRS})
-    return figure
-
-
-def time_to_loss(setting: Setting, rows: Sequence[Row], curves: Mapping[str, Sequence[Row]]) -> Figure | None:
-    """Return validation loss against time: losses of convergence runs, each step as long as training has measured.
-
-    With ``overlap_forward`` the same values are computed, so the curve of the codec serves both. None if no method is
-    in both results.
-
-    Args:
-        setting: of ``rows``.
-        rows: training results of one setting.
-        curves: method -> its convergence runs, one for each seed.
-    """
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
-
-    seeds = max((len(runs) for runs in curves.values()), default=0)
-    sure = {method for method, runs in curves.items() if len(runs) == seeds}  # those with fewer seeds are left out
-    links = [
-        (link, [row for row in group if row["method"].removesuffix(OVERLAP) in sure]) for link, group in _by_link(rows)
-    ]
-    if not all(group for _, group in links):
-        return None
-    figure = drawing.figure(0.8 + 4.2 * len(links), 3.6)
-    panels = figure.subplots(1, len(links), squeeze=False, sharey=True)
-    used = {row["method"].removesuffix(OVERLAP) for _, group in links for row in group}
-    colours = dict(zip(sorted(used), itertools.cycle(drawing.PALETTE)))
-    goal = max(statistics.fmean(run["final"] for run in curves[method]) for method in used)
-    firsts = []
-    for axes, (link, group) in zip(panels[0], links, strict=True):
-        arrivals = {}
-        for row in group:
-            minutes = row["step_seconds"] / 60
-            kin = row["method"].removesuffix(OVERLAP)
-            steps, low, mean, high = _band(curves[kin])
-            reached = next(step for step, loss in zip(steps, mean, strict=True) if loss <= goal) * minutes
-            arrivals[reached] = row["method"]
-            x = [step * minutes for step in steps]
-            label = f"{row['method']}: {reached:.3g} min"
-            axes.plot(x, mean, ":" if kin != row["method"] else "-", label=label, color=colours[kin])
-            axes.fill_between(x, low, high, color=colours[kin], alpha=0.15, linewidth=0)
-        axes.axhline(goal, color="black", linewidth=0.8)
-        axes.set(title=link, xlabel="time of training, minutes", xscale="log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.minorticks_off()
-        axes.grid(axis="y")
-        _fastest_first(axes, f"until loss {goal:.3f}")
-        firsts.append(f"{arrivals[min(arrivals)]} at {link}")
-    panels[0][0].set_ylabel("validation loss\n(mean and range over seeds)")
-    figure.suptitle(f"{setting.title}: the first at loss {goal:.3f} is {', '.join(firsts)}", x=0.01, ha="left")
-    return figure
-
-
 def _fastest_first(axes: Axes, title: str) -> None:
     """Name the lines beside the panel, in the order of the minutes that their labels tell."""
     lines = sorted(
@@ -236,50 +164,15 @@ def _fastest_first(axes: Axes, title: str) -> None:
     axes.legend(handles=lines, title=title, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.5)
 
 
-def _band(runs: Sequence[Row]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return steps above 0, and the lowest, mean and highest loss of all runs at each."""
-    points: dict[float, list[float]] = {}
-    for run in runs:
-        for step, loss in run["losses"]:
-            if step:
-                points.setdefault(step, []).append(loss)
-    whole = {step: losses for step, losses in sorted(points.items()) if len(losses) == len(runs)}
-    losses = list(whole.values())
-    return list(whole), [min(at) for at in losses], [statistics.fmean(at) for at in losses], [max(at) for at in losses]
-
-
-def _same_training(setting: Setting, title: str) -> bool:
-    """Return whether a convergence result of this title trains what ``setting`` does."""
-    kind = MODELS.get(setting.model)
-    if kind is None or not issubclass(kind, Text):
-        return False
-    model = f"width {kind.config.width}, {kind.config.layers} layers"
-    workers = f"{setting.hosts * setting.workers} workers with batches of {kind.batch_size};"
-    return model in title and workers in title and "of AdamW" in title
-
-
 def draw(results: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     """Write all pictures that the result files' contents give into ``out``; return their paths."""
     training = [row for result in results for row in result["rows"] if "speedup" in row]
-    convergence = [result for result in results if all("losses" in row and "seed" in row for row in result["rows"])]
-    written: list[Path] = []
     with drawing.style():
-        for setting, rows in settings_of(training).items():
-            figures: dict[str, Figure | None] = {
-                "speedup": speedup(setting, rows),
-                "breakdown": breakdown(setting, rows),
-                "bytes": bytes_sent(setting, rows),
-            }
-            same = [result for result in convergence if _same_training(setting, result["title"])]
-            if same:
-                curves: dict[str, list[Row]] = {}
-                for row in same[-1]["rows"]:
-                    curves.setdefault(row["method"], []).append(row)
-                figures["time-to-loss"] = time_to_loss(setting, rows, curves)
-            written += [
-                save(figure, out / f"{name}_{setting.stem}") for name, figure in figures.items() if figure is not None
-            ]
-    return written
+        return [
+            save(figure(setting, rows), out / f"{figure.__name__}_{setting.stem}")
+            for setting, rows in settings_of(training).items()
+            for figure in (speedup, breakdown)
+        ]
 
 
 def save(figure: Figure, stem: Path) -> Path:

@@ -5,7 +5,7 @@
 
 Two cores that have nothing else to do take about half an hour; ``--smoke`` runs a little of everything in a minute,
 whatever else the machine does, and its figures mean nothing. Benchmarks that need long runs of their own
-(``benchmarks.convergence``) or a GPU are not among them.
+(``benchmarks.scoreboard``) or a GPU are not among them.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ def commands(smoke: bool, busy_ok: bool, out: Path) -> Iterator[tuple[str, ...]]
     else:
         for arguments in TRAINING:
             yield ("benchmarks.training", *arguments, *common)
-        yield ("benchmarks.ablation", *common)
         yield ("benchmarks.codec", "--out", str(out))
         yield ("benchmarks.collective", "--rounds", "3", "--codecs", "raw,bf16,int8,int4,topk", *common)
-    results = sorted(str(path) for theme in ("training", "convergence") for path in out.glob(f"{theme}*.json"))
+    results = sorted(map(str, out.glob("training*.json")))
     yield ("benchmarks.plots", *results, "--out", str(out / "plots"))
 
 

@@ -160,16 +160,13 @@ class Variant:
         """Return what is called in place of ``model``; all ranks call it together."""
         return DistributedDataParallel(model, process_group=_mesh()["host"].get_group()) if self.nodes else model
 
-    def wrap(
-        self, optimizer: Optimizer, model: nn.Module, codec: Codec | None = None, plan: str | None = None
-    ) -> Optimizer:
+    def wrap(self, optimizer: Optimizer, model: nn.Module, codec: Codec | None = None) -> Optimizer:
         """Return ``optimizer`` over ``model`` made distributed.
 
         Args:
             optimizer: of the model; AdamW with one group of parameters where momentum is sent.
             model: that is trained.
             codec: another object of the same kind, to be used in place of ``make_codec()``.
-            plan: file of a plan, to be used in place of a planner's.
         """
         if self.freeze_step is not None:
             (group,) = optimizer.param_groups
@@ -186,7 +183,6 @@ class Variant:
             codec=codec or (AUTO if self.codec == AUTO else self.make_codec()),
             fidelity=self.options.get("fidelity") if self.codec == AUTO else None,
             planner=self.planner,
-            plan=plan,
             algorithm="one_shot" if self.behind else self.algorithm,
             ahead=False if self.behind else None,
             feedback_bits=self.feedback_bits,

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.pages import figures, losses, tables
+from benchmarks.pages.found import RESULTS, load
 from fusionlayer.planning.losses import LossCost
 from tests.loops import looped
 from tests.tiers import exhaustive
@@ -93,6 +94,20 @@ def test_a_figure_of_the_page_of_results_is_near_one_of_the_files(monkeypatch: p
     monkeypatch.setattr(Path, "read_text", lambda path: stale if path == page else read(path))
     (problem,) = figures.strays(figures.read())
     assert "says '471.3 ms'" in problem
+
+
+OF_CHANGED_TREES = {"codec-gpu", "codec-gpu-choices", "one-launch"}
+"""Results of an H100 that nothing newer replaces."""
+
+
+def test_results_are_few_linked_and_of_clean_commits() -> None:
+    page = (RESULTS / "README.md").read_text()
+    paths = sorted(RESULTS.glob("*.json"))
+    assert 0 < len(paths) <= 90
+    assert {path.stem for path in paths} == {path.stem for path in RESULTS.glob("*_*.md")}
+    assert not [path.stem for path in paths if f"({path.stem}.md)" not in page], "link it, or remove it"
+    changed = {path.stem.split("_")[0] for path in paths if "dirty" in load(path).environment.commit}
+    assert changed == OF_CHANGED_TREES, "commit before you measure"
 
 
 @exhaustive(guarded_by="tests/test_pages.py::test_tables_and_figures_are_those_of_the_result_files")

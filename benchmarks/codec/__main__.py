@@ -9,8 +9,7 @@ One thread. Each round runs every row once, so that all of them see the same loa
 rounds of its rate divided by the copy's in that round. On CUDA a codec and type has rounds of its own. Rates are bytes
 read plus bytes written. On the CPU time is the process's own CPU time, on CUDA the time between two events around ten
 calls: as a graph, so that it is that of kernels and not of the host, unless a call has to wait for the device. Rows of
-lossless codecs have the ratio of a Gaussian's bytes to theirs; beside ``zip`` stand the same in torch and, where it is
-installed (``pip install zipnn``), ZipNN.
+lossless codecs have the ratio of a Gaussian's bytes to theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from torch import Tensor
 
 import fusionlayer as fl
 from benchmarks import driver
-from benchmarks.codec.others import torch_int4_rows, torch_zip_rows
 from benchmarks.codec.rows import Row, change_rows, codec_rows, dynamiq_rows, sparse_rows, two_level_rows
 from fusionlayer import native
 from fusionlayer.clock import DeviceClock
@@ -99,10 +97,6 @@ def _groups(args: argparse.Namespace, x: Tensor) -> Iterator[tuple[str, Maker]]:
             more = {"dynamiq": dynamiq_rows, "tlq_hs": two_level_rows, "delta": change_rows}
             if name in more:
                 yield f"more of {name}, {dtype}", partial(more[name], values)
-    if "int4" in args.codecs:
-        yield "int4 in torch", partial(torch_int4_rows, x)
-    if "zip" in args.codecs and "bfloat16" in args.dtypes:
-        yield "zip in torch", partial(torch_zip_rows, x.bfloat16())
     if args.sparse:
         yield "sparse verbs", partial(sparse_rows, x)
 

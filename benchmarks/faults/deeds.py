@@ -116,7 +116,6 @@ def flip(worker: Worker, at: int, seed: int) -> None:
         self._group = _Group(self._group, worker, at, seed)
 
     _gloo.GlooLink.__init__ = opened  # type: ignore[method-assign]
-    worker.undo.append(lambda: setattr(_gloo.GlooLink, "__init__", inner))
 
 
 def flip_bucket(worker: Worker, number: int, seed: int) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import hashlib
-import itertools
 import os
 import signal
 import tempfile
@@ -15,7 +13,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,24 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fusionlayer as fl
 from fusionlayer.transport import _gloo, heartbeat
 
 from .deeds import DEEDS, await_child, set_link
 from .fronts import make_front
-from .job import Deed, Job, Phase
+from .job import Job, Phase
 
-__all__ = ["EVERY", "SOAK", "Worker", "run"]
-
-SOAK = "soak"
-"""Name of the front that is all of ``SOAKED``, in turns."""
-
-SOAKED = ("optimizer:int8", "ddp:raw", "hvd:int8", "functional:int8", "sharded:int8", "group:int8", "optimizer:topk")
-EVERY = 20
-"""Jobs between two measurements."""
-
-FAULT_EVERY = 5
-"""One job of so many has a fault. It shares no divisor with the number of fronts."""
+__all__ = ["Worker", "run"]
 
 
 class Worker:
@@ -50,7 +36,6 @@ class Worker:
         job: what all ranks do.
         rank: this one.
         facts: what is told at the end besides.
-        undo: takes back what deeds have changed in this process.
         children: processes that it has forked.
         change_last: one bit of the last parameter is to be changed before the digest is made.
         flip_bucket: number of the sum of plain DDP in which a bit is to be flipped, and a seed of the bit.
@@ -59,7 +44,6 @@ class Worker:
     def __init__(self, job: Job, rank: int, controller: Connection) -> None:
         self.job, self.rank = job, rank
         self.facts: dict[str, Any] = {}
-        self.undo: list[Callable[[], None]] = []
         self.children: list[int] = []
         self.change_last = False
         self.flip_bucket: tuple[int, int] | None = None
@@ -89,13 +73,6 @@ class Worker:
         with self._lock:
             self._controller.send(("at", time.monotonic(), phase))
         return self._controller.recv()
-
-    def begin(self, job: Job) -> None:
-        """Begin another job in this process: nothing that was done to the last one stays."""
-        while self.undo:
-            self.undo.pop()()
-        self.job = job
-        self._seen.clear()
 
     def tell(self, kind: str, **details: Any) -> None:
         """Tell the controller how this rank has ended."""
@@ -128,7 +105,7 @@ def run(job: Job, rank: int, controller: Connection) -> None:
     _watch(worker)
     warnings.showwarning = lambda message, *_: worker.facts.setdefault("warned", []).append(str(message))
     try:
-        digest = soak(worker) if job.front == SOAK else train(worker)
+        digest = train(worker)
     except BaseException as error:
         worker.tell("raised", **_described(error))
         if job.quick:
@@ -164,39 +141,6 @@ def train(worker: Worker) -> str:
         for child in worker.children:
             worker.facts["child"] = await_child(child, worker.job.timeout / 2, 2.5 * worker.job.timeout)
         worker.children.clear()
-
-
-def soak(worker: Worker) -> str:
-    """Do jobs one after the other in this process, some of them with a fault, until the controller says that it is
-    enough; between some of them the controller measures.
-    """
-    shape = worker.job
-    for number in itertools.count():
-        if number % EVERY == 0 and not worker.ask(Phase("measured", number)):
-            return ""
-        front = SOAKED[number % len(SOAKED)]
-        deeds = tuple(replace(deed, rank=number // FAULT_EVERY % shape.world) for deed in _fault(number))
-        worker.begin(replace(shape, front=front, deeds=deeds))
-        try:
-            train(worker)
-        except Exception:  # the mistake that a rank was told to make, and what the others make of it
-            if not deeds:
-                raise
-            worker.facts["told"] = worker.facts.get("told", 0) + 1
-        fl.shutdown()
-        gc.collect()
-    raise AssertionError
-
-
-def _fault(number: int) -> tuple[Deed, ...]:
-    if number % FAULT_EVERY:
-        return ()
-    faults = (
-        Deed(0, Phase("backward", 1), "raise"),
-        Deed(0, Phase("start"), "flip", {"at": 20, "seed": number}),
-        Deed(0, Phase("forward", 1), "dawdle", {"seconds": 0.0}),
-    )
-    return (faults[number // FAULT_EVERY % len(faults)],)
 
 
 def _watch(worker: Worker) -> None:

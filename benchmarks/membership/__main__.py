@@ -1,7 +1,6 @@
 """Workers of an elastic job are killed and others come, while it trains.
 
     python -m benchmarks.membership --out benchmarks/results
-    python -m benchmarks.membership --soak 30 --out benchmarks/results
 
 Four workers train with ``fl.init(elastic=True)``. Every few seconds one of them is killed by SIGKILL, in turn the one
 that has rank 0, and the others after it; a moment later a new process joins. Then the same job makes as many steps
@@ -10,12 +9,6 @@ undisturbed, once more with another seed, which tells how far losses differ anyw
 Each worker waits some milliseconds in each step as if a device computed, so that steps do not get faster with a worker
 less on few cores. New processes fork from a server that has imported torch: what a host does until a worker can join is
 no part of this. The stall of a worker is what the step in which the members change takes longer than the median step.
-
-`--torchft` trains the same workload by torchft's DDP in f32, undisturbed and under the same kills.
-
-`--soak` kills so many minutes, and measures after each arrival what the two workers keep that have been there longest:
-after the first kill, of rank 0, these lead the job and follow, and the other two are killed in turn. Beside the memory
-of the process it tells what malloc has given out, and what malloc keeps free between that.
 """
 
 from __future__ import annotations
@@ -26,9 +19,7 @@ import os
 import signal
 import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -36,16 +27,10 @@ from typing import Any
 from benchmarks import driver
 from benchmarks.arguments import count, one_of
 from benchmarks.faults.isolation import leave
-from benchmarks.faults.soak import growth, kept_by
-from benchmarks.report import table
 from benchmarks.training.workloads import MODELS
-from fusionlayer.elastic import Generation
-from fusionlayer.elastic.desk import reach
 from fusionlayer.processes import Identity
 
-from .summary import heap_of, row_of, scaled
-from .torchft_worker import lighthouse
-from .torchft_worker import main as work_with_torchft
+from .summary import row_of, scaled
 from .worker import FIRST
 from .worker import main as work
 
@@ -64,16 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=count(), default=20, help="workers that are killed, one after the other (20)")
     parser.add_argument("--every", type=float, default=2.5, help="seconds from one kill to the next (2.5)")
     parser.add_argument("--after", type=float, default=1.0, help="seconds until another comes (1)")
-    parser.add_argument("--torchft", action="store_true", help="the job under torchft, if torchft-nightly is installed")
-    parser.add_argument("--soak", type=float, default=0.0, help="minutes: measure what workers that stay keep")
     parser.add_argument("--pause", type=float, default=20.0, help="milliseconds that a step waits (20)")
     driver.add_options(parser, timed=True, smoke=True)
     options = parser.parse_args(arguments)
     kills, every, after = (2, 2.0, 1.0) if options.smoke else (options.kills, options.every, options.after)
     environment = driver.begin(options, FIRST)
     _context.set_forkserver_preload(["benchmarks.membership.worker"])
-    if options.soak:
-        return _soak(options, environment, every, after)
     rows: list[dict[str, Any]] = []
     steps = _TIMED_SMOKE if options.smoke else _TIMED
     # The name of each job, its kills, its seed, and its steps; None: as many as that with kills.
@@ -86,54 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("undisturbed", 0, 0, None),
         ("undisturbed, another seed", 0, 1, None),
     )
-    if options.torchft:
-        jobs = (("undisturbed, before", 0, 0, steps), ("kills", kills, 0, None), ("undisturbed, after", 0, 0, steps))
     as_kills: int | None = None
     for name, number, seed, last in jobs:
         elastic = not name.startswith("not elastic")
         lines, events = run(
-            *(options.model, seed, number, every, after, options.pause / 1000, last or as_kills, elastic),
-            worker=work_with_torchft if options.torchft else work,
+            *(options.model, seed, number, every, after, options.pause / 1000, last or as_kills, elastic)
         )
         rows.append(row_of(name, lines, events))
         if number:
             as_kills = max(line["end"] for written in lines.values() for line in written if "end" in line)
-    how = "torchft" if options.torchft else "int4"
-    title = f"{kills} of {FIRST} workers are killed, one every {every:g} s, and others come: {options.model}, {how}"
+    title = f"{kills} of {FIRST} workers are killed, one every {every:g} s, and others come: {options.model}, int4"
     shown = [{key: value for key, value in row.items() if key != "events"} for row in rows]
-    theme = "membership-torchft" if options.torchft else "membership"
-    more = [] if options.torchft else [scaled(rows)]
-    driver.finish(options, theme, title, environment, rows, shown, more=more)
+    driver.finish(options, "membership", title, environment, rows, shown, more=[scaled(rows)])
     return 0
-
-
-def _soak(options: Namespace, environment: dict[str, Any], every: float, after: float) -> int:
-    """Kill and start workers for so many minutes; write what those who stay keep."""
-    samples: list[dict[str, Any]] = []
-    kills = max(4, int(60 * (0.2 if options.smoke else options.soak) / every))
-
-    def measure(folder: Path, number: int) -> None:
-        leader = Generation.decode((folder / "roster").read_text()).members[0]
-        found = {"changes": 2 * (number + 1), "keys of the leader's desk": reach(leader.desk, 10.0).num_keys()}
-        for pid, name in zip(_pids(folder), ("the leader", "a follower"), strict=False):
-            found |= kept_by(pid, name) | heap_of(folder / f"{pid}.jsonl", name)
-        samples.append(found)
-
-    lines, events = run(options.model, 0, kills, every, after, options.pause / 1000, None, True, _sparing_two, measure)
-    row = row_of("soak", lines, events)
-    title = f"What workers that stay keep of {kills} that are killed and {kills} that come: {options.model}, int4"
-    shown = [growth(quantity, samples, "changes") for quantity in samples[0] if quantity != "changes"]
-    job = table("The job", [{key: value for key, value in row.items() if key != "events"}])
-    driver.finish(options, "membership-soak", title, environment, [*samples, row], shown, more=[job])
-    return int(row["changes with other bits"] > 0)
-
-
-def _each_in_turn(number: int) -> int:
-    return number % FIRST
-
-
-def _sparing_two(number: int) -> int:
-    return 0 if number == 0 else 2 + number % 2
 
 
 def run(
@@ -145,9 +91,6 @@ def run(
     pause: float,
     last: int | None,
     elastic: bool,
-    place_of: Callable[[int], int] = _each_in_turn,
-    measure: Callable[[Path, int], None] | None = None,
-    worker: Callable[..., None] = work,
 ) -> tuple[dict[int, list[dict[str, Any]]], list[dict[str, Any]]]:
     """Run one job; return what each worker has written, by its process, and when whom the job lost and got.
 
@@ -158,19 +101,14 @@ def run(
         pause: seconds that a step waits.
         last: the step after which the job ends; None: some steps after the last change.
         elastic: whether it may lose workers.
-        place_of: the rank that is killed, by the number of the kill.
-        measure: called after each arrival, with the folder of the job and the number of the kill.
-        worker: what each process runs.
     """
     events: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if worker is work_with_torchft:
-            stack.enter_context(lighthouse(folder))
         workers: list[BaseProcess] = []
 
         def start() -> BaseProcess:
-            started = _context.Process(target=worker, args=(name, len(workers), model, seed, pause, elastic))
+            started = _context.Process(target=work, args=(name, len(workers), model, seed, pause, elastic))
             started.start()
             workers.append(started)
             return started
@@ -182,18 +120,13 @@ def run(
             begun = time.monotonic()
             for number in range(kills):
                 _sleep_until(begun + number * every)
-                place = place_of(number)
-                alive = [each.pid for each in workers if each.is_alive()]
-                victim = _pids(folder)[place] if worker is work else alive[place]
-                assert victim is not None
+                place = number % FIRST
                 events.append({"what": "kill", "at": time.monotonic(), "rank": place})
-                os.kill(victim, signal.SIGKILL)
+                os.kill(_pids(folder)[place], signal.SIGKILL)
                 _sleep_until(begun + number * every + after)
                 events.append({"what": "join", "at": time.monotonic()})
                 comer = start()
                 _await(lambda comer=comer: _steps(folder, comer) > 0, workers)  # type: ignore[misc]
-                if measure is not None:
-                    measure(folder, number)
             if last is None:
                 _sleep_until(begun + kills * every)
                 last = max(_steps(folder, each) for each in workers) + 20

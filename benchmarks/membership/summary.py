@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table
 
-__all__ = ["heap_of", "row_of", "scaled", "stalls_of"]
+__all__ = ["row_of", "scaled", "stalls_of"]
 
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
 
@@ -92,13 +90,6 @@ def stalls_of(lines: Lines) -> dict[str, list[float]]:
 
 def _largest(lines: Lines) -> int:
     return max((line["size"] for written in lines.values() for line in written if "size" in line), default=0)
-
-
-def heap_of(path: Path, name: str) -> dict[str, float]:
-    """Return what malloc has given out in a process, told by ``name``, and keeps free, as it has written last."""
-    lines = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
-    given, free = [line["heap"] for line in lines if line.get("heap")][-1]
-    return {f"given out by malloc of {name}, MB": given / 2**20, f"free in malloc of {name}, MB": free / 2**20}
 
 
 def scaled(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import time
@@ -25,7 +24,6 @@ TIMEOUT = 30.0
 _VALIDATED = 16
 _COMPARED = 2
 """Steps of a generation after which a worker tells its bits. Others may have made the first one before they changed."""
-_MALLINFO = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
 
 
 def main(folder: str, rank: int, model: str, seed: int, pause: float, elastic: bool) -> None:
@@ -72,7 +70,6 @@ def main(folder: str, rank: int, model: str, seed: int, pause: float, elastic: b
             if told < _COMPARED:
                 told += 1
                 line["digest"] = digest_of(net)
-                line["heap"] = _heap()
             log.write(json.dumps(line) + "\n")
         log.write(json.dumps({"end": step, "digest": digest_of(net), "validation": validation(net, model)}) + "\n")
     fl.shutdown()
@@ -91,18 +88,3 @@ def digest_of(net: nn.Module) -> int:
     for x in net.state_dict().values():
         value = zlib.crc32(x.detach().numpy().tobytes(), value)
     return value
-
-
-class _Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO]
-
-
-def _heap() -> list[int] | None:
-    """Return the bytes that malloc has given out, mapped ones included, and those that it keeps free; glibc 2.33."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        return None
-    mallinfo.restype = _Mallinfo
-    found = mallinfo()
-    return [found.uordblks + found.hblkhd, found.fordblks]

@@ -34,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 TRAINING, CONVERGENCE, SGD = "training-gpt-2x1", "convergence-gpt-2x1-adamw", "convergence-gpt-2x1-sgd"
 SCOREBOARD = "scoreboard-gpt-2x1-adamw"
-"""A later round on the same machine, with the kernel of ``onebit``; not of all methods."""
 CODECS = (
     *("bf16", "int8", "int4", "mxfp4", "topk", "dgc", "sidco"),
     *("dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto"),

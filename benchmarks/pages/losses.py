@@ -1,7 +1,7 @@
 """The table of measured losses by which ``fusionlayer plan --fidelity local`` chooses.
 
-It has what result files of ``benchmarks.convergence`` and ``benchmarks.scoreboard`` say of trainings with AdamW: each
-codec with its default options, with local steps or without.
+It has what result files named scoreboard or convergence say of trainings with AdamW: each codec with its default
+options, with local steps or without.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ TRAININGS = (
 def costs() -> list[LossCost]:
     """Return what result files say, ordered by codec and period."""
     finals: dict[int, dict[str, dict[int, tuple[float, str]]]] = defaultdict(lambda: defaultdict(dict))
-    # Of files of one day those come last that are last by name. Those of code before a change do not count.
-    files = [path for path in RESULTS.glob("*.json") if "-before_" not in path.stem]
-    for path in sorted(files, key=lambda path: (path.stem.rsplit("_", 1)[1], path.stem)):
+    # Of files of one day those come last that are last by name.
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: (path.stem.rsplit("_", 1)[1], path.stem)):
         for training, method, seed, final in _finals(path):
             finals[training][method][seed] = final, path.stem
     found: dict[tuple[str, str | None, int], LossCost] = {}

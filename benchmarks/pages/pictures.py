@@ -7,18 +7,13 @@ from dataclasses import fields
 
 from matplotlib.figure import Figure
 
-from benchmarks import ablation, hops, interfaces, missing, plots, sharded_losses
+from benchmarks import plots
 from benchmarks.collective.cell import Cell, Row
 from benchmarks.collective.picture import draw_shares
 from benchmarks.faults import summary as faults
-from benchmarks.lab import Flap, Network
-from benchmarks.pages.found import CONVERGENCE, RESULTS, SCOREBOARD, TRAINING, end, result, rows, speedup, the
+from benchmarks.pages.found import CONVERGENCE, RESULTS, SCOREBOARD, TRAINING, end, rows, speedup, the
 from benchmarks.pages.tables import HEADLINE
 from benchmarks.scoreboard.picture import picture as scoreboard
-from benchmarks.sharded import __main__ as sharded
-from benchmarks.simulate.picture import draw as projections
-from benchmarks.tensor_parallel import __main__ as tensor_parallel
-from benchmarks.zipped import __main__ as zipped
 from fusionlayer.cli import drawing
 
 __all__ = ["FOLDER", "PICTURES"]
@@ -50,19 +45,9 @@ def headline() -> Figure:
     return figure
 
 
-def _training(draw: Callable[[plots.Setting, list[plots.Row]], Figure], theme: str) -> Figure:
-    ((setting, found),) = plots.settings_of(rows(theme)).items()
-    return draw(setting, found)
-
-
-def _time_to_loss() -> Figure:
+def _training(draw: Callable[[plots.Setting, list[plots.Row]], Figure]) -> Figure:
     ((setting, found),) = plots.settings_of(rows(TRAINING)).items()
-    curves: dict[str, list[plots.Row]] = {}
-    for row in rows(CONVERGENCE):
-        curves.setdefault(row.method, []).append(row)
-    figure = plots.time_to_loss(setting, found, curves)
-    assert figure is not None
-    return figure
+    return draw(setting, found)
 
 
 def _links() -> Figure:
@@ -74,25 +59,9 @@ def _links() -> Figure:
     return draw_shares([(cell, [Row(**{name: row[name] for name in names}) for row in found])])
 
 
-def _interfaces() -> Figure:
-    rates = [word.rstrip(":") for word in result("interfaces").title.split() if "mbit" in word]
-    flap = Flap(1, "eth1", 12.0, 24.0)
-    return interfaces.draw(rows("interfaces")[0].samples, Network(2, interfaces=tuple(rates)), flap)
-
-
 TITLES = {
-    "simulate-gpt-far": "Steps on long and lossy links, projected and measured",
-    "ablation-gpt-2x1": "Planners that fuse wait less than wfbp, which sends every tensor by itself",
     "faults": "What is attacked tells so, and rightly, or trains on",
-    "hops": "Each hop of a ring adds an error, two_shot adds none (grey: other methods)",
-    "interfaces": "Both interfaces are used, one carries on alone, and the other is used again",
     "links": "One connection fills a tenth of a long link that loses packets, sixteen fill it",
-    "missing": "Top-k behind fusion sends nothing of many tensors, with feedback of fewer",
-    "sharded-2x2": "Sharded training: sdp4bit sends least and makes the most steps",
-    "sharded-losses": "Four bits both ways end near f32, weights themselves in 4 bits do not",
-    "tensor-parallel-2x1": "Compressed activations make more steps; cutting them into pieces does not",
-    "zipped": "Zipping pays for large messages, and the switcher mostly finds out where",
-    "zipped-late": "All-to-all when one rank is late: design 2 has the least left to do",
 }
 """What these pictures show, as the results of November 2026 are; read them again when there are newer ones."""
 
@@ -104,26 +73,10 @@ def _titled(name: str, figure: Figure) -> Figure:
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "headline": headline,
-    **{
-        f"{name}_{theme}": lambda draw=draw, theme=theme: _training(draw, f"training-{theme}")
-        for name, draw in (("speedup", plots.speedup), ("breakdown", plots.breakdown), ("bytes", plots.bytes_sent))
-        for theme in ("gpt-2x1", "gpt-2x2", "resnet-4x1")
-    },
-    "time-to-loss_gpt-2x1": _time_to_loss,
+    "speedup_gpt-2x1": lambda: _training(plots.speedup),
+    "breakdown_gpt-2x1": lambda: _training(plots.breakdown),
     "scoreboard-gpt-2x1-adamw": lambda: scoreboard(rows(SCOREBOARD, kind="score")),
-    "ablation-gpt-2x1": lambda: _titled("ablation-gpt-2x1", ablation.picture(rows("ablation-gpt-2x1"), "gpt, dgc")),
     "faults": lambda: _titled("faults", faults.picture(rows("faults"))),
-    "hops": lambda: _titled("hops", hops.picture(rows("hops"))),
-    "interfaces": lambda: _titled("interfaces", _interfaces()),
     "links": lambda: _titled("links", _links()),
-    "missing": lambda: _titled("missing", missing.picture(rows("missing"), 0.01)),
-    "sharded-2x2": lambda: _titled("sharded-2x2", sharded.picture(rows("sharded-2x2"))),
-    "sharded-losses": lambda: _titled(
-        "sharded-losses", sharded_losses.curves(rows("sharded-losses"), result("sharded-losses").title)
-    ),
-    "simulate-gpt-far": lambda: _titled("simulate-gpt-far", projections(rows("simulate-gpt-far"))),
-    "tensor-parallel-2x1": lambda: _titled("tensor-parallel-2x1", tensor_parallel.picture(rows("tensor-parallel-2x1"))),
-    "zipped": lambda: _titled("zipped", zipped.ratios([row for row in rows("zipped") if "size" in row])),
-    "zipped-late": lambda: _titled("zipped-late", zipped.designs([row for row in rows("zipped") if "split" in row])),
 }
 """The files of ``benchmarks/results/plots``, without their ending, and what draws them."""

@@ -155,7 +155,7 @@ def _arrival(row: Record | None, level: int) -> str:
 
 def losses() -> Lines:
     """Final losses, beside DDP of the same seeds."""
-    yield "method", "seeds", "final validation loss", "beside DDP, by seed"
+    yield "method", "seeds", "final validation loss", "difference from DDP, by seed"
     ddp = {row.seed: row.final for row in rows(CONVERGENCE, method="ddp")}
     for method in dict.fromkeys(row.method for row in rows(CONVERGENCE)):
         mine = rows(CONVERGENCE, method=method)
@@ -186,25 +186,11 @@ def tensor_parallel() -> Lines:
         yield name, *cells
 
 
-def instructions() -> Lines:
-    """What each CUDA kernel is made of, and what holds it."""
-    archs = ("sm_80", "sm_90", "sm_100")
-    yield "codec", "verb", "type", *archs, "bytes", "held by", "of copy", "registers"
-    for row in rows("instructions"):
-        reached = f"{100 * row['of copy']:.0f} %" if isinstance(row["of copy"], float) else row["of copy"]
-        counts = []
-        for arch in archs:
-            each = row[f"message, {arch}"]
-            counts.append(f"{row[arch]:.1f}" + (f" + 8 x {each:.1f}" if isinstance(each, float) else ""))
-        dtype = {"float32": "f32", "bfloat16": "bf16"}[row.dtype]
-        yield row.codec, row.verb, dtype, *counts, f"{row.bytes:.2f}", row.bound, reached, row.registers
-
-
 TABLES: dict[str, Callable[[], Lines]] = {
     function.__name__: function
     for function in (
         *(headline, scoreboard, training, time_to_loss, arrivals, losses),
-        *(horovod, tensor_parallel, instructions),
+        *(horovod, tensor_parallel),
     )
 }
 

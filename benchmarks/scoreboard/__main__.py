@@ -26,7 +26,6 @@ from typing import Any
 
 from benchmarks import driver, peers
 from benchmarks.arguments import comma_separated, count, one_of
-from benchmarks.convergence import Settings
 from benchmarks.lab import why_not
 from benchmarks.report import table
 
@@ -37,6 +36,7 @@ from .methods import METHODS, NODES, QUICK, check
 from .methods import why_not as impossible
 from .picture import picture
 from .records import Found, Records, read
+from .settings import Settings
 from .summary import checks, columns, overview, scores
 
 PARTS = ("losses", "steps", "none")
@@ -55,15 +55,20 @@ def main() -> int:
 
 def _make_quick(options: argparse.Namespace, records: Path) -> None:
     """Change the options to a tiny scoreboard, whose records are thrown away and whose figures mean nothing."""
-    options.model, options.steps, options.methods, options.seeds = "small", QUICK_STEPS, options.methods or QUICK, (0,)
+    options.model, options.steps, options.methods, options.seeds = (
+        "gpt-small",
+        QUICK_STEPS,
+        options.methods or QUICK,
+        (0,),
+    )
     options.networks, options.rounds, options.records, options.busy_ok = (QUICK_LINK,), 1, records, True
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     settings = SETUPS[options.model].settings(options.model, *options.hosts, options.steps)
     methods = _available(options.methods or METHODS[settings.optimizer] + (NODES if settings.hosts else ()))
-    found = Found(settings, SETUPS[options.model].training)
-    folder = options.records / settings.theme.replace("convergence", "scoreboard")
+    found = Found(settings)
+    folder = options.records / settings.theme
     if folder.exists() and any(folder.glob("*.json")) and not options.resume:
         parser.error(f"{folder} has records; go on with --resume, or choose another --records")
     try:
@@ -135,7 +140,7 @@ def _report(options: argparse.Namespace, settings: Settings, environment: Any, f
     ]
     if compared := checks(found):
         more.append(table("Minutes of all steps, computed and measured as a whole", compared))
-    theme = options.theme or settings.theme.replace("convergence", "scoreboard")
+    theme = options.theme or settings.theme
     pictures = {theme: lambda: picture(rows)} if any(row["link"] and row["minutes"][-1] for row in rows) else {}
     driver.finish(
         options, theme, title, environment, [*rows, *found.rows()], overview(rows), more=more, pictures=pictures

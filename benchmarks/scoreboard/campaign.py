@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import driver
-from benchmarks.convergence import Settings
-from benchmarks.convergence.running import Point, train
-from benchmarks.convergence.tasks import TASKS
 from benchmarks.lab import Network, why_not
 from benchmarks.quiet import pressure, refuse_if_busy
 from benchmarks.training.cell import Cell
 from benchmarks.training.launching import run_cell
 from benchmarks.training.methods import select
 from benchmarks.training.summary import readings, rows
+from benchmarks.training.workloads import MODELS, make_workload
 
 from .links import Link
 from .methods import losses_of, phases
 from .records import Found, Records
+from .running import Point, train
+from .settings import Settings
 
 __all__ = ["SETUPS", "Setup", "cells", "expected_seconds", "measure", "run_losses", "run_steps", "runs"]
 
@@ -33,31 +33,27 @@ TIMEOUT = 3600.0
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, in the words of both benchmarks, and how.
+    """What is trained, for steps and for losses, and how.
 
     Attributes:
-        training: the model's name in ``benchmarks.training``; that in ``benchmarks.convergence`` is the setup's own.
         parameters: of the model.
-        batch_size: of each worker.
         optimizer: of ``METHODS``.
         steps: by default.
         learning_rate: at the end of its warm-up.
         every: steps between two looks at the loss: a twelfth of all, so that looks cost a tenth of the training.
     """
 
-    training: str
     parameters: int
-    batch_size: int
     optimizer: str
     steps: int
     learning_rate: float
     every: int
 
     def settings(self, model: str, hosts: int, workers: int, steps: int | None) -> Settings:
-        """Return what ``benchmarks.convergence`` is to train.
+        """Return what is to be trained for its losses.
 
         Args:
-            model: the setup's name.
+            model: its name.
             hosts: number of hosts.
             workers: on each host.
             steps: None for as many as by default.
@@ -65,7 +61,7 @@ class Setup:
         return Settings(
             model,
             hosts * workers,
-            self.batch_size,
+            MODELS[model].batch_size,
             steps or self.steps,
             self.learning_rate,
             self.every if steps is None else max(1, steps * self.every // self.steps),
@@ -75,11 +71,11 @@ class Setup:
 
 
 SETUPS = {
-    "gpt": Setup("gpt", 10_893_312, 2, "AdamW", 600, 1e-3, 50),
-    "small": Setup("gpt-small", 834_304, 2, "AdamW", 600, 1e-3, 50),
-    "resnet": Setup("resnet", 1_226_442, 32, "SGD", 300, 0.02, 25),
+    "gpt": Setup(10_893_312, "AdamW", 600, 1e-3, 50),
+    "gpt-small": Setup(834_304, "AdamW", 600, 1e-3, 50),
+    "resnet": Setup(1_226_442, "SGD", 300, 0.02, 25),
 }
-"""By the model's name in ``benchmarks.convergence``."""
+"""By the model's name."""
 
 
 def runs(methods: Iterable[str], seeds: Iterable[int], found: Found) -> list[tuple[str, int]]:
@@ -117,13 +113,12 @@ def expected_seconds(
 
 def _computing(settings: Settings) -> float:
     """Return the seconds of one step of computing, the shortest of three."""
-    task = TASKS[settings.model]
-    task.load()
-    network, data, threads = task.model(), torch.Generator().manual_seed(0), torch.get_num_threads()
+    workload = make_workload(settings.model, 0, 0)
+    network, data, threads = workload.model(), torch.Generator().manual_seed(0), torch.get_num_threads()
     torch.set_num_threads(1)  # as each worker has
     took = []
     for _ in range(3):
-        inputs, targets = task.sample(settings.batch_size, data)
+        inputs, targets = workload.sample(settings.batch_size, data)
         start = time.perf_counter()
         network(inputs, targets).backward()
         took.append(time.perf_counter() - start)
@@ -190,9 +185,8 @@ def run_steps(
             if path is None:
                 continue
             methods, _ = select(names)
-            training = SETUPS[settings.model].training
             cell = Cell(
-                *(training, hosts, settings.workers // hosts, link.rate, tuple(methods), rounds), delay=link.delay
+                *(settings.model, hosts, settings.workers // hosts, link.rate, tuple(methods), rounds), delay=link.delay
             )
             refuse_if_busy(busy_ok, settings.workers)
             before = pressure()

@@ -1,8 +1,7 @@
 """What was measured so far: a small file for each run, so that a campaign can be interrupted and go on.
 
 A record has the form of a result file: a title, the environment, and rows. Two kinds of rows are known: the losses of
-one method with one seed, as ``benchmarks.convergence`` writes them, and the steps of one method on one link, as
-``benchmarks.training`` does.
+one method with one seed, and the steps of one method on one link, as ``benchmarks.training`` writes them.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import Settings
 from benchmarks.pages.found import load
 from benchmarks.report import Environment
+
+from .settings import Settings
 
 __all__ = ["Found", "Records", "read"]
 
@@ -33,7 +33,6 @@ class Found:
 
     Args:
         settings: what was trained; rows of other trainings are passed over.
-        training: the name that ``benchmarks.training`` has for the model.
 
     Attributes:
         losses: (method, seed) -> row.
@@ -41,9 +40,8 @@ class Found:
         measured: (method, link, seed) -> row, of runs that were timed as a whole.
     """
 
-    def __init__(self, settings: Settings, training: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._training = training
         self.losses: dict[tuple[str, int], Row] = {}
         self.steps: dict[tuple[str, str], Row] = {}
         self.measured: dict[tuple[str, str, int], Row] = {}
@@ -67,7 +65,7 @@ class Found:
 
     def _is_mine(self, row: Row) -> bool:
         layout = f"{row['hosts']}x{row['workers']}"
-        return bool(row["model"] == self._training and layout == self._settings.layout)
+        return bool(row["model"] == self._settings.model and layout == self._settings.layout)
 
     def __len__(self) -> int:
         return len(self.losses) + len(self.steps) + len(self.measured)

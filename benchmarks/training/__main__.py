@@ -21,7 +21,7 @@ from benchmarks.report import table, write
 
 from .cell import Cell
 from .launching import run_cell
-from .methods import all_methods, select
+from .methods import BASELINE, all_methods, select
 from .summary import columns, readings, rows
 from .workloads import MODELS
 
@@ -30,7 +30,9 @@ def main() -> int:
     """Run the command line; return the exit status."""
     parser, options = _parse()
     try:
-        methods, absent = select(options.methods)
+        methods, absent = select([*(options.methods or ("all",)), options.baseline])
+        if options.baseline not in methods:
+            parser.error(f"--baseline {options.baseline}: it is not among the methods")
         link = {"delay": options.delay, "loss": options.frame_loss, "congestion": options.congestion}
         networks = [Network(options.hosts, rate, **link) for rate in options.rates]
     except ValueError as error:
@@ -51,6 +53,7 @@ def main() -> int:
             delay=network.delay,
             loss=network.loss,
             congestion=options.congestion,
+            baseline=options.baseline,
         )
         refuse_if_busy(options.busy_ok, hosts * workers)
         _say(f"{cell}: {len(methods)} methods, {cell.rounds} rounds")
@@ -71,8 +74,9 @@ def main() -> int:
 
 def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     methods = "\n".join(f"  {name:14} {about}" for name, about in all_methods().items())
+    sharded = "fsdp, fsdp:WEIGHTS/GRADIENTS+bf16+flat and zero:WEIGHTS/GRADIENTS: sharded training"
     parser = driver.make_parser(
-        "training", __doc__, epilog=f"methods, beside the words all, peers, codecs and overlap:\n{methods}"
+        "training", __doc__, epilog=f"methods, and the words all, peers, codecs and overlap:\n{methods}\n  {sharded}"
     )
     parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained (default gpt)")
     parser.add_argument("--hosts", type=count(), default=2, help="number of hosts (default 2)")
@@ -93,6 +97,7 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--congestion", default="reno", help="control of TCP, such as bbr (default reno)")
     parser.add_argument("--theme", help="first part of the result files' names (default: training, model and hosts)")
     parser.add_argument("--methods", type=comma_separated(str), help="comma-separated (default: all)")
+    parser.add_argument("--baseline", default=BASELINE, help=f"the method that others are compared with ({BASELINE})")
     parser.add_argument("--rounds", type=count(), default=8, help="turns of each method (default 8)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and order (default 0)")
     driver.add_options(parser, timed=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["Cell", "Measured", "Round"]
 
@@ -20,10 +19,10 @@ class Cell:
         methods: names of methods; "alone" and "ddp" are among them.
         rounds: turns that each method gets.
         seed: of weights, data and the order of methods in each round.
-        plans: files of fusion plans by the methods that are to use them.
         delay: of every frame between two hosts, half of a round trip, such as "25ms"; None: not delayed.
         loss: chance of a frame between two hosts to be lost.
         congestion: control of TCP.
+        baseline: the method that others are compared with.
     """
 
     model: str
@@ -33,10 +32,10 @@ class Cell:
     methods: tuple[str, ...]
     rounds: int
     seed: int = 0
-    plans: Mapping[str, str] = field(default_factory=dict)
     delay: str | None = None
     loss: float = 0.0
     congestion: str = "reno"
+    baseline: str = "ddp"
 
     def __str__(self) -> str:
         delay = f", {self.delay} each way" if self.delay else ""

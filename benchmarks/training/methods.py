@@ -33,7 +33,15 @@ PEERS = {
 
 def about(method: str) -> str:
     """Return what a method is, in words; ``ValueError`` if there is none of that name."""
+    if _is_sharded(method):
+        from .sharded_replica import Sharding
+
+        return Sharding.parse(method).about
     return PEERS.get(method) or Variant.parse(method).about
+
+
+def _is_sharded(method: str) -> bool:
+    return method.startswith(("fsdp", "zero:"))
 
 
 def all_methods() -> dict[str, str]:
@@ -93,8 +101,8 @@ def select(words: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
 
 def _check(word: str, known: list[str]) -> None:
     try:
-        Variant.parse(word)
+        about(word)
     except ValueError as error:
-        if SEPARATOR in word:
+        if SEPARATOR in word or _is_sharded(word):
             raise
         raise ValueError(f"unknown method {word!r}; {nearest(word, known)}") from error

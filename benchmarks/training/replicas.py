@@ -160,12 +160,16 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def make_replica(method: str, workload: Workload, plan: str | None = None) -> Replica:
-    """Return a new replica for ``method``, with a file of a plan if it has one; all ranks call it together."""
+def make_replica(method: str, workload: Workload) -> Replica:
+    """Return a new replica for ``method``; all ranks call it together."""
     if method.startswith("horovod"):
         from .horovod_replica import HorovodReplica
 
         return HorovodReplica(method, workload)
+    if method.startswith(("fsdp", "zero:")):
+        from .sharded_replica import ShardedReplica, Sharding
+
+        return ShardedReplica(workload, Sharding.parse(method))
     model, optimizer = workload.begin()
     if method == COMPUTE:
         return Trainee(workload, model, optimizer)
@@ -175,7 +179,7 @@ def make_replica(method: str, workload: Workload, plan: str | None = None) -> Re
         return Trainee(workload, wrapper, optimizer, note=f"{method}: buckets of {megabytes} MB")
     if (name := BASELINE if method == NULL else method) in PEERS:
         return Attachment(workload, name, attach(name, model, optimizer, POWERSGD_START))
-    return _fusionlayer(method, workload, model, optimizer, plan)
+    return _fusionlayer(method, workload, model, optimizer)
 
 
 class Attachment(Trainee):
@@ -228,20 +232,20 @@ class Streaming(Trainee):
         super().rest()
 
 
-def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer, plan: str | None) -> Replica:
+def _fusionlayer(method: str, workload: Workload, model: nn.Module, optimizer: Optimizer) -> Replica:
     variant, clock = Variant.parse(method), Clock()
     kind: type[Trainee] = Overlapped if variant.overlap else Waiting
     if variant.sync is not None:
         kind = Streaming if getattr(variant.sync, "overlaps", False) else Trainee
-    if plan is not None or variant.codec == AUTO:
-        replica = kind(workload, variant.place(model), variant.wrap(optimizer, model, plan=plan))
+    if variant.codec == AUTO:
+        replica = kind(workload, variant.place(model), variant.wrap(optimizer, model))
     else:
         codec = timed(variant.make_codec(), f"{method} (timed)", clock)
         replica = kind(workload, variant.place(model), variant.wrap(optimizer, model, codec), clock)
     replica.period = variant.cycle
     if isinstance(replica, Streaming):
         replica.lead = variant.cycle
-    if plan is None and variant.measures:
+    if variant.measures:
         replica.warm_up = MEASURED_STEPS
     return replica
 

@@ -35,8 +35,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a result row for each method, with all that is known: seconds, bytes, ratios over ``ddp``, every round.
 
-    ``speedup`` compares each round with the same round of ``ddp``; ``faster`` is a claim: there are enough rounds, and
-    all of the interval is above 1 and above that of the null row, which differs from ``ddp`` in nothing.
+    ``speedup`` compares each round with the same round of the cell's baseline; ``faster`` is a claim: there are enough
+    rounds, and all of the interval is above 1 and above that of the null row, which differs from ``ddp`` in nothing.
     ``bound_seconds`` is the time below which no overlap gets a step that sends these bytes: that of computing or that
     of sending, whichever is longer. The bytes are those of the network device, so headers are among them and the full
     rate of the link applies.
@@ -48,13 +48,13 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
     """
     compute = statistics.median(turn.seconds for turn in measured[COMPUTE].rounds)
     rate = Network(cell.hosts, cell.rate, isolated=cell.hosts > 1).bits_per_second
-    null_high = interval(_ratios(measured, NULL))[1]
+    null_high = interval(_ratios(measured, NULL, BASELINE))[1]
     steps = min(len(one.losses) for one in measured.values())
     found = []
     for method, one in measured.items():
         seconds = statistics.median(turn.seconds for turn in one.rounds)
         sent = statistics.median(turn.sent for turn in one.rounds)
-        ratios = _ratios(measured, method)
+        ratios = _ratios(measured, method, cell.baseline)
         low, high = interval(ratios)
         wire = sent * 8 / rate if rate else 0.0
         bound = max(compute, wire)
@@ -71,6 +71,7 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
                 "frame_loss": cell.loss,
                 "congestion": cell.congestion,
                 "method": method,
+                "baseline": cell.baseline,
                 "about": about(method),
                 "note": one.note,
                 "step_seconds": seconds,
@@ -104,8 +105,8 @@ def rows(cell: Cell, measured: Mapping[str, Measured], pressure: Mapping[str, An
     return found
 
 
-def _ratios(measured: Mapping[str, Measured], method: str) -> list[float]:
-    rounds = zip(measured[BASELINE].rounds, measured[method].rounds, strict=True)
+def _ratios(measured: Mapping[str, Measured], method: str, baseline: str) -> list[float]:
+    rounds = zip(measured[baseline].rounds, measured[method].rounds, strict=True)
     return [base.seconds / turn.seconds for base, turn in rounds]
 
 
@@ -116,7 +117,7 @@ def columns(row: Mapping[str, Any]) -> dict[str, str]:
     return {
         "method": row["method"],
         "step, ms": f"{row['step_seconds'] * 1e3:.1f}",
-        "over ddp": f"{speedup['median']:.2f}",
+        f"over {row['baseline']}": f"{speedup['median']:.2f}",
         "95 %": f"{speedup['low']:.2f}..{speedup['high']:.2f}",
         "faster": "yes" if row["faster"] else "",
         "MB sent": f"{row['bytes_per_step'] / 1e6:.3f}",

@@ -48,7 +48,7 @@ def measure(cell: Cell) -> dict[str, Measured]:
     workload = make_workload(cell.model, cell.seed, fl.rank())
     players: dict[str, Player] = {}
     for method in cell.methods:
-        players[method] = Player(make_replica(method, workload, cell.plans.get(method)))
+        players[method] = Player(make_replica(method, workload))
         seconds = players[method].warm_up()
         _say(f"{method}: warmed up, {seconds * 1e3:.0f} ms a step, {players[method].steps} steps a turn")
     for number in range(cell.rounds):

@@ -25,9 +25,15 @@ class Workload(ABC):
 
     Attributes:
         name: what ``make_workload`` calls it.
+        words: what is trained.
+        batch_size: examples of a worker's step.
+        pieces: number of examples that are held out.
     """
 
     name: ClassVar[str]
+    words: ClassVar[str]
+    batch_size: ClassVar[int]
+    pieces: ClassVar[int]
 
     def __init__(self, seed: int, rank: int) -> None:
         self.seed = seed
@@ -58,7 +64,7 @@ class Workload(ABC):
 
     def _batch_of(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
         number = (self.seed * 10_007 + rank + 1) * 1_000_003 + step
-        return self._batch(torch.Generator().manual_seed(number))
+        return self.sample(self.batch_size, torch.Generator().manual_seed(number))
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -68,14 +74,21 @@ class Workload(ABC):
     def _model(self) -> nn.Module: ...
 
     @abstractmethod
-    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]: ...
+    def sample(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return ``count`` random examples to train on: inputs and targets."""
+
+    @abstractmethod
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Return the ``pieces`` examples that no training sees, always the same."""
 
 
 class Text(Workload):
     """A GPT on the sources of Python's standard library, two pieces of text for each worker."""
 
     name = "gpt"
+    words = "GPT of width 384, 6 layers and context 128"
     batch_size = 2
+    pieces = 64
     config = Config(width=384, layers=6, heads=6, context=128, tied=False)
 
     def __init__(self, seed: int, rank: int) -> None:
@@ -89,26 +102,32 @@ class Text(Workload):
         """Return AdamW."""
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self._corpus.sample(self.batch_size, self.config.context, generator)
+    def sample(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return self._corpus.sample(count, self.config.context, generator)
+
+    def held_out(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return self._corpus.validate(self.pieces, self.config.context)
 
 
 class SmallText(Text):
     """The same with the GPT of the examples."""
 
     name = "gpt-small"
+    words = "GPT of width 128, 4 layers and context 64"
     config = Config()
 
 
 class Digits(Workload):
-    """A ResNet on scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, 32 for each worker.
+    """A ResNet on scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, 32 for each worker; every sixth is held out.
 
     Its batch normalization keeps running means. DDP broadcasts rank 0's before every forward unless told not to, and
     that is left as it is; other methods leave each worker its own.
     """
 
     name = "resnet"
+    words = "ResNet of 1.2 million parameters on digits"
     batch_size = 32
+    pieces = 300
 
     def __init__(self, seed: int, rank: int) -> None:
         super().__init__(seed, rank)
@@ -117,8 +136,9 @@ class Digits(Workload):
         except ImportError:
             raise SystemExit("the model resnet trains on scikit-learn's digits; pip install scikit-learn") from None
         digits = load_digits()
-        self._pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-        self._labels = torch.tensor(digits.target)
+        pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        labels, held = torch.tensor(digits.target), torch.arange(len(pictures)) % 6 == 0
+        self._train, self._held = (pictures[~held], labels[~held]), (pictures[held], labels[held])
 
     def _model(self) -> nn.Module:
         return ResNet()
@@ -127,9 +147,13 @@ class Digits(Workload):
         """Return SGD with momentum."""
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
-    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        chosen = torch.randint(len(self._labels), (self.batch_size,), generator=generator)
-        return self._pictures[chosen], self._labels[chosen]
+    def sample(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: D102
+        pictures, labels = self._train
+        chosen = torch.randint(len(labels), (count,), generator=generator)
+        return pictures[chosen], labels[chosen]
+
+    def held_out(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return self._held
 
 
 MODELS: dict[str, type[Workload]] = {kind.name: kind for kind in (Text, SmallText, Digits)}

@@ -14,7 +14,6 @@ from textwrap import dedent
 import torch
 import yaml
 
-from benchmarks.pages import tables
 from fusionlayer import allocations, cli, codecs, collectives, config, launch
 from fusionlayer.cli import environment, fusionrun
 from fusionlayer.codecs import Codec, PartsCodec, StatefulCodec, TensorState, VariableSizeCodec
@@ -354,7 +353,7 @@ def kernels() -> str:
         name = re.search(r"\b(fl_\w+)\(", declaration)
         if name:
             rows.append([f"`{name[1]}`", _plain(comment).rstrip(".")])
-    page = as_page(
+    return as_page(
         "# Kernels",
         "Codecs compute in a core of C++17 behind a C ABI. One library for the CPU holds drivers for AVX-512, AVX2\n"
         "and plain x86-64, and chooses when it is loaded; one for CUDA holds the kernels. Both are compiled from the\n"
@@ -370,22 +369,11 @@ def kernels() -> str:
         "`encode` and `decode` are those of the codec in `spec`.",
         table(["function", "what it does"], rows),
         "## What the CUDA kernels are made of",
-        "Machine instructions of a thread for each element, counted in what nvcc makes\n"
-        "(`python -m benchmarks.instructions`): those of the elements, and in a sum of eight those of each message\n"
-        "besides. Bytes are read and written for each element; for `recode` they are those of nine messages. A\n"
-        "kernel is held by whichever takes longer on an H100: to issue its instructions, or to move its bytes at the\n"
-        "rate of a copy. Latency, which this does not show, holds decoders and sums of many messages below either.\n"
-        "The share of copy's rate was measured on an H100, of whole calls: of `thc`, `dynamiq`, `zip` and\n"
-        "`rans` they have more than this kernel. `not run` stands where the kernel is newer than that measurement.\n"
-        "Registers are those of the library for the three architectures; no kernel spills one to memory. Not counted\n"
-        "are kernels whose instructions depend on the data: those of sparse codecs, `delta`, decoding of `zip`, and\n"
-        "the one that writes its escapes, which reads the planes of codes and those elements alone. The blocks of\n"
-        "`zip` are counted for regions whose exponents are a window.\n"
-        "Before `tahquant` writes codes, a kernel chooses coarse tokens; with `coarse=0` it does not run.\n"
-        "Sums in one launch are not in the table: they run those of encoding, summing and decoding.",
-        "<!-- table: instructions -->\n<!-- end of table -->",
+        "A kernel is limited by whichever takes longer: to issue its instructions, or to move its bytes at the rate\n"
+        "of a copy. [Instructions](../benchmarks/results/instructions_intel-r-xeon-r-processor_2026-11-26.md) of a\n"
+        "thread for each element were counted in what nvcc makes for sm_80, sm_90 and sm_100. No kernel spills a\n"
+        "register to memory.",
     )
-    return tables.fill(page)
 
 
 def _plain(comment: str) -> str:

@@ -110,7 +110,7 @@ def follow(what: str, items: Collection[T], name: Callable[[T], object] = str) -
     """Yield the items; before one that comes ten seconds or more after the last line, tell how far that is.
 
     Args:
-        what: name of the work, such as "benchmarks.missing".
+        what: name of the work, such as "losses".
         items: each of which takes about equally long.
         name: of an item, in a few words.
     """

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.torch_suite import OURS, PEER, verdicts
 from tests.tiers import exhaustive
+
+from .torch_suite import OURS, PEER, verdicts
 
 pytestmark = [
     pytest.mark.medium,
@@ -26,7 +27,7 @@ PARTS = (
     "test_DistributedDataParallel_requires_grad",
     "test_ddp_logging_data_cpu",
 )
-"""Parts of the names of some tests of each kind; ``python -m benchmarks.torch_suite`` runs all."""
+"""Parts of the names of some tests of each kind; ``("",)`` runs all."""
 DIFFER = {
     "test_isend_autograd_profiler",
     "test_isend_torch_profiler",

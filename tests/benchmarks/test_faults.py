@@ -14,18 +14,12 @@ import pytest
 
 from benchmarks.faults import __main__ as command
 from benchmarks.faults.attacks import ATTACKS, FRONTS, controls, kill
-from benchmarks.faults.cost import lines
 from benchmarks.faults.deeds import await_child
 from benchmarks.faults.fronts import PLAIN
 from benchmarks.faults.job import Outcome, Phase
 from benchmarks.faults.ports import Scanner, listening
-from benchmarks.faults.soak import growth
-from benchmarks.faults.soak import main as soak
 from benchmarks.faults.summary import picture, table_of
 from benchmarks.faults.verdict import FAILURES, GOALS, Expected, blamed, judge
-from benchmarks.training.cell import Measured
-from benchmarks.training.cell import Round as Turn
-from benchmarks.variants import Variant
 from tests.tiers import DRAWS, long
 
 RIGHT = ["same"] * 3
@@ -125,31 +119,6 @@ def test_all_points_of_all_fronts_are_attacked() -> None:
     assert not DRAWS or len(picture([row]).axes) == 2
 
 
-@pytest.mark.short
-def test_a_growth_is_a_slope_after_warm_up() -> None:
-    samples = [{"jobs": 20 * i, "keys": 7 + (100 if i < 20 else i % 2), "files": 20 * i} for i in range(100)]
-    keys, files = growth("keys", samples), growth("files", samples)
-    assert files["growth in 1000 jobs"] == "+1e+03 [+1e+03..+1e+03]" and keys["first"] == "7"
-    low, high = map(float, keys["growth in 1000 jobs"].partition("[")[2].strip("]").split(".."))
-    assert low < 0 < high < 5
-
-
-@pytest.mark.short
-def test_a_cost_is_within_rounds() -> None:
-    def turns(*seconds: float) -> Measured:
-        return Measured(1, tuple(Turn(each, 0.0, 0.0, None, None, None) for each in seconds), (), True)
-
-    seconds = {
-        "int8": (0.1, 0.202, 0.4),
-        "int8+unchecked": (0.1, 0.2, 0.4),
-        "ddp": (1.0,) * 3,
-        "ddp-again": (1.01,) * 3,
-    }
-    rows = lines("loopback", ["int8"], {method: turns(*each) for method, each in seconds.items()})
-    assert [row["cost, %"] for row in rows] == ["+0.00 [+0.00..+1.00]", "+1.00 [+1.00..+1.00]"]
-    Variant.parse("int8+unchecked")
-
-
 @long(guarded_by="tests/benchmarks/test_faults.py::test_the_judge_tells_good_from_bad")
 @pytest.mark.medium
 def test_what_is_bad_on_purpose_is_judged_so() -> None:
@@ -173,11 +142,3 @@ def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     rows = json.loads(result.read_text())["rows"]
     assert len(rows) == sum(theme.few for theme in ATTACKS.values()) and PLAIN in {row["front"] for row in rows}
     assert (tmp_path / "plots" / "faults.svg").exists()
-
-
-@long(guarded_by="tests/benchmarks/test_faults.py::test_a_growth_is_a_slope_after_warm_up")
-@pytest.mark.medium
-def test_a_little_soak(capfd: pytest.CaptureFixture[str]) -> None:
-    assert soak(["--smoke"]) == 0
-    out = capfd.readouterr().out
-    assert "| keys of the store " in out and "| threads of rank 2 " in out

@@ -77,21 +77,3 @@ def test_a_little_of_it_runs(tmp_path: Path) -> None:
     rough = kills["events"]
     assert rough["kills without a change"] == 0 and rough["members at the end"] == [4] and rough["ended"] == 4
     assert rough["workers"] == 6 and all(row["events"]["ended"] == 4 for row in rows)
-
-
-@pytest.mark.medium
-@long(
-    guarded_by="tests/elastic/test_lifetimes.py::test_what_a_generation_has_used_is_freed_without_the_collector_of_cycles"
-)
-def test_a_tiny_soak_measures_what_two_workers_keep(tmp_path: Path) -> None:
-    assert main(["--smoke", "--soak", "1", "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("membership-soak_*.json")
-    *samples, row = json.loads(path.read_text())["rows"]
-    assert [sample["changes"] for sample in samples] == [2 * (number + 1) for number in range(len(samples))]
-    assert len(samples) >= 4 and row["changes with other bits"] == 0 and row["events"]["ended"] == 4
-    for sample in samples:
-        for what in ("memory", "given out by malloc", "free in malloc"):
-            assert all(sample[f"{what} of {name}, MB"] > 0 for name in ("the leader", "a follower"))
-    # None of them is a newcomer: those are killed, and what they keep would say nothing.
-    kept = [f"{what} of {name}" for what in ("descriptors", "threads") for name in ("the leader", "a follower")]
-    assert all(max(sample[key] for sample in samples) < 1.5 * samples[0][key] + 10 for key in kept), samples

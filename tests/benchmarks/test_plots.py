@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.short, needs("matplotlib")]
 
 SETTING = Setting("gpt", 2, 1)
-TITLE = "Convergence: GPT of width 384, 6 layers and context 128; 2 workers with batches of 2; 100 steps of AdamW"
 
 
 def training_row(method: str, seconds: float, rate: str | None = "100mbit") -> dict[str, Any]:
@@ -38,20 +37,10 @@ def training_row(method: str, seconds: float, rate: str | None = "100mbit") -> d
     }
 
 
-def run(method: str, seed: int, losses: list[tuple[int, float]]) -> dict[str, Any]:
-    return {"method": method, "seed": seed, "losses": [list(at) for at in losses], "final": losses[-1][1]}
-
-
 ROWS = [
     training_row(method, 4.0 * 0.96**place, rate)
     for rate in ("1gbit", "100mbit")
     for place, method in enumerate(all_methods())
-]
-RUNS = [
-    run("ddp", 0, [(0, 5.0), (50, 3.0), (100, 2.0)]),
-    run("ddp", 1, [(0, 5.0), (50, 3.4), (100, 2.2)]),
-    run("int8", 0, [(0, 5.0), (50, 2.4), (100, 2.3)]),
-    run("int8", 1, [(0, 5.0), (50, 2.6), (100, 2.1)]),
 ]
 
 
@@ -117,58 +106,6 @@ def test_breakdown_adds_up_to_the_step() -> None:
         assert_apart(figure, [*axes.texts, *axes.get_yticklabels()])
 
 
-def test_bytes_are_those_of_the_slowest_link() -> None:
-    figure = plots.bytes_sent(
-        SETTING, [training_row("alone", 0.1), training_row("ddp", 4.0), training_row("int8", 1.0)]
-    )
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == ["10", "40"]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["int8", "ddp"]
-
-
-def test_time_to_loss() -> None:
-    rows = [
-        training_row("ddp", 6.0),
-        training_row("int8", 3.0),
-        training_row("int8+overlap", 1.5),
-        training_row("fp16", 2),
-    ]
-    curves = {"ddp": RUNS[:2], "int8": RUNS[2:]}
-    figure = plots.time_to_loss(SETTING, rows, curves)
-    assert figure is not None
-    (axes,) = figure.axes
-    legend = axes.get_legend()
-    assert legend is not None
-    assert legend.get_title().get_text() == "until loss 2.200"  # the mean end of int8; ddp ends lower
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["int8+overlap: 2.5 min", "int8: 5 min", "ddp: 10 min"], "the fastest first"
-    assert axes.get_lines()[0].get_path().vertices[:, 1] == pytest.approx([3.2, 2.1])
-    assert_apart(figure, [*legend.get_texts(), *axes.get_xticklabels()])
-    assert plots.time_to_loss(SETTING, rows[3:], curves) is None
-
-
-@pytest.mark.parametrize(
-    ("setting", "title", "same"),
-    [
-        (SETTING, TITLE, True),
-        (Setting("gpt", 1, 2), TITLE, True),
-        (Setting("gpt", 2, 2), TITLE, False),
-        (Setting("gpt-small", 2, 1), TITLE, False),
-        (Setting("resnet", 2, 1), TITLE, False),
-        (SETTING, TITLE.replace("batches of 2;", "batches of 20;"), False),
-    ],
-)
-def test_loss_is_drawn_only_where_the_same_was_trained(
-    setting: Setting, title: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{**row, "model": setting.model, "hosts": setting.hosts, "workers": setting.workers} for row in ROWS]
-    saved: list[str] = []
-    monkeypatch.setattr(plots, "save", lambda figure, stem: saved.append(stem.name))
-    plots.draw([{"title": title, "rows": RUNS}, {"title": "Training", "rows": rows}], tmp_path)
-    kinds = ["speedup", "breakdown", "bytes", *(["time-to-loss"] if same else [])]
-    assert saved == [f"{kind}_{setting.stem}" for kind in kinds]
-
-
 @exhaustive(guarded_by="tests/benchmarks/test_plots.py::test_speedup_has_every_method_with_its_interval")
 def test_the_command_writes_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -177,7 +114,7 @@ def test_the_command_writes_pictures(
     result.write_text(json.dumps({"title": "Training", "rows": ROWS}))
     monkeypatch.setattr(sys, "argv", ["plots", str(result), "--out", str(tmp_path / "plots")])
     assert plots.main() == 0
-    assert len(capsys.readouterr().out.split()) == 3
+    assert len(capsys.readouterr().out.split()) == 2
     assert "</svg>" in (tmp_path / "plots/speedup_gpt-2x1.svg").read_text()
 
 

@@ -15,9 +15,6 @@ import pytest
 
 import fusionlayer as fl
 from benchmarks import peers
-from benchmarks.convergence import Settings
-from benchmarks.convergence.running import Point
-from benchmarks.convergence.worker import evaluations
 from benchmarks.scoreboard import __main__ as command
 from benchmarks.scoreboard import campaign
 from benchmarks.scoreboard.campaign import SETUPS
@@ -25,7 +22,10 @@ from benchmarks.scoreboard.links import LINKS, Link
 from benchmarks.scoreboard.methods import LOCAL, METHODS, check, phases
 from benchmarks.scoreboard.picture import picture, shown
 from benchmarks.scoreboard.records import Found, Records, read
+from benchmarks.scoreboard.running import Point
+from benchmarks.scoreboard.settings import Settings
 from benchmarks.scoreboard.summary import checks, columns, levels, mean_curve, overview, reached, scores
+from benchmarks.scoreboard.worker import evaluations
 from benchmarks.training.worker import steps_of_turn
 from benchmarks.variants import Variant
 from fusionlayer.cli import drawing
@@ -53,7 +53,7 @@ def steps(method: str, link: Link, seconds: float, hosts: int = 2) -> dict[str, 
 
 
 def found(*rows: dict[str, Any], hardware: str = "Abacus") -> Found:
-    it = Found(SETTINGS, "gpt")
+    it = Found(SETTINGS)
     it.take("another training", {"hardware": hardware, "commit": "abc", "torch": "2"}, rows)
     return it
 
@@ -268,7 +268,7 @@ class TestCampaign:
         status, done = go("--methods", "ddp,int8", "--merge", str(theirs), *out)
         assert (status, done) == (0, [("int8", 0), ("int8", 1)])
         (result,) = (tmp_path / "out").glob("scoreboard-gpt-2x1-adamw_*.json")
-        again = Found(SETTINGS, "gpt")
+        again = Found(SETTINGS)
         read([result], again)
         assert set(again.losses) == {("ddp", 0), ("ddp", 1), ("int8", 0), ("int8", 1)}
         assert {row["kind"] for row in json.loads(result.read_text())["rows"]} == {"score", "losses"}
@@ -301,10 +301,10 @@ class TestCampaign:
         path = tmp_path / "result.json"
         path.write_text(json.dumps({"title": "another", "environment": {}, "rows": [longer]}))
         with pytest.raises(ValueError, match="has nothing of this training"):
-            read([path], Found(SETTINGS, "gpt"))
+            read([path], Found(SETTINGS))
         path.write_text("[]")
         with pytest.raises(ValueError, match="is no result file"):
-            read([path], Found(SETTINGS, "gpt"))
+            read([path], Found(SETTINGS))
 
     def test_times_of_two_machines_do_not_mix(
         self, go: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -363,9 +363,9 @@ def test_a_small_scoreboard_from_end_to_end(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "demo is left out: " in done.stderr
-    (result,) = tmp_path.glob("scoreboard-small-2x1-adamw_*.json")
+    (result,) = tmp_path.glob("scoreboard-gpt-small-2x1-adamw_*.json")
     rows = {row["method"]: row for row in json.loads(result.read_text())["rows"] if row["kind"] == "score"}
     assert set(rows) == {"ddp", "int4", "accelerate-local"}
     assert rows["ddp"]["minutes"][-1] == pytest.approx(12 * rows["ddp"]["step_seconds"] / 60)
     assert 6 < rows["ddp"]["bytes_per_step"] / rows["accelerate-local"]["bytes_per_step"] < 10, "one of eight steps"
-    assert (tmp_path / "plots/scoreboard-small-2x1-adamw.svg").exists()
+    assert (tmp_path / "plots/scoreboard-gpt-small-2x1-adamw.svg").exists()

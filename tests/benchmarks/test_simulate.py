@@ -1,35 +1,20 @@
-"""Profiles are measured, and projections compared with measured steps."""
+"""Projections are compared with measured steps."""
 
 from __future__ import annotations
 
 import json
-import math
-import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.report import Environment
-from benchmarks.simulate.__main__ import main
-from benchmarks.simulate.links import predicted_calls, read_calls
-from benchmarks.simulate.measure import measure
-from benchmarks.simulate.sums import predicted_sums
-from benchmarks.simulate.validate import compare, read_cells, summarize
-from benchmarks.simulate.worker import Job
-from benchmarks.unequal import BY_SHARES, EQUAL
+from benchmarks.simulate import compare, main, read_cells, summarize
 from fusionlayer.errors import ConfigError
-from fusionlayer.planning.cluster import Cluster, Scenario
-from fusionlayer.planning.collective_phases import exchange_phases
-from fusionlayer.planning.cost_model import Curve
+from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
-from tests.examples.places import needs_namespaces
 from tests.loops import looped
 from tests.planning.profiles import write_example
-from tests.tiers import DRAWS, long
 
 
 @pytest.fixture
@@ -42,85 +27,8 @@ def cell(method: str, seconds: float, rate: str | None = "1gbit", hosts: int = 2
     return {**facts, **more}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["simulate", *map(str, arguments)])
-    return main()
-
-
-def call(operation: str, codec: str = "raw", **more: Any) -> dict[str, Any]:
-    link = {"rate": "100mbit", "delay": "25ms", "loss": 0.0005, "congestion": "reno", "world": 2}
-    return {"operation": operation, "codec": codec, "size": 1 << 20, "seconds": [1.0], **link, **more}
-
-
-@pytest.mark.short
-class TestLinks:
-    def predicted(self, path: Path, *rows: dict[str, Any]) -> list[float]:
-        return [row["predicted ms"] / 1e3 for row in predicted_calls(rows, Profile.from_yaml(path))]
-
-    def test_a_call_is_an_agreement_and_its_messages(self, path: Path) -> None:
-        profile = Profile.from_yaml(path)
-        over_gloo, over_two = (
-            Scenario("100mbit", rtt=0.05, loss=0.0005, connections=count).cluster(profile, 2) for count in (None, 2)
-        )
-
-        def seconds(cluster: Cluster) -> float:
-            assert cluster.connections is not None
-            after_a_pause = replace(cluster, connections=replace(cluster.connections, rested=True))
-            return sum(phase.seconds for size in (24, 1 << 19) for phase in exchange_phases(after_a_pause, size))
-
-        gather, alltoall = self.predicted(path, call("all_gather over gloo"), call("all_to_all over 2 connections"))
-        assert gather == pytest.approx(seconds(over_gloo), rel=0.02)
-        assert alltoall == pytest.approx(seconds(over_two), rel=0.02)
-
-    def test_bbr_does_not_slow_down_for_a_loss_and_codes_are_shorter(self, path: Path) -> None:
-        reno, bbr, int4 = self.predicted(
-            path,
-            call("all_reduce over gloo"),
-            call("all_reduce over gloo", congestion="bbr"),
-            call("all_reduce over gloo", "int4"),
-        )
-        assert bbr < reno and int4 < reno / 2
-
-    def test_other_results_are_refused(self, tmp_path: Path) -> None:
-        file = tmp_path / "r.json"
-        file.write_text(json.dumps({"rows": [call("gloo all_gather")]}))
-        with pytest.raises(ConfigError, match="expected results of benchmarks.collective --links"):
-            read_calls(file)
-        file.write_text(json.dumps({"rows": [call("gloo all_gather"), call("all_gather over gloo")]}))
-        assert [row["operation"] for row in read_calls(file)] == ["all_gather over gloo"]
-
-    def test_the_command_prints_what_is_predicted_beside_what_was_measured(
-        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        file = tmp_path / "r.json"
-        file.write_text(json.dumps({"rows": [call("all_gather over 4 connections", "int4")]}))
-        assert run(monkeypatch, "links", file, "--profile", path) == 0
-        assert "4 connections" in capsys.readouterr().out
-
-
-@pytest.mark.short
-class TestSums:
-    ROW: ClassVar[dict[str, Any]] = {
-        **{"operation": BY_SHARES, "codec": "raw", "rates": ["1gbit", "1gbit", "1gbit", "500mbit"], "seconds": [1.0]},
-        **{"buckets": 2, "numel": 1 << 22, "rtt": None},
-    }
-
-    def test_shares_take_what_the_rates_allow(self, path: Path) -> None:
-        rows = [self.ROW, {**self.ROW, "operation": EQUAL}, {**self.ROW, "rtt": "200ms"}]
-        shares, equal, far = (row["predicted ms"] for row in predicted_sums(rows, Profile.from_yaml(path)))
-        assert shares == pytest.approx(2 / 3 * equal, rel=0.05)
-        assert far == pytest.approx(shares + 2 * 200, abs=1)
-
-    def test_the_command_prints_errors_and_refuses_other_results(
-        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        file = tmp_path / "r.json"
-        file.write_text(json.dumps({"rows": [self.ROW]}))
-        assert run(monkeypatch, "sums", file, "--profile", path) == 0
-        assert "% in the median" in capsys.readouterr().out
-        file.write_text(json.dumps({"rows": [{"operation": EQUAL}]}))
-        assert run(monkeypatch, "sums", file, "--profile", path) == 1
-        assert "expected results of benchmarks.unequal" in capsys.readouterr().err
+def run(*arguments: object) -> int:
+    return main([*map(str, arguments)])
 
 
 @pytest.mark.short
@@ -188,7 +96,7 @@ class TestValidate:
         assert told in str(caught.value)
 
     def test_a_long_way_and_connections_are_those_of_the_measured_step(
-        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         profile = Profile.from_yaml(path)
         far = {"delay": "25ms", "frame_loss": 0.0005, "congestion": "reno"}
@@ -201,19 +109,18 @@ class TestValidate:
             assert each.error == pytest.approx(0) and each.row()["rtt, ms"] == "50"
         file = tmp_path / "r.json"
         file.write_text(json.dumps({"rows": [cell("int4", 1.0, **far)]}))
-        assert run(monkeypatch, "validate", file, "--profile", path, "--out", tmp_path, "--theme", "simulate-far") == 0
-        assert (tmp_path / "plots" / "simulate-far.svg").exists() == DRAWS
-        with pytest.raises(SystemExit, match="these steps are of long ways"):
-            run(monkeypatch, "validate", file, "--profile", path, "--update")
+        assert run(file, "--profile", path, "--out", tmp_path, "--theme", "simulate-far") == 0
+        with pytest.raises(SystemExit, match="these steps are of long links"):
+            run(file, "--profile", path, "--update")
 
     def test_command_line_updates_the_profile(
-        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         results = tmp_path / "training_x_2026-01-01.json"
         rows = [cell("ddp", 0.5, further="key"), cell("int4", 0.4, bytes_per_step=2_200_000), cell("powersgd", 1.0)]
         results.write_text(json.dumps({"title": "t", "environment": {}, "rows": rows}))
         out = ["--out", tmp_path / "out", "--hardware", "machine"]
-        assert run(monkeypatch, "validate", results, "--profile", path, *out, "--update") == 0
+        assert run(results, "--profile", path, *out, "--update") == 0
         captured = capsys.readouterr()
         assert captured.err.startswith("left out: powersgd: ")
         known = Profile.from_yaml(path).validation
@@ -227,55 +134,10 @@ class TestValidate:
         assert f"error {known.error[0]:.1%} mean" in captured.out
 
     def test_nothing_to_compare_is_an_error(
-        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "r.json").write_text(json.dumps({"rows": [cell("powersgd", 1.0)]}))
         with pytest.raises(SystemExit, match="no step in it can be projected"):
-            run(monkeypatch, "validate", tmp_path / "r.json", "--profile", path)
-        assert run(monkeypatch, "validate", tmp_path / "none.json", "--profile", path) == 1
+            run(tmp_path / "r.json", "--profile", path)
+        assert run(tmp_path / "none.json", "--profile", path) == 1
         assert "none.json is no result file" in capsys.readouterr().err
-
-
-@long(guarded_by="tests/planning/test_profiler.py::test_codecs_have_costs")
-@pytest.mark.medium
-@pytest.mark.netns
-@needs_namespaces
-def test_a_profile_from_the_lab_can_be_projected(tmp_path: Path) -> None:
-    job = Job(model=None, elements=(1024, 4096), nbytes=(65536, 262144), steps=2, repeats=2)
-    measured = measure("gpt-small", ["50mbit"], job, Environment.here(torch.device("cpu"), "machine"))
-    path = tmp_path / "profile.yaml"
-    measured.to_yaml(path)
-    profile = Profile.from_yaml(path)
-    assert profile.machine.workers == 2 and profile.model.name == "gpt-small"
-    assert sum(tensor.numel for tensor in profile.model.tensors) == 834_304
-    arrivals = [tensor.ready for tensor in profile.model.tensors]
-    assert arrivals == sorted(arrivals)
-    link = profile.links["50mbit"]
-    for costs in (link.exchange, link.all_reduce):
-        assert isinstance(costs, Curve)
-        assert costs(262144) > 0.7 * 262144 * 8 / 50e6, "what is beyond a burst cannot be faster"
-    assert profile.inside is not None and profile.inside.overhead == link.overhead
-    ddp, int4 = (
-        project(profile, Method.named(name, profile), Scenario("50mbit"), 2).seconds for name in ("ddp", "int4")
-    )
-    assert math.isfinite(ddp) and math.isfinite(int4)  # which is faster depends on what else the machine does
-
-
-@long(guarded_by="tests/planning/test_profiler.py::test_a_profile_of_more_ranks_is_the_same_on_all")
-@pytest.mark.medium
-@pytest.mark.netns
-@needs_namespaces
-def test_steps_on_a_long_way_are_measured_and_can_be_compared(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over gloo and over connections of our own, with the same bits on both ranks."""
-    way = ["--link", "100mbit/10ms/0.001/reno", "--methods", "int4,int4+connections=2", "--model", "gpt-small"]
-    assert run(monkeypatch, "steps", *way, "--rounds", "2", "--busy-ok", "--out", tmp_path) == 0
-    (file,) = tmp_path.glob("steps_*.json")
-    rows = read_cells(file)
-    assert [row["method"] for row in rows] == ["int4", "int4+connections=2"]
-    assert all(row["identical"] and row["step_seconds"] > 0.01 and len(row["rounds"]) == 2 for row in rows)
-    assert (rows[0]["delay"], rows[0]["frame_loss"], rows[0]["congestion"]) == ("5ms", 0.001, "reno")
-    profile = Profile.from_yaml(path)
-    compared, _ = compare(rows, replace(profile, model=replace(profile.model, name="gpt-small")))
-    assert len(compared) == 2 and all(each.row()["rtt, ms"] == "10" for each in compared)

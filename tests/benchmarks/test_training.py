@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from benchmarks.training import __main__ as command
 from benchmarks.training import methods
 from benchmarks.training.cell import Cell, Measured, Round
 from benchmarks.training.methods import all_methods, select
+from benchmarks.training.replicas import make_replica
+from benchmarks.training.sharded_replica import Sharding
 from benchmarks.training.summary import columns, interval, readings, rows
 from benchmarks.training.timed_codec import Clock, timed
 from benchmarks.training.worker import steps_of_turn
@@ -25,6 +28,7 @@ from benchmarks.training.workloads import make_workload
 from fusionlayer.codecs import Codec, TensorState
 from fusionlayer.codecs._base import registry
 from tests.examples.places import ROOT
+from tests.harness import run_ranks
 from tests.loops import looped
 from tests.tiers import exhaustive, needs
 
@@ -165,6 +169,41 @@ class TestMethods:
     def test_unknown_name(self) -> None:
         with pytest.raises(ValueError, match=r"unknown method 'int9'; did you mean 'int8'\?"):
             select(["int9"])
+
+
+@pytest.mark.short
+class TestSharded:
+    def test_names_have_words(self) -> None:
+        assert Sharding.parse("fsdp:delta/zip+bf16") == Sharding("fsdp", "delta", "zip", bf16=True)
+        assert Sharding.parse("zero:sdp4bit").about == "fl.ShardedOptimizer, weights sdp4bit"
+        for name in ("fsdp:int9", "fsdp+bf8", "zero:", "fsdp:zip/int9"):
+            with pytest.raises(ValueError, match="fsdp"):
+                select([name])
+
+    def test_ratios_are_over_the_baseline(self) -> None:
+        cell = replace(CELL, methods=(*CELL.methods, "fsdp"), baseline="fsdp")
+        measured = {name: did([seconds] * 5, 1e6) for name, seconds in zip(cell.methods, (1, 4, 4, 1, 2), strict=True)}
+        found = {row["method"]: row for row in rows(cell, measured, QUIET)}
+        assert found["int8"]["speedup"]["median"] == 2.0 and columns(found["int8"])["over fsdp"] == "2.00"
+
+
+def sharded(rank: int, world: int) -> tuple[str, str, tuple[float, ...]]:
+    fl.init()
+    workload = make_workload("gpt-small", 0, rank)
+    digests, losses = [], []
+    for name in ("fsdp:sdp4bit", "zero:zip/zip"):
+        replica = make_replica(name, workload)
+        replica.prepare(0, 2)
+        losses += replica.run().losses
+        digests.append(replica.digest())
+    return digests[0], digests[1], tuple(losses)
+
+
+@pytest.mark.medium
+def test_sharded_replicas_train_to_equal_bits() -> None:
+    one, other = run_ranks(sharded, 2)
+    assert one[:2] == other[:2] and one[0] != one[1]
+    assert all(5.0 < loss < 8.0 for loss in one[2])
 
 
 @pytest.mark.short

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import hops
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs._arrangement import Arrangement
 from fusionlayer.codecs._widths import allocate, deal, pack_widths
@@ -17,6 +16,7 @@ from fusionlayer.errors import ConfigError
 from fusionlayer.native import dynamiq_stats, dynamiq_widths
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
+from tests import samples
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
@@ -107,7 +107,7 @@ def test_the_energetic_part_of_a_message_is_the_exact_one() -> None:
 
 @looped("option", ["nonuniform", "hierarchical", "variable"])
 def test_each_ingredient_pays_at_four_bits(option: str) -> None:
-    (x,) = hops.skewed(1, 1 << 16)
+    (x,) = samples.skewed(1, 1 << 16)
 
     def error(codec: DynamiQ) -> float:
         lost = [codec.decompress(codec.compress(x, seed), x.shape) - x for seed in range(4)]

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import hops
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives import MessageSpan
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
+from tests import samples
 from tests.codecs.variants import defaults, every, is_kind
 from tests.loops import looped
 from tests.ranks import over_threads
@@ -189,10 +189,10 @@ def test_the_first_choice_of_a_process_is_no_other() -> None:
 
 
 def test_the_collective_of_the_paper_loses_less() -> None:
-    inputs = hops.skewed(8, 1 << 14)
+    inputs = samples.skewed(8, 1 << 14)
     for name, times in (("dynamiq", 3), ("thc", 1.05), ("omnireduce", 3)):
         found = [
-            hops.method_error(hops.Method(name), how, inputs)
+            samples.sum_error(how, samples.adapt(name, inputs), inputs)
             for how in ("two_shot", collectives.choose(codecs.get(name), 8))
         ]
         assert found[0] > times * found[1], (name, found)

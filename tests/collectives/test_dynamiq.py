@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import fusionlayer as fl
-from benchmarks import hops
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.dynamiq import DynamiQ
@@ -19,6 +18,7 @@ from fusionlayer.collectives.halves import ring_reduce_scatter
 from fusionlayer.errors import ConfigError, TransportError
 from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
+from tests import samples
 from tests.integrations.training import make_model, reference, train, weights
 from tests.loops import looped
 from tests.ranks import over_threads
@@ -123,11 +123,11 @@ def test_pieces_and_feedback_lose_nothing(name: str, world: int) -> None:
 
 @cache
 def inputs(world: int) -> list[Tensor]:
-    return hops.skewed(world, 1 << 16)
+    return samples.skewed(world, 1 << 16)
 
 
 def error(name: str, world: int = 8, algorithm: str = "ring", **options: object) -> float:
-    return hops.error(algorithm, codecs.get(name, **options), inputs(8)[:world])
+    return samples.sum_error(algorithm, codecs.get(name, **options), inputs(8)[:world])
 
 
 def test_errors_are_in_order_where_energy_is_uneven() -> None:
@@ -147,8 +147,9 @@ def test_each_ingredient_lowers_the_error() -> None:
 
 
 def test_it_is_worse_than_mx_where_energy_is_even() -> None:
-    even = hops.gaussian(4, 1 << 15)
-    assert hops.error("ring", codecs.get("dynamiq"), even) > 3 * hops.error("ring", codecs.get("mxfp8"), even)
+    even = samples.gaussian(4, 1 << 15)
+    dynamiq, mxfp8 = (samples.sum_error("ring", codecs.get(name), even) for name in ("dynamiq", "mxfp8"))
+    assert dynamiq > 3 * mxfp8
 
 
 @looped("algorithm", WAYS)

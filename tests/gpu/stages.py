@@ -227,12 +227,6 @@ STAGES = {
         (_benchmark("sums in one launch", "one_launch", share=1), _kernels(9, share=4)),
         measures=True,
     ),
-    "steps": Stage(
-        "steps of training on one device",
-        (_no_library, _no_device),
-        (_benchmark("steps", "gpu_training", "--steps", "30", share=1),),
-        measures=True,
-    ),
     "bytes-all": Stage(
         "the cases that gpu-bytes leaves out",
         _BASIC,

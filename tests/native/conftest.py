@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import instructions
 from fusionlayer import libraries
 from tests.cores import all_cores
+from tests.native.cuda_build import build_script
 from tests.tiers import long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def host_kernels() -> Callable[[str], ctypes.CDLL]:
     It is compiled when a source or a flag has changed, by the first worker that needs it: half a minute. The object
     cache of setup.py keeps it for other clones.
     """
-    setup = instructions.build_script()
+    setup = build_script()
 
     @functools.cache
     def load(build: str) -> ctypes.CDLL:

@@ -15,9 +15,8 @@ import pytest
 import torch
 from setuptools.errors import SetupError
 
-from benchmarks import instructions
 from fusionlayer import libraries, native
-from tests.native.cuda_build import ARCH, CSRC, Build, built, compiled
+from tests.native.cuda_build import ARCH, CSRC, Build, build_script, built, compiled
 from tests.tiers import exhaustive, long
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(900)]  # nvcc takes minutes next to other tests
@@ -28,7 +27,7 @@ PTX, CUBIN = 1, 2  # kinds of entries of a fat binary
 @pytest.fixture(scope="module")
 def setup_script() -> ModuleType:
     """Return setup.py as a module: the one place that knows flags and architectures."""
-    return instructions.build_script()
+    return build_script()
 
 
 @pytest.fixture(scope="module")

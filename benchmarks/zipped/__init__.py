@@ -1,1 +1,0 @@
-"""What zipped collectives give beside native ones, and the switcher's choice, on emulated networks."""
