@@ -541,7 +541,7 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
         return handle()
     try:
         return session().wait(handle)
-    except ConfigError:
+    except (ConfigError, UsageError):
         raise
     except FusionLayerError as error:
         raise HorovodInternalError.of(error) from None

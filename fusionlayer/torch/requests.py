@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..codecs import Codec, Part, PartsCodec
 from ..collectives import Scaling, reduce_flat
 from ..coordination import Reduce
 from ..coordination.operation import DTYPES
 from ..deprecations import deprecated
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, UsageError
 from ..seeds import derive_seed
 from ..transport import Transport
 from .basics import HorovodInternalError, session
@@ -257,12 +259,40 @@ def submit(
         raise ConfigError(f"{kind} of tensors on several devices; give one group for each device")
     if kind != "barrier" and not given:
         raise ConfigError(f"{kind} of no tensors; give at least one")
+    if not how.get("at_once") and not (in_place and kind == "broadcast"):  # a broadcast takes nothing of its results
+        how["check"] = _unchanged(kind, how.get("name"), tensors, in_place)
+        if in_place:
+            given = [x.data if _has_version(x) else x for x in given]  # results must not count as changes
     try:
         return session().submit(kind, given, given if in_place else None, process_set=number_of(process_set), **how)
     except ConfigError:
         raise
     except FusionLayerError as error:
         raise HorovodInternalError.of(error) from None
+
+
+def _unchanged(kind: str, name: str | None, tensors: Sequence[Tensor], in_place: bool) -> Callable[[], None] | None:
+    """Return a function that raises ``UsageError`` if one of ``tensors`` was changed since; None if none can tell."""
+    seen = [(weakref.ref(x), x._version) for x in tensors if _has_version(x)]
+    what = kind if name is None else f"{kind} {name!r}"
+
+    def check() -> None:
+        for found, version in seen:
+            x = found()
+            if x is not None and x._version != version:
+                raise UsageError(
+                    f"a tensor of shape {tuple(x.shape)} was changed between {what} and its result; change it after "
+                    "hvd.synchronize(handle), or give the operation a copy"
+                )
+        if in_place:
+            increment_version([x for found, _ in seen if (x := found()) is not None])
+
+    return check if seen else None
+
+
+def _has_version(x: Tensor) -> bool:
+    """Return whether only changes of ``x`` change its version; a view has that of all that shares its memory."""
+    return not (x.is_inference() or x._is_view())
 
 
 def checked(kind: str, tensor: Tensor) -> Tensor:
