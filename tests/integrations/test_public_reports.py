@@ -302,7 +302,8 @@ def assert_gradients(model: nn.Module, expected: list[Tensor | None]) -> None:
 def unused_by_all(rank: int, folder: str) -> None:
     """https://github.com/pytorch/pytorch/issues/128949: what is used has the average, what no rank uses rests.
 
-    That is so with an optimizer of ours, and with the hook if DDP finds unused parameters.
+    That is so with an optimizer of ours, and with the hook if DDP finds unused parameters. If it does not, the hook
+    refuses to save its state and names the parameters: gradients and weights are a rank's own.
     """
     net = Layers(one_layer)
     optimizer = fl.DistributedOptimizer(SGD(net.parameters(), lr=1.0), net)
@@ -314,6 +315,13 @@ def unused_by_all(rank: int, folder: str) -> None:
     hook = fl.ddp.register(model, codec="raw")
     (model(batch(rank, 0)) ** 2).mean().backward()
     assert_gradients(model, averaged(one_layer, [(True,)]))
+    hook.close()
+    model = DistributedDataParallel(Layers(one_layer))
+    hook = fl.ddp.register(model, codec="raw")
+    (model(batch(rank, 0)) ** 2).mean().backward()
+    for call in (hook.state_dict, hook.close):
+        with pytest.raises(fl.UsageError, match="no gradient of 'second.weight', 'second.bias'.*find_unused_param"):
+            call()
     hook.close()
 
 
