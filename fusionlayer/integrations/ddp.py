@@ -30,9 +30,9 @@ from .averaging import refuse_averaged
 from .backward_end import NO_BACKWARD, is_in_hook, running_backward
 from .construction import GradientOptions, make_engine
 from .enrolment import listed
+from .live import refuse_twice
 from .own_state import check_place
 from .parameters import describe, one_device
-from .reduction import refuse_twice
 from .replicas import ReplicaCheck, Replicas, check_interval
 
 if TYPE_CHECKING:
@@ -278,8 +278,8 @@ class CommHook:
         self._ended = False
         self._error: BaseException | None = None
         self._sent = 0
-        # Of parameters whose buckets have come: their gradients, with versions and places, by which changes show.
-        self._given: list[tuple[Tensor, Tensor | None, tuple[int, int]]] = []
+        # Of parameters whose buckets have come: gradients, with versions and places in memory, by which changes show.
+        self._given: list[tuple[Tensor, Tensor, int, int]] = []
         # How many buckets, with how many parameters, have come in this step. DDP's own numbers are all 0 in the first
         # step of a static graph.
         self._buckets = self._arrived = 0
@@ -292,6 +292,8 @@ class CommHook:
             parameter.register_post_accumulate_grad_hook(partial(_discard, self._unused, name))
             for parameter, name in (names.items() if self._finds_unused else ())
         ]
+        if model.static_graph:
+            handles.append(model.register_forward_pre_hook(_refuse_first_no_sync))
         self._await_uses()
         # A program that has failed closes nothing, and the engine's threads do not end by themselves.
         self._release = weakref.finalize(self, _release, engine, handles)
@@ -316,7 +318,8 @@ class CommHook:
                 # backwards of their own, and an earlier bucket's has callbacks of its own.
                 Variable._execution_engine.queue_callback(self._end_backward)
         if is_in_hook():  # not in the first step of a static graph, which has buckets when no hook runs any more
-            self._given += [(p, p.grad, _version_of(p.grad)) for p in parameters]
+            gradients = [(p, p.grad) for p in parameters]
+            self._given += [(p, g, g._version, g.data_ptr()) for p, g in gradients if g is not None]
         if index == 0 and not self._resumed:
             self._last = {}
         try:
@@ -470,14 +473,20 @@ class CommHook:
         """Refuse changed gradients, before DDP puts the averages into them, and have ``_end_step`` called."""
         Variable._execution_engine.queue_callback(self._end_step)
         given, self._given = self._given, []
-        for parameter, gradient, version in given if self._error is None else ():
-            if parameter.grad is not gradient or _version_of(gradient) != version:
-                self._engine.fail(
-                    UsageError(
-                        f"gradient {self._names[parameter]!r} was changed or replaced while it was being reduced: "
-                        "change gradients after backward(), or each in a hook of its own parameter, which runs before"
-                    )
+        changed = [
+            self._names[parameter]
+            for parameter, gradient, version, place in given
+            if parameter.grad is not gradient or gradient._version != version or gradient.data_ptr() != place
+        ]
+        if changed and self._error is None:
+            # Gradients that are views of a bucket have one version.
+            which = f"gradient {changed[0]!r}" if len(changed) == 1 else f"one of the gradients {listed(changed)}"
+            self._engine.fail(
+                UsageError(
+                    f"{which} was changed or replaced while it was being reduced: change gradients after backward(), "
+                    "or each in a hook of its own parameter, which runs before"
                 )
+            )
 
     def _end_step(self, present: bool = True) -> None:
         """End the step, after DDP has waited for its results, or raise what has failed in it.
@@ -539,9 +548,16 @@ class CommHook:
         return layout
 
 
-def _version_of(gradient: Tensor | None) -> tuple[int, int]:
-    """Return the version of a gradient, which each change of its values raises, and the place of its memory."""
-    return (0, 0) if gradient is None else (gradient._version, gradient.data_ptr())
+def _refuse_first_no_sync(model: nn.Module, _: object) -> None:
+    """Refuse what torch answers with an internal error in backward. As a hook, it keeps nothing alive."""
+    assert isinstance(model, DistributedDataParallel)
+    _, hook = _registered.get(model, (None, None))
+    if hook is None or hook._engine.step or model.require_backward_grad_sync or not torch.is_grad_enabled():
+        return
+    raise UsageError(
+        "no_sync() around the first forward with DistributedDataParallel(static_graph=True), which learns the graph in "
+        "its first backward: take one step without no_sync() before, or leave static_graph out"
+    )
 
 
 def _discard(unused: set[str], name: str, parameter: Tensor) -> None:

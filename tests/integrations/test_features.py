@@ -673,12 +673,10 @@ def check_changes(rank: int, world: int) -> None:
             loss(model, rank, 1).backward()
             hook.state_dict()
         else:
-            with pytest.raises(
-                fl.UsageError, match="gradient 'third.weight' was changed or replaced while it was"
-            ) as no:
+            told = "third.weight' was changed or replaced while.*: change gradients after backward"
+            with pytest.raises(fl.UsageError, match=told):
                 loss(model, rank, 1).backward()
-            assert "change gradients after backward" in str(no.value)
-            with pytest.raises(fl.UsageError, match="'third.weight'"):
+            with pytest.raises(fl.UsageError, match=told):
                 hook.state_dict()
         hook.close()
         return parameter.grad
@@ -686,7 +684,7 @@ def check_changes(rank: int, world: int) -> None:
     for view in (False, True):
         for change in CHANGES:
             changed(change, view, False, False)
-    changed(CHANGES[0], True, True, False)
+        changed(lambda _: None, view, True, True)
     doubled = changed(CHANGES[0], False, False, True)
     model = make_ddp()
     loss(model, rank, 1).backward()
