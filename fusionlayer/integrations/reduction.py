@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import SparseAdam
 from torch.utils.hooks import RemovableHandle
 
-from .. import context
 from ..scheduler import Engine
 from ..timeline import Timeline
 from . import live
