@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import fusionlayer as fl
 from tests.harness import run_ranks
@@ -93,7 +94,7 @@ def trained(rank: int, epochs: int, states: Path | None = None, resume: Path | N
 
     model, trainer = Regression(), Trainer(**QUIET, max_epochs=epochs)
     data: Any = [make_batch(rank, step) for step in range(3)]
-    trainer.fit(model, data, ckpt_path=resume)
+    trainer.fit(model, DataLoader(data, batch_size=None), ckpt_path=resume)
     return model, trainer
 
 
