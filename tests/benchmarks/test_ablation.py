@@ -6,13 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import fusionlayer as fl
 from benchmarks import ablation
+from benchmarks.training.replicas import Waiting
 from fusionlayer.planning.profile import Profile
+from fusionlayer.transport import local
 from tests.examples.places import ROOT, needs_namespaces
+from tests.integrations.training import loss_of, make_model
 from tests.planning.profiles import write_example
 from tests.tiers import long
 
@@ -27,6 +32,19 @@ def test_equal_plans_are_trained_once(tmp_path: Path) -> None:
     assert sorted(name for one in planned for name in one.planners) == fl.planners.names()
     digests = [one.plan.digest() for one in planned]
     assert len(set(digests)) == len(digests) < len(fl.planners.names())
+
+
+@pytest.mark.short
+def test_what_backward_waits_is_waiting() -> None:
+    def rank_main(rank: int) -> bool:
+        model = make_model()
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        workload: Any = None
+        replica = Waiting(workload, model, optimizer)
+        loss_of(model, rank, 0).backward()
+        return bool(replica._waited)
+
+    assert all(local.run(rank_main, 2))
 
 
 @pytest.mark.short
