@@ -64,8 +64,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        require(state, State, "elastic.run", "a state, such as hvd.elastic.TorchState(model, optimizer)")
         context.refuse_elastic("hvd.elastic.run", _MEMBERS)
+        require(state, State, "elastic.run", "a state, such as hvd.elastic.TorchState(model, optimizer)")
         storage = Storage.of_agent(rank())
         state.keeper = storage
         notice = Notice(state)
