@@ -253,7 +253,9 @@ def blame(settings: Config, *keys: str, environ: Mapping[str, str] = os.environ)
         set_here = [key for key in keys if getattr(settings, key) == getattr(found, key) != getattr(default, key)]
         names = [f"FUSIONLAYER_{key.upper()}" for key in set_here]
         names = [name for name in names if environ.get(name)] or ["FUSIONLAYER_CONFIG"] * bool(set_here)
-        raise ConfigError(": ".join([*(f"{name}={environ.get(name)}" for name in names), str(error)])) from error
+        if not names:
+            raise
+        raise ConfigError(": ".join([*(f"{name}={environ.get(name)}" for name in names), str(error)])) from None
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

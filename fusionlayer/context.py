@@ -361,6 +361,8 @@ def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node
     """
     if isinstance(group, Transport):
         return group
+    if group is not None:
+        require(group, dist.ProcessGroup, "group", "a process group or transport; None for all ranks")
     here = local.current()
     if here is not None and group is None:
         return here

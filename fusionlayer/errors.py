@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -109,6 +110,14 @@ def require(value: object, kind: type | tuple[type, ...], name: str, expected: s
     """Raise ``ConfigError`` unless a user's ``value`` is of this kind; ``name`` says what it was given for."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name}: got {kind_of(value)}; expected {expected}")
+
+
+def whole_numbers(values: Iterable[object]) -> list[int]:
+    """Return ``values`` as a list of whole numbers; raise ``ConfigError`` if they are something else."""
+    try:
+        return [operator.index(value) for value in values]  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"got {values!r}; expected a whole number for each rank, such as [2, 1]") from None
 
 
 _Error = TypeVar("_Error", bound=BaseException)

@@ -13,12 +13,9 @@ __all__ = ["at_exit", "generation", "keep", "not_at_exit", "refuse"]
 
 _handlers: list[Callable[[], object]] = []
 _last: list[Callable[[], object]] = []
-_generation = 0
 
-
-def generation() -> int:
-    """Return a number that differs between a process and its forked children."""
-    return _generation
+generation = 0
+"""A number that differs between a process and its forked children."""
 
 
 def refuse(what: str) -> UsageError:
@@ -54,8 +51,8 @@ def keep(thing: object) -> None:
 
 
 def _begin_child() -> None:
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
     for call in _handlers:
         atexit.unregister(call)
     _handlers.clear()

@@ -8,6 +8,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from . import codecs, collectives, config, context
 from .codecs import Codec, CodecOptions, Part, PartsCodec
 from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
-from .errors import ConfigError, PlanMismatch, require
+from .errors import ConfigError, PlanMismatch, kind_of, require, whole_numbers
 from .registry import nearest
 from .seeds import derive_seed
 from .transport import Transport
@@ -141,6 +142,12 @@ def _seed(transport: Transport) -> int:
     return derive_seed(transport.sequence)
 
 
+def _require_dense(call: str, tensor: object) -> None:
+    require(tensor, Tensor, call, "a tensor")
+    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+        raise ConfigError(f"{call} got a {tensor.layout} tensor; expected a dense one, such as its to_dense()")
+
+
 def _travelling(
     call: str, tensor: Tensor, codec: str | Codec | None, options: Mapping[str, Any], transport: Transport
 ) -> tuple[Codec, Switcher | None]:
@@ -199,7 +206,7 @@ def all_reduce(
         PlanMismatch: ranks disagree on shape, type, codec or algorithm.
         TransportError: a peer was lost, stopped or late.
     """
-    require(tensor, Tensor, "all_reduce", "a tensor")
+    _require_dense("all_reduce", tensor)
     average = check_op(op) is Average
     refuse_unknown(all_reduce, codec, codec_options)
     transport = context.transport(group)
@@ -243,7 +250,7 @@ def all_gather(
     Raises:
         ConfigError, PlanMismatch, TransportError: as ``all_reduce``.
     """
-    require(tensor, Tensor, "all_gather", "a tensor")
+    _require_dense("all_gather", tensor)
     refuse_unknown(all_gather, codec, codec_options)
     transport = context.transport(group)
     chosen, chooser = _travelling("all_gather", tensor, codec, codec_options, transport)
@@ -295,7 +302,7 @@ def reduce_scatter(
             ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
-    require(tensor, Tensor, "reduce_scatter", "a tensor")
+    _require_dense("reduce_scatter", tensor)
     average = check_op(op) is Average
     refuse_unknown(reduce_scatter, codec, codec_options)
     transport = context.transport(group)
@@ -343,7 +350,7 @@ def all_to_all(
         ConfigError: the splits do not add up to n; otherwise as ``all_reduce``.
         PlanMismatch, TransportError: as ``all_reduce``.
     """
-    require(tensor, Tensor, "all_to_all", "a tensor")
+    _require_dense("all_to_all", tensor)
     refuse_unknown(all_to_all, codec, codec_options)
     transport = context.transport(group)
     chosen, chooser = _travelling("all_to_all", tensor, codec, codec_options, transport)
@@ -353,6 +360,8 @@ def all_to_all(
     rows = tensor.shape[0]
     if splits is None:
         splits = [rows // size] * size
+    require(splits, Iterable, "all_to_all with splits", "a whole number of rows for each rank, such as [2, 1]")
+    splits = whole_numbers(splits)
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
         raise ConfigError(
             f"all_to_all of shape {tuple(tensor.shape)} with splits {list(splits)}; expected {size} numbers that add "
@@ -430,7 +439,7 @@ def broadcast_parameters(
 
 
 def _check_root(root_rank: int, transport: Transport) -> None:
-    if not 0 <= root_rank < transport.size:
+    if not isinstance(root_rank, Integral) or not 0 <= root_rank < transport.size:
         raise ConfigError(f"root_rank={root_rank}; expected a rank of the group, 0 to {transport.size - 1}")
 
 
@@ -446,9 +455,17 @@ def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> byt
     return buffer.numpy().tobytes()
 
 
+def pickled(call: str, obj: object, dumps: Callable[[object], bytes] = pickle.dumps) -> bytes:
+    """Return ``obj`` as bytes; raise ``ConfigError``, which names the call, if it cannot be sent."""
+    try:
+        return dumps(obj)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{call} got {kind_of(obj)} that pickle refuses: {error}; give plain data") from None
+
+
 def broadcast_object(obj: T, root_rank: int = 0, group: Group = None) -> T:
     """Return the root's ``obj`` on every rank. It travels pickled, so use it only among ranks that trust each other."""
-    mine = pickle.dumps(obj) if context.transport(group).rank == root_rank else b""
+    mine = pickled("broadcast_object", obj) if context.transport(group).rank == root_rank else b""
     result: T = pickle.loads(broadcast_bytes(mine, root_rank, group))
     return result
 

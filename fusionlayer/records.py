@@ -92,11 +92,11 @@ def read(path: str | Path, what: str) -> Any:
     try:
         return parse(Path(path).read_text())
     except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} {path} cannot be read: it is no text; expected YAML") from error
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {path} cannot be read: it is no text; expected YAML") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {_why(error)}") from error
+        raise ConfigError(f"{what} {path} cannot be read: {_why(error)}") from None
 
 
 def parse(text: str) -> Any:

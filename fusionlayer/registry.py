@@ -105,8 +105,9 @@ class Registry(Generic[T]):
             ConfigError: unknown name or option, an option's value is out of range, or the package that offers the name
                 cannot be used.
         """
-        if not self.knows(name):
-            raise ConfigError(self._load(name) or f"unknown {self.kind} {name!r}; {nearest(str(name), self.names())}")
+        if not isinstance(name, str) or not self.knows(name):
+            why = self._load(name) if isinstance(name, str) else ""
+            raise ConfigError(why or f"unknown {self.kind} {name!r}; {nearest(str(name), self.names())}")
         if name in self._presets:
             base, defaults = self._presets[name]
             return self.get(base, **{**defaults, **options})
@@ -119,7 +120,7 @@ class Registry(Generic[T]):
             why = str(error).rpartition("() ")[2]
             if unknown:
                 why = f"no {unknown[0]!r}; {nearest(unknown[0], known) if known else 'it takes none'}"
-            raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: {why}") from error
+            raise ConfigError(f"{self.kind} {name!r} cannot take the options {options}: {why}") from None
 
     def options(self, name: str) -> list[str]:
         """Return the names of the options that ``get(name)`` takes; none for an unknown name."""

@@ -374,7 +374,7 @@ class _File:
                 try:
                     file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
                 except OSError as error:
-                    raise ConfigError(f"timeline {path} cannot be written: {error.strerror}; name a file") from error
+                    raise ConfigError(f"timeline {path} cannot be written: {error.strerror}; name a file") from None
                 try:
                     if file._end:
                         file._text.seek(file._end)

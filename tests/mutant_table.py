@@ -519,19 +519,24 @@ MUTANTS: list[Mutant] = [
         "integrations/",
         ("backward_end.py", "if outer is None:", "if True:", "a backward within a backward ends the step"),
         (
-            "reduction.py",
+            "gradient_hooks.py",
             "if not same or type(gradient)",
             "if False and type(gradient)",
             "gradients change while in flight",
         ),
         (
-            "reduction.py",
+            "gradient_hooks.py",
             "gradient._version == each.version",
             "True",
             "a clipped gradient is taken for the given one",
         ),
-        ("reduction.py", "engine.memory.restore(unused)", "pass", "what an unused parameter owes is lost"),
-        ("reduction.py", "self._fl_ends_with_backward = False\n            self", "self", "every step reduces twice"),
+        ("gradient_hooks.py", "engine.memory.restore(unused)", "pass", "what an unused parameter owes is lost"),
+        (
+            "gradient_hooks.py",
+            "self._fl_ends_with_backward = False\n            self",
+            "self",
+            "every step reduces twice",
+        ),
         (
             "elastic_optimizer.py",
             "self._fl_held = receive_results(transport, giver)",
@@ -571,7 +576,7 @@ MUTANTS: list[Mutant] = [
             "pass  # what",
             "error feedback of gradients goes into differences",
         ),
-        ("reduction.py", "(sent := sent_by(self)) != self._fl_sent", "(sent := None)", "the codec never changes"),
+        ("gradient_hooks.py", "(sent := sent_by(self)) != self._fl_sent", "(sent := None)", "the codec never changes"),
         ("optimizer.py", "gradient_predivide_factor / transport.size)", "1 / transport.size)", "predivision"),
         (
             "enrolment.py",
@@ -586,7 +591,7 @@ MUTANTS: list[Mutant] = [
             "a parameter that replaces another",
         ),
         (
-            "reduction.py",
+            "gradient_hooks.py",
             "self._fl_roster.look_again = True",
             "self._fl_roster.look_again = False",
             "a refused change is forgotten by the next step",
@@ -809,7 +814,7 @@ LIKELY = {
     "integrations/replicas.py": "integrations/test_replicas.py",
     "integrations/weights.py": "integrations/test_sharded.py",
     "integrations/enrolment.py": "integrations/test_enrolment.py",
-    "integrations/reduction.py": (
+    "integrations/gradient_hooks.py": (
         "integrations/test_averages_after_backward.py integrations/test_enrolment.py integrations/test_sends.py"
     ),
     "integrations/deepspeed/gradients.py": "integrations/test_deepspeed_exempt.py integrations/test_deepspeed.py",

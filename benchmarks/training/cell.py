@@ -52,7 +52,7 @@ class Round:
         seconds: of the slowest worker.
         sent: bytes that left the busiest host.
         cpu: CPU seconds of a worker, all threads, mean over workers.
-        waiting: seconds from the end of backward until all gradients were there, of the slowest worker; None where
+        waiting: seconds from backward's last gradient until all averages were there, of the slowest worker; None where
             that is not known.
         codec: seconds in fusionlayer's codecs, all threads, mean over workers; None for methods of others.
         codec_cpu: CPU seconds of the threads that made those calls, likewise.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,12 +135,8 @@ class Trainee(Replica):
         self._optimizer.zero_grad()
         loss: Tensor = self._model(inputs, targets)
         loss.backward()
-        self._update()
-        return loss.detach()
-
-    def _update(self) -> None:
-        """Take the optimizer's step."""
         self._optimizer.step()
+        return loss.detach()
 
     def rest(self) -> None:  # noqa: D102 - described in Replica
         self._batches = []
@@ -197,14 +195,20 @@ class Attachment(Trainee):
 
 
 class Waiting(Trainee):
-    """fusionlayer, whose ``step`` is taken in two parts: until the gradients are there, and the update."""
+    """fusionlayer, which waits for averages at the end of backward, or else in ``step``: both by one method."""
 
-    def _update(self) -> None:
+    def __init__(self, workload: Workload, model: nn.Module, optimizer: Optimizer, *more: Any) -> None:
+        super().__init__(workload, model, optimizer, *more)
+        trained: Any = optimizer
+        self._wait: Callable[[], object] = trained._fl_synchronize
+        trained._fl_synchronize = self._timed
+
+    def _timed(self) -> object:
         start = time.perf_counter()
-        self._optimizer.synchronize()  # type: ignore[attr-defined]
-        self._waited = (self._waited or 0.0) + time.perf_counter() - start
-        with self._optimizer.skip_synchronize():  # type: ignore[attr-defined]
-            self._optimizer.step()
+        try:
+            return self._wait()
+        finally:
+            self._waited = (self._waited or 0.0) + time.perf_counter() - start
 
 
 class Overlapped(Trainee):

@@ -26,6 +26,7 @@ from .connections import connect
 from .meeting import part
 from .messages import PointToPoint
 from .native import Native
+from .passing import PassedWork, explained
 from .policy import CallPolicy
 from .regular import Copies, in_place, into
 from .work import JoinedWork
@@ -337,7 +338,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         """Wait for all ranks, and for the calls that were made before."""
         if self._queue is not None:
             self._queue.drain()
-        return self._native.group.barrier(*args, **kwargs)
+        return self._pass("barrier", [], lambda: self._native.group.barrier(*args, **kwargs))
 
     # The names before torch 2.13. From that version on, C++ callers look for the new names first.
     _allgather_base = all_gather_single
@@ -357,7 +358,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         choice = self._choices.of("send", xs) if len(xs) == 1 else None
 
         def send(ys: list[Tensor]) -> dist.Work:
-            return native.send(ys, dstRank, tag)
+            return self._pass("send", ys, lambda: native.send(ys, dstRank, tag))
 
         if choice is not None:
             self._calls["send"] += 1
@@ -377,9 +378,13 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         """Return the native group for a message; all messages of a batch use one group, so that NCCL batches them."""
         return self._native.group if self._messages.is_batch else self._native.between(device, source, to)
 
-    def _receive(self, tensors: list[Tensor], receive: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
+    def _receive(self, tensors: list[Tensor], begin: Callable[[list[Tensor]], dist.Work]) -> dist.Work:
         copies = Copies("recv")
         xs = copies.write(tensors)
+
+        def receive(ys: list[Tensor]) -> dist.Work:
+            return self._pass("recv", ys, lambda: begin(ys))
+
         choice = self._choices.of("send", xs) if len(xs) == 1 else None
         if choice is None:
             work = receive(xs)
@@ -394,6 +399,17 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         return self._messages.end_batch(self._native.group._end_coalescing(device))
+
+    def passed(self, work: dist.Work, call: str, given: Any) -> dist.Work:
+        """Return ``work``, and if it is gloo's, one whose errors are in words of the caller."""
+        is_gloo = type(work) is dist.Work and self._native.only_gloo and not self._messages.is_batch
+        return PassedWork(work, call, given) if is_gloo else work
+
+    def _pass(self, call: str, given: list[Tensor], make: Callable[[], dist.Work]) -> dist.Work:
+        try:
+            return self.passed(make(), call, given)
+        except RuntimeError as error:
+            raise explained(call, error, given) from None
 
     def after(self, work: dist.Work, copies: Copies, results: Any) -> dist.Work:
         """Return ``work`` with a last step: it copies from ``copies`` to ``results``, the caller's tensors."""

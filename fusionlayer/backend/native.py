@@ -51,6 +51,7 @@ class Native:
         store: of this group, whose keys no other group has.
         group: the group that takes calls that pass.
         serves: the name of the backend for each type of device.
+        only_gloo: whether that is gloo for all of them.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Native:
         self.group = self._make(self._backends)
         self.group.barrier().wait()
         self.serves = {device: kind.name.lower() for device, (kind, _) in self._backends.items()}
+        self.only_gloo = {*self.serves.values()} == {"gloo"}
         self._downward: dist.ProcessGroup | None = None
         self._met: set[int] = set()
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UsageError
+from .passing import explained
 
 __all__ = ["Copies", "in_place", "into"]
 
@@ -88,7 +89,11 @@ def in_place(method: Method) -> Method:
     @wraps(method)
     def call(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         copies = Copies(method.__name__)
-        work = method(group, copies.update(tensors), *args, **kwargs)
+        try:
+            made = method(group, copies.update(tensors), *args, **kwargs)
+        except RuntimeError as error:
+            raise explained(method.__name__, error, tensors) from None
+        work: dist.Work = group.passed(made, method.__name__, tensors)
         return group.after(work, copies, tensors) if copies else work
 
     return call
@@ -100,7 +105,11 @@ def into(method: Method) -> Method:
     @wraps(method)
     def call(group: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         copies = Copies(method.__name__)
-        work = method(group, copies.write(outputs), copies.read(inputs), *args, **kwargs)
+        try:
+            made = method(group, copies.write(outputs), copies.read(inputs), *args, **kwargs)
+        except RuntimeError as error:
+            raise explained(method.__name__, error, [inputs, outputs]) from None
+        work: dist.Work = group.passed(made, method.__name__, inputs)
         return group.after(work, copies, outputs) if copies else work
 
     return call

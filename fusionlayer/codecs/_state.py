@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -24,7 +24,12 @@ class TensorState:
             "velocity", (n,), or numbers that the host need not know, such as a "threshold" and its age.
         numbers: numbers of the host that a codec keeps, by name.
         packed: the residual in 8 bits, in place of ``residual`` between two steps; None: it is not packed.
+        ADDED: names of ``tensors`` that add up, as residuals do, where one rank replaces several.
+        SHARED: names of ``tensors`` that all ranks must hold alike.
     """
+
+    ADDED: ClassVar = frozenset({"velocity"})
+    SHARED: ClassVar = frozenset({"right"})
 
     residual: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)

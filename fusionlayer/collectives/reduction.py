@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
+from ..errors import require
 from ..transport import Transport
 from ..wire import DTYPE_CODES
 from . import halves
@@ -49,6 +50,7 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
         ConfigError: there is no such collective, it is not of the kind that ``ahead`` asks for, or it cannot use the
             codec. Costs of a codec, in place of the codec, are taken as they are.
     """
+    require(algorithm, (str, type(None)), "algorithm", "the name of a collective, or None")
     if ahead is None:
         ahead = codec.ahead and not codec.collective if algorithm is None else is_gather(algorithm)
     if ahead:

@@ -36,6 +36,7 @@ class Operation:
         reduce: used instead of the reduction that the signature names.
         splits: rows of the tensor for each rank.
         deliver: turns the result into what the caller gets.
+        check: raises an error if the caller must not get the result; called once, when the caller sees the end.
         result: the result, for most operations a list of tensors.
         error: the error, if the operation failed.
         submitted: time of the call, in nanoseconds of ``perf_counter_ns``.
@@ -53,6 +54,7 @@ class Operation:
     reduce: Reduce | None = None
     splits: tuple[int, ...] = ()
     deliver: Callable[[Any], Any] | None = None
+    check: Callable[[], object] | None = None
     result: Any = None
     error: Exception | None = None
     submitted: int = field(default_factory=time.perf_counter_ns)
@@ -66,10 +68,17 @@ class Operation:
         self.tensors = ()
         self.done = True
 
+    def check_once(self) -> None:
+        """Call ``check``, if the operation has not failed. Later calls do nothing: the caller may use the result."""
+        check, self.check = self.check, None
+        if check is not None and self.error is None:
+            check()
+
     def fetch(self) -> Any:
         """Return the result of an ended operation for use on the current stream, or raise its error."""
         if self.error is not None:
             raise again(self.error)
+        self.check_once()
         if self.finished is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self.finished)

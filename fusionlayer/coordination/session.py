@@ -134,6 +134,7 @@ class Session:
         splits: Sequence[int] = (),
         reduce: Reduce | None = None,
         deliver: Callable[[Any], Any] | None = None,
+        check: Callable[[], object] | None = None,
         at_once: bool = False,
     ) -> int:
         """Request an operation; return its handle for ``poll`` and ``wait``.
@@ -153,6 +154,7 @@ class Session:
             splits: rows for each rank of the set.
             reduce: reduces one flat tensor in place. It needs an ``op`` of its own.
             deliver: turns the results, for most kinds a list of tensors, into the return value of ``wait``.
+            check: called by the first ``wait`` or ``poll`` after the operation has ended well; what it raises, they do.
             at_once: the caller calls ``wait`` next, which sends the request. Otherwise it is sent after a pause.
 
         Raises:
@@ -195,7 +197,7 @@ class Session:
                 )
             text = name if name is not None else f"{kind}.noname.{label}"
             operation = self._table.add(
-                key, text, signature, tensors, outputs, reduce, tuple(splits), deliver, ready=ready
+                key, text, signature, tensors, outputs, reduce, tuple(splits), deliver, check, ready=ready
             )
             self._requester.note(Request(operation.handle, label, signature, numbers, data))
             if not at_once:
@@ -211,7 +213,10 @@ class Session:
         operation = self._table.get(handle)
         if operation is None:
             raise ConfigError(f"handle {handle!r} belongs to no operation whose result is still to be fetched")
-        return operation.done and (operation.finished is None or operation.finished.query())
+        if not operation.done or operation.finished is not None and not operation.finished.query():
+            return False
+        operation.check_once()
+        return True
 
     def wait(self, handle: int) -> Any:
         """Wait for an operation and return its result. A second call, or an unknown handle, returns None.

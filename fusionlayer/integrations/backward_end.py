@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["NO_BACKWARD", "at_end_of_backward", "is_nested", "running_backward"]
+__all__ = ["NO_BACKWARD", "at_end_of_backward", "is_in_hook", "is_nested", "running_backward"]
 
 NO_BACKWARD = -1
 """The number of the running backward where none runs."""
@@ -16,6 +16,11 @@ NO_BACKWARD = -1
 
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward that runs on this thread, which no other has; ``NO_BACKWARD`` if none does."""
+
+
+def is_in_hook() -> bool:
+    """Return whether a node of a backward runs on this thread, with its hooks; at the end of backward none does."""
+    return torch._C._current_autograd_node() is not None
 
 
 def is_nested() -> bool:

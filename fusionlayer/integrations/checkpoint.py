@@ -81,6 +81,7 @@ def load(folder: str | os.PathLike[str], version: int | None = None) -> dict[str
         ConfigError: the folder has no such version.
         WireError: a file was damaged, or is not the one that belongs there.
     """
+    require(folder, (str, os.PathLike), "checkpoint.load", "the path of a folder")
     folder = Path(folder)
     known = versions(folder)
     if not known or (version is not None and version not in known):

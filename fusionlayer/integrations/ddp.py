@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +27,12 @@ from ..scheduler import Engine, Scaling
 from ..seeds import derive_seed
 from ..timeline import Timeline
 from .averaging import refuse_averaged
-from .backward_end import NO_BACKWARD, running_backward
+from .backward_end import NO_BACKWARD, is_in_hook, running_backward
 from .construction import GradientOptions, make_engine
+from .enrolment import listed
+from .live import refuse_twice
 from .own_state import check_place
 from .parameters import describe, one_device
-from .reduction import refuse_twice
 from .replicas import ReplicaCheck, Replicas, check_interval
 
 if TYPE_CHECKING:
@@ -275,6 +278,8 @@ class CommHook:
         self._ended = False
         self._error: BaseException | None = None
         self._sent = 0
+        # Of parameters whose buckets have come: gradients, with versions and places in memory, by which changes show.
+        self._given: list[tuple[Tensor, Tensor, int, int]] = []
         # How many buckets, with how many parameters, have come in this step. DDP's own numbers are all 0 in the first
         # step of a static graph.
         self._buckets = self._arrived = 0
@@ -287,6 +292,8 @@ class CommHook:
             parameter.register_post_accumulate_grad_hook(partial(_discard, self._unused, name))
             for parameter, name in (names.items() if self._finds_unused else ())
         ]
+        if model.static_graph:
+            handles.append(model.register_forward_pre_hook(_refuse_first_no_sync))
         self._await_uses()
         # A program that has failed closes nothing, and the engine's threads do not end by themselves.
         self._release = weakref.finalize(self, _release, engine, handles)
@@ -309,8 +316,10 @@ class CommHook:
                 # ready for the next backward. DDP queues that callback after its last bucket, so this callback queues
                 # another one, which runs behind it. It does so with the last bucket: reentrant checkpoints are
                 # backwards of their own, and an earlier bucket's has callbacks of its own.
-                queue = Variable._execution_engine.queue_callback
-                queue(lambda: queue(self._end_step))
+                Variable._execution_engine.queue_callback(self._end_backward)
+        if is_in_hook():  # not in the first step of a static graph, which has buckets when no hook runs any more
+            gradients = [(p, p.grad) for p in parameters]
+            self._given += [(p, g, g._version, g.data_ptr()) for p, g in gradients if g is not None]
         if index == 0 and not self._resumed:
             self._last = {}
         try:
@@ -350,8 +359,10 @@ class CommHook:
 
         Raises:
             FusionLayerError: a step has failed; weights and error feedback are worthless.
+            UsageError: the last backward made no gradient of some parameters, so the others were not averaged.
         """
         self._engine.drain()
+        self._refuse_unfinished()
         self._decide()
         engine = self._engine
         place = {"rank": engine.rank, "size": engine.size}
@@ -397,8 +408,28 @@ class CommHook:
 
         Raises:
             TransportError: over NCCL, the last step could not end on the device, so weights are worthless.
+            UsageError: the last backward made no gradient of some parameters, so the others were not averaged.
         """
+        was_closed = self.closed
         self._release()
+        if not was_closed and self._engine.failure is None and sys.exc_info()[1] is None:
+            self._refuse_unfinished()
+
+    def _refuse_unfinished(self) -> None:
+        """Raise ``UsageError`` if DDP still waits for gradients of the last backward, as it would in a next forward."""
+        model = self._model()
+        try:
+            if model is not None:
+                model._check_reducer_finalized()
+        except RuntimeError as error:
+            found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [*self._names.values()]
+            missing = [names[int(i)] for i in found[1].split()] if found else []
+            raise UsageError(
+                f"backward made no gradient of {listed(missing) or 'some parameters'} in the last step, so gradients "
+                "are not averages over ranks, and weights that were updated with them differ: give "
+                "DistributedDataParallel find_unused_parameters=True"
+            ) from None
 
     def _begin_step(self) -> None:
         """Refuse a join that divides by the ranks that are left: only DDP's own sum knows how many those are."""
@@ -432,11 +463,30 @@ class CommHook:
             self._ended = True
             self._engine.synchronize()
             for place, gradient in places:
-                gradient.copy_(place)
+                gradient.data.copy_(place)  # without a new version: with views of buckets it may be the parameter's
         finally:
             waiting, self._waiting = self._waiting, []
             for each in waiting:
                 each()
+
+    def _end_backward(self) -> None:
+        """Refuse changed gradients, before DDP puts the averages into them, and have ``_end_step`` called."""
+        Variable._execution_engine.queue_callback(self._end_step)
+        given, self._given = self._given, []
+        changed = [
+            self._names[parameter]
+            for parameter, gradient, version, place in given
+            if parameter.grad is not gradient or gradient._version != version or gradient.data_ptr() != place
+        ]
+        if changed and self._error is None:
+            # Gradients that are views of a bucket have one version.
+            which = f"gradient {changed[0]!r}" if len(changed) == 1 else f"one of the gradients {listed(changed)}"
+            self._engine.fail(
+                UsageError(
+                    f"{which} was changed or replaced while it was being reduced: change gradients after backward(), "
+                    "or each in a hook of its own parameter, which runs before"
+                )
+            )
 
     def _end_step(self, present: bool = True) -> None:
         """End the step, after DDP has waited for its results, or raise what has failed in it.
@@ -496,6 +546,18 @@ class CommHook:
             dtype = str(flat.dtype).removeprefix("torch.")
             layout = self._layouts[key] = replace(template, slots=slots, numel=flat.numel(), dtype=dtype)
         return layout
+
+
+def _refuse_first_no_sync(model: nn.Module, _: object) -> None:
+    """Refuse what torch answers with an internal error in backward. As a hook, it keeps nothing alive."""
+    assert isinstance(model, DistributedDataParallel)
+    _, hook = _registered.get(model, (None, None))
+    if hook is None or hook._engine.step or model.require_backward_grad_sync or not torch.is_grad_enabled():
+        return
+    raise UsageError(
+        "no_sync() around the first forward with DistributedDataParallel(static_graph=True), which learns the graph in "
+        "its first backward: take one step without no_sync() before, or leave static_graph out"
+    )
 
 
 def _discard(unused: set[str], name: str, parameter: Tensor) -> None:

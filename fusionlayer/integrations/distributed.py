@@ -5,20 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, UsageError, kind_of, require
 from ..plan import FusionPlan
 from ..planning.profile import Profile
 from ..transport import Transport
 from .backward_end import NO_BACKWARD, running_backward
 from .enrolment import listed
+from .live import refuse_twice
 from .overlap import ForwardOverlap, check_parameters
 from .own_state import check_place
-from .reduction import WITH_RESULTS, GradientReduction, StepState, refuse_twice
+from .reduction import GradientReduction
 from .replicas import Replicas
+from .step_state import WITH_RESULTS, StepState
 
 __all__ = ["Distributed"]
 
@@ -77,6 +80,7 @@ class Distributed(GradientReduction):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes from now on; all ranks call it, between steps."""
+        require(passes, Integral, "backward_passes_per_step", "a whole number, at least 1")
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step={passes}; expected at least 1")
         if self._fl_pending:
@@ -251,6 +255,8 @@ class Distributed(GradientReduction):
         Raises:
             ConfigError: the state holds error feedback or local steps of another rank, or of another number of ranks.
         """
+        if not isinstance(state_dict, Mapping) or "param_groups" not in state_dict:
+            raise ConfigError(f"load_state_dict got {kind_of(state_dict)}; expected what state_dict() has returned")
         state = dict(state_dict)
         saved = state.pop("fusionlayer", None)
         engine = self._fl_engine
@@ -320,6 +326,7 @@ class Distributed(GradientReduction):
         Raises:
             ConfigError: the plan is for other parameters, or names an unknown codec or collective.
         """
+        require(plan, FusionPlan, "adopt_plan", "a FusionPlan")
         engine = self._fl_engine
         if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
             return

@@ -31,10 +31,12 @@ from .elastic_state import (
     send_state,
     without_unsure,
 )
+from .gradient_hooks import GradientHooks
 from .handover import Fingerprint
 from .local import Local
-from .reduction import WITH_RESULTS, GradientReduction, StepState
+from .reduction import GradientReduction
 from .sends import FollowsSyncs, sent_by
+from .step_state import WITH_RESULTS, StepState
 
 __all__ = ["ElasticallyStepping", "check_elastic"]
 
@@ -152,7 +154,7 @@ class ElasticallyStepping(Distributed):
             _live.add(self)
 
     @staticmethod
-    def _fl_take(optimizer: weakref.ref[GradientReduction], parameter: Tensor) -> None:
+    def _fl_take(optimizer: weakref.ref[GradientHooks], parameter: Tensor) -> None:
         """Do as ``GradientReduction``. If a rank was lost, let backward go on: ``step`` makes good for it."""
         try:
             GradientReduction._fl_take(optimizer, parameter)

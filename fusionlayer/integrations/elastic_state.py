@@ -18,7 +18,7 @@ from . import handover
 from .distributed import Distributed
 from .handover import Fingerprint
 from .parameters import local_part
-from .reduction import StepState
+from .step_state import StepState
 
 if TYPE_CHECKING:
     from .elastic_optimizer import ElasticallyStepping

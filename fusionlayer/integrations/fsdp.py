@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import context
 from ..codecs import ChangeCodec, Codec
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..functional import AUTO
 from ..plan import plain_name
 from .codec_or_auto import CodecOrAuto
@@ -207,6 +207,7 @@ def compress(
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
     if baseline not in ("exact", "native"):
         raise ConfigError(f"fsdp.compress got baseline={baseline!r}; expected 'exact' or 'native'")
+    require(model, nn.Module, "fsdp.compress", "the model, after fully_shard()")
     modules = _sharded_modules(model)
     weights = _one_of("weights", weights, "all_gather", all_gather)
     gradients = _one_of("gradients", gradients, "reduce_scatter", reduce_scatter)

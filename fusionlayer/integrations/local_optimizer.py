@@ -18,8 +18,8 @@ from .local import state_name
 from .local_steps import Flight, LocalSteps, compare
 from .own_state import check_place
 from .parameters import all_finite, local_part
-from .reduction import StepState
 from .sends import FollowsSyncs, sent_by
+from .step_state import StepState
 
 __all__ = ["LocallyStepping"]
 
@@ -59,7 +59,8 @@ class LocallyStepping(Distributed):
         if engine is not None:
             if engine.failure is not None:
                 raise again(engine.failure)
-            self._fl_refuse_later()
+            if not self._fl_looked:
+                self._fl_refuse_later()
             if local.restored:
                 local.check_restored(self._fl_roster.names)
             self._fl_anchor()

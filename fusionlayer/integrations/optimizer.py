@@ -33,11 +33,11 @@ from .distributed import Distributed
 from .elastic_local import ElasticallyLocal
 from .elastic_optimizer import ElasticallyStepping, check_elastic
 from .enrolment import Roster
+from .live import refuse_twice
 from .local import Local, check_sync, state_tensors
 from .local_optimizer import LocallyStepping
 from .local_steps import LocalSteps
 from .parameters import describe, replicated_by
-from .reduction import refuse_twice
 from .replicas import Replicas, check_interval
 from .sends import FollowsSyncs, sent_by
 

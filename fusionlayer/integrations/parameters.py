@@ -205,7 +205,9 @@ def _number_groups(
         count = min(groups, len(names))
         return {parameter: i * count // len(names) for i, parameter in enumerate(names)} if count else {}
     number: dict[Tensor, int] = {}
+    require(groups, Iterable, "groups", "a number of buckets, or a list of lists of parameters")
     for index, members in enumerate(groups):
+        require(members, Iterable, f"groups[{index}]", "a list of parameters of the optimizer")
         for parameter in members:
             if not isinstance(parameter, Tensor) or parameter not in every:
                 raise ConfigError(f"groups[{index}] has something that is not a parameter of the optimizer")

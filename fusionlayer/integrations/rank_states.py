@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import context, files
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, require
 from ..functional import Group
 from ..scheduler.memory import merged_residuals
 
@@ -70,6 +70,7 @@ def save_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
         FusionLayerError: the file cannot be written.
         TransportError: a peer failed.
     """
+    require(folder, (str, os.PathLike), "save_ranks", "the path of a folder")
     state, folder = rank_state(group=group, **objects), Path(folder)
     (key,) = state
     try:
@@ -99,6 +100,7 @@ def load_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
         ConfigError: the folder lacks states or names, the state is of the middle of a round of local steps of another
             number of ranks, or the object's own state cannot go to another number of ranks.
     """
+    require(folder, (str, os.PathLike), "load_ranks", "the path of a folder")
     place, folder = context.transport(group), Path(folder)
     saved = _Saved(folder)
     own = saved.load(place.rank % saved.size)

@@ -15,6 +15,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -27,12 +28,13 @@ from ..seeds import derive_seed
 from ..transport import Transport
 from ..wire import DTYPE_CODES
 from .averaging import claim, refuse_averaged
-from .reduction import refuse_twice
+from .live import refuse_twice
 from .replicas import Replicas, check_interval
 from .weights import Weights, both_ways
 
 __all__ = ["ShardedOptimizer"]
 
+_UNSCALE = GradScaler._unscale_grads_.__name__
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch whose update of an element depends on other elements."""
 
@@ -105,7 +107,13 @@ class ShardedOptimizer(Optimizer):
                 "ShardedOptimizer does not have; use DistributedOptimizer"
             )
         self._fl_step = 0
-        super().__init__(params, {})
+        try:
+            super().__init__(params, {})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"ShardedOptimizer got parameters that torch's optimizers refuse ({error}); expected "
+                "model.parameters(), or groups such as [{'params': [...]}]"
+            ) from None
         for each in self.param_groups:
             _check(each["params"])
         named = {
@@ -152,8 +160,9 @@ class ShardedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. GradScaler looks for overflows through them: all ranks find those of any rank."""
-        # Only GradScaler's look is a call of all ranks, so it is known by the name of its function.
-        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
+        # Only GradScaler's look is a call of all ranks, so it is known by the method that looks.
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == _UNSCALE and isinstance(caller.f_locals.get("self"), GradScaler):
             self._fl_agree_on_overflow()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups

@@ -93,7 +93,7 @@ class Follower:
         # Guards what the thread tells: _latest, trouble, ended, _fatal.
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._generation = forks.generation()
+        self._generation = forks.generation
         self._thread = threading.Thread(target=self._follow, name="fusionlayer follower", daemon=True)
         self._thread.start()
         forks.at_exit(self.close)
@@ -200,7 +200,7 @@ class Follower:
 
     def close(self) -> None:
         """End. What is shown stays; a second call does nothing."""
-        if self._closed or self._generation != forks.generation():
+        if self._closed or self._generation != forks.generation:
             return
         self._closed = True
         self._closing.set()
@@ -235,7 +235,7 @@ class Follower:
 
     def _check(self) -> None:
         """Raise what ends the use of this follower. The lock is held."""
-        if self._generation != forks.generation():
+        if self._generation != forks.generation:
             raise forks.refuse("its follower belongs to its parent")
         if self._closed:
             raise UsageError("the follower was closed; subscribe again")

@@ -30,7 +30,7 @@ class Outlet(ABC):
         self._changed = threading.Condition()
         self._closed = False
         self._failure: FusionLayerError | None = None
-        self._generation = forks.generation()
+        self._generation = forks.generation
         self._threads: list[threading.Thread] = []
 
     def _start(self, **work: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Outlet(ABC):
         Raises:
             FusionLayerError: a thread of this outlet has failed.
         """
-        if self._generation != forks.generation():
+        if self._generation != forks.generation:
             raise forks.refuse("its publisher belongs to its parent")
         with self._changed:
             if self._failure:
@@ -67,7 +67,7 @@ class Outlet(ABC):
 
     def close(self, timeout: float) -> None:
         """Wait until the newest version is out, ``timeout`` seconds at most, and end. A second call does nothing."""
-        if self._closed or self._generation != forks.generation():
+        if self._closed or self._generation != forks.generation:
             return
         self.flush(timeout)
         self._end()

@@ -77,6 +77,8 @@ class Engine:
     Attributes:
         rank, size: this rank, and the number of ranks.
         memory, scaling: as given.
+        course: the tensors, and the present plan.
+        traffic: what is under way, and the failure.
         switch, enrol, leave_out: change plan or tensors between two steps; see ``Course``.
         put, take, take_all, awaits, drain, close, give_up, abandon, fail: deal with what is under way; see ``Traffic``.
     """
@@ -149,7 +151,7 @@ class Engine:
             at_once=transport.only_queues(device),
             undoable=undoable,
         )
-        self._traffic = traffic = Traffic(
+        self.traffic = traffic = Traffic(
             transport,
             device,
             timeline,
@@ -159,7 +161,7 @@ class Engine:
             learns_order=overlap_forward,
             release=cadence.arrived.clear,
         )
-        self._course = course = Course(agreement, cadence, maker, traffic, plan, clock, timeline)
+        self.course = course = Course(agreement, cadence, maker, traffic, plan, clock, timeline)
         # Attributes and not methods, which would only cost calls in each step of an optimizer.
         self.switch, self.enrol, self.leave_out = course.switch, course.enrol, course.leave_out
         self.put, self.take, self.take_all, self.awaits = traffic.put, traffic.take, traffic.take_all, traffic.awaits
@@ -167,6 +169,7 @@ class Engine:
         self.abandon, self.fail = traffic.abandon, traffic.fail
         self._unused: list[str] = []
         self._usage: Usage | None = None
+        self._marks = device if traffic.sends_at_once else torch.device("cpu")  # has the message of which are used
         # Guards what ``submit`` and ``submit_bucket`` change: what has arrived and been put, what the sender has sent,
         # and what a step begins with: plan and buffers of the course. Hooks call them, and hooks may run on several
         # threads of backward at once. The end of a step takes no lock, because no hook runs then. Lanes never take it,
@@ -185,17 +188,17 @@ class Engine:
     @property
     def plan(self) -> FusionPlan | None:
         """The present plan; None before the first step."""
-        return self._course.plan
+        return self.course.plan
 
     @property
     def plan_controller(self) -> PlanController | None:
         """What may give the engine another plan between two steps."""
-        return self._course.agreement.plan_controller
+        return self.course.agreement.plan_controller
 
     @property
     def failure(self) -> BaseException | None:
         """The error that a step has failed with, or None. The engine is then closed, and every call raises it."""
-        return self._traffic.failure
+        return self.traffic.failure
 
     @property
     def due(self) -> AbstractSet[str]:
@@ -210,16 +213,16 @@ class Engine:
     @property
     def untaken(self) -> frozenset[int]:
         """Buckets of steps that have ended whose results nobody has taken yet."""
-        return frozenset(self._traffic.results.untaken)
+        return frozenset(self.traffic.results.untaken)
 
     @property
     def may_leave_out(self) -> bool:
         """Whether ``leave_out`` is possible now."""
-        return self._course.may_leave_out
+        return self.course.may_leave_out
 
     def bucket_of(self, name: str) -> int:
         """Return the number of the bucket in which a tensor travelled last."""
-        return self._traffic.results.bucket_of[name]
+        return self.traffic.results.bucket_of[name]
 
     def submit(self, name: str, gradient: Tensor) -> None:
         """Take a gradient; its scaled sum over ranks replaces it, or if results are held, waits for ``take``.
@@ -229,7 +232,7 @@ class Engine:
                 last result has not been taken; or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
-        traffic, course, cadence = self._traffic, self._course, self._cadence
+        traffic, course, cadence = self.traffic, self.course, self._cadence
         if traffic.failure is not None or self._device.type == "cuda":
             traffic.check(f"gradient {name!r} arrives")
         at = None if course.watch is None else self._clock.stamp()
@@ -273,7 +276,7 @@ class Engine:
             UsageError: another bucket comes next, or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
-        traffic, course, cadence = self._traffic, self._course, self._cadence
+        traffic, course, cadence = self.traffic, self.course, self._cadence
         traffic.check(f"gradient {bucket.names[0]!r} arrives")
         with self._lock:
             sent = len(traffic.sender.jobs)
@@ -323,7 +326,7 @@ class Engine:
             PlanMismatch: ranks disagree on model, plan or options.
             TransportError: a peer was lost, stopped or too late.
         """
-        traffic, course, cadence = self._traffic, self._course, self._cadence
+        traffic, course, cadence = self.traffic, self.course, self._cadence
         traffic.steps += 1
         if cadence.skips and not cadence.due:
             traffic.check()
@@ -346,7 +349,8 @@ class Engine:
             if self._overlap_forward:
                 sender.order.end_step()
             if find_unused:
-                self._find_unused()
+                self._usage = Usage([*course.layout.bucket_of], {*self._unused}, self._marks, traffic.queue_next)
+                self._unused = []
         except BaseException as error:
             traffic.fail(error)
         cadence.arrived.clear()
@@ -383,7 +387,7 @@ class Engine:
             FusionLayerError: a step has failed.
         """
         self._check_between("a state is saved")
-        return {"step": self.step, "results": self._traffic.save()}
+        return {"step": self.step, "results": self.traffic.save()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was called: with its step, and with its results to be taken.
@@ -397,27 +401,20 @@ class Engine:
             FusionLayerError: a step has failed.
         """
         self._check_between("a state is loaded")
-        self._traffic.load(saved["results"], self._course.coming, saved["step"] - 1)
+        self.traffic.load(saved["results"], self.course.coming, saved["step"] - 1)
         self.step = saved["step"]
-        self._course.settle()
+        self.course.settle()
 
     def _check_between(self, what: str) -> None:
         """Raise what a step has failed with, or that a step has begun while ``what``, a clause, happens."""
-        self._traffic.check(what)
+        self.traffic.check(what)
         self._cadence.refuse_begun(what)
-
-    def _find_unused(self) -> None:
-        names = [*self._course.layout.bucket_of]
-        at_once = self._traffic.sends_at_once
-        self._usage = Usage(names, {*self._unused}, self._device if at_once else torch.device("cpu"))
-        self._usage.begin(self._traffic.put_next)
-        self._unused = []
 
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 
     def _begin_step(self) -> None:
         """Tell the plan controller of the last step, and begin this one."""
-        course, step = self._course, self._cadence.step
+        course, step = self.course, self._cadence.step
         plan_controller = course.agreement.plan_controller
         if course.watch is not None and plan_controller is not None and course.watch.begin(step):
             plan_controller.note_step(self, step - 1, course.watch.read())
@@ -426,7 +423,7 @@ class Engine:
         course.begin_step()
 
     def _put(self, name: str, gradient: Tensor) -> None:
-        layout, sender, step = self._course.layout, self._traffic.sender, self._cadence.step
+        layout, sender, step = self.course.layout, self.traffic.sender, self._cadence.step
         index = layout.bucket_of[name]
         buffer = layout.buffers[index]
         buffer.put(name, gradient, step)

@@ -41,6 +41,7 @@ class Traffic:
     Attributes:
         rank, size: this rank, and the number of ranks.
         sender: sends buckets over the lanes.
+        sends_at_once: whether lanes only queue work on the device: they wait for no other rank.
         steps: that have ended.
         results: of buckets that were sent, until they are taken.
         failure: the error that a step has failed with, or None. The lanes are then closed, and every call raises it.
@@ -73,6 +74,7 @@ class Traffic:
             timeline.note_clock(*offset, transport.size)
         self._lanes = [Lane(transport, device, name)]
         self._lanes += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
+        self.sends_at_once = self._lanes[0].is_at_once
         self.sender = Sender(tuple(self._lanes), clock, timeline, learns_order)
         self.results = Results(clock, timeline)
         self.steps = 0
@@ -86,26 +88,18 @@ class Traffic:
         """Queue ``work`` on the first lane; no lane sends what is put later before it has ended well."""
         return put_first(self._lanes, work)
 
-    @property
-    def sends_at_once(self) -> bool:
-        """Whether lanes only queue work on the device: they wait for no other rank."""
-        return self._lanes[0].is_at_once
+    def queue_next(self, work: Callable[[Transport], None]) -> Job:
+        """Queue ``work`` on the lane that would take the next bucket: it waits for the last one least."""
+        return self._lanes[len(self.sender.jobs) % len(self._lanes)].put(work)
 
     def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
         """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
 
         All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
         """
-        return self._put(self._lanes[0], work)
-
-    def put_next(self, work: Callable[[Transport], None]) -> Callable[[], None]:
-        """Do as ``put``, on the lane that would take the next bucket: it waits for the last one least."""
-        return self._put(self._lanes[len(self.sender.jobs) % len(self._lanes)], work)
-
-    def _put(self, lane: Lane, work: Callable[[Transport], None]) -> Callable[[], None]:
         self.check()
         try:
-            job = lane.put(work)
+            job = self._lanes[0].put(work)
         except BaseException as error:
             self.fail(error)
 

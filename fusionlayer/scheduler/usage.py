@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..transport import Transport
+from .worker import Job
 
 __all__ = ["Usage"]
 
@@ -23,9 +24,16 @@ class Usage:
         names: of all tensors of the step, in the same order on all ranks.
         unused: those that this rank has not used.
         device: holds the message: that of the gradients if the transport only queues work there, else the CPU.
+        queue: queues the exchange, in the same place on all ranks.
     """
 
-    def __init__(self, names: Sequence[str], unused: Collection[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        unused: Collection[str],
+        device: torch.device,
+        queue: Callable[[Callable[[Transport], None]], Job],
+    ) -> None:
         self._names = names
         self._found: frozenset[str] | None = None
         self._uses_all = not unused
@@ -33,11 +41,7 @@ class Usage:
         self._mine = np.packbits([name not in unused for name in names] if unused else np.ones(len(names), np.bool_))
         self._every: Tensor | None = None
         self._done: torch.cuda.Event | None = None
-        self._wait: Callable[[], None] = lambda: None
-
-    def begin(self, put: Callable[[Callable[[Transport], None]], Callable[[], None]]) -> None:
-        """Begin the exchange by ``put``, which queues work in the same place on all ranks."""
-        self._wait = put(self._exchange)
+        self._job = queue(self._exchange)
 
     def unused(self) -> frozenset[str]:
         """Return the tensors that no rank has used; wait for the exchange.
@@ -48,7 +52,7 @@ class Usage:
             TransportError: a peer was lost, stopped or late.
         """
         if self._found is None:
-            self._wait()
+            self._job.wait()
             if self._uses_all:
                 self._found = frozenset()  # on a device this needs no wait for the message
                 return self._found

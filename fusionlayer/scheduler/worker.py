@@ -22,7 +22,7 @@ class Job:
         self._work: Callable[[], None] | None = work
         self._abandoned = abandoned
         self._done = threading.Event()
-        self._generation = forks.generation()
+        self._generation = forks.generation
         self.error: BaseException | None = None
 
     @classmethod
@@ -63,7 +63,7 @@ class Job:
 
     def wait(self) -> None:
         """Wait until the job has ended; raise what it raised."""
-        if self._generation != forks.generation():
+        if self._generation != forks.generation:
             raise forks.refuse("this work is done by a thread of its parent")
         self._done.wait()
         if self.error is not None:
@@ -86,7 +86,7 @@ class Jobs:
     def __init__(self, name: str) -> None:
         self._name = name
         self._closed = False
-        self._generation = forks.generation()
+        self._generation = forks.generation
         self.error: BaseException | None = None
         # An attribute and not a method: a queue's own ``put`` can take its place, without a call in between.
         self._accept: Callable[[Job], object] = self.run
@@ -98,7 +98,7 @@ class Jobs:
         """
         if self.error is not None:
             raise again(self.error)
-        if self._generation != forks.generation():
+        if self._generation != forks.generation:
             raise forks.refuse(f"{self._name} runs in its parent")
         if self._closed:
             raise FusionLayerError(f"{self._name} is closed: nothing can be sent any more")

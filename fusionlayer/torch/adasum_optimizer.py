@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigError, UsageError
 from ..integrations.averaging import claim, refuse_averaged, refuse_wrapper
 from ..integrations.enrolment import Roster
-from ..integrations.reduction import refuse_twice
+from ..integrations.live import refuse_twice
 from . import mpi_ops as ops
 from .adasum import check_world
 from .basics import size

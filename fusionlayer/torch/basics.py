@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import context
 from ..coordination import Session
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, require
 from ..timeline import Timeline
 from ..transport import Transport, local
 from . import environment
@@ -92,6 +92,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     global _process
     from .process_sets import add_process_set
 
+    if process_sets is not None:
+        require(process_sets, Iterable, "init(process_sets=...)", "a list of process sets")
     context.refuse_elastic(
         "init()", "hvd.elastic restarts workers instead; use fusionlayer's own functions, or leave elastic=True out"
     )
@@ -308,6 +310,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         file_path: ``.<rank>`` is appended, so every rank has its own file.
         mark_cycles: without effect. There are no cycles: operations leave when all ranks have asked for them.
     """
+    require(file_path, (str, os.PathLike), "start_timeline", "the path of a file")
     here = session()
     here.timeline.close()
     here.timeline = Timeline(file_path, here.rank)

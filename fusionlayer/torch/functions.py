@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from ..errors import ConfigError
+from ..errors import ConfigError, kind_of, require
+from ..functional import pickled
 from . import mpi_ops as ops
 from .basics import rank, size
 from .process_sets import ProcessSet, global_process_set
@@ -39,13 +40,16 @@ def broadcast_parameters(
     """
     pairs: list[tuple[str | None, Any]] = []
     if isinstance(params, Mapping):
-        pairs += sorted(params.items())
+        pairs += sorted(params.items(), key=lambda pair: str(pair[0]))
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, Tensor)):
-        pairs += [item if isinstance(item, tuple) else (None, item) for item in params]
+        given = [item if isinstance(item, tuple) else (None, item) for item in params]
+        odd = [item for item in given if len(item) != 2]
+        if odd:
+            raise ConfigError(f"broadcast_parameters got a tuple of {len(odd[0])}; expected (name, tensor) pairs")
+        pairs += given
     else:
         raise ConfigError(
-            f"broadcast_parameters got a {type(params).__name__}; give model.state_dict(), named_parameters() or "
-            "parameters()"
+            f"broadcast_parameters got {kind_of(params)}; give model.state_dict(), named_parameters() or parameters()"
         )
     handles = [
         ops.broadcast_async_(value.detach(), root_rank, name) for name, value in pairs if isinstance(value, Tensor)
@@ -80,6 +84,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
         ConfigError: the optimizer is LBFGS, which decides by its rank's own loss.
         HorovodInternalError: as ``broadcast_parameters``.
     """
+    require(optimizer, Optimizer, "broadcast_optimizer_state", "an optimizer")
+    require(model, (torch.nn.Module, type(None)), "broadcast_optimizer_state(model=...)", "the model")
     if isinstance(optimizer, LBFGS):
         raise ConfigError("cannot broadcast the state of LBFGS, which decides by its rank's own loss; use another one")
     if not optimizer.state:
@@ -159,9 +165,9 @@ def broadcast_object(
     Raises:
         HorovodInternalError: ranks differ in name or root, or a peer was lost.
     """
-    name = type(obj).__name__ if name is None else name
+    name = _name_of("broadcast_object", obj, name)
     root = rank() == root_rank
-    data = _pickled(obj) if root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    data = _pickled("broadcast_object", obj) if root else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = torch.tensor([data.numel()], device="cpu")
     ops.broadcast_(length, root_rank, f"{name}.sz", process_set)
     if not root:
@@ -176,8 +182,8 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
     Raises:
         HorovodInternalError: ranks differ in name, or a peer was lost.
     """
-    name = type(obj).__name__ if name is None else name
-    data = _pickled(obj)
+    name = _name_of("allgather_object", obj, name)
+    data = _pickled("allgather_object", obj)
     handles = [
         ops.allgather_async(torch.tensor([data.numel()], device="cpu"), f"{name}.sz"),
         ops.allgather_async(data, f"{name}.t"),
@@ -187,9 +193,14 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
     return [pickle.loads(part.numpy().tobytes()) for part in every.split(lengths.tolist())]
 
 
-def _pickled(obj: object) -> Tensor:
+def _name_of(call: str, obj: object, name: str | None) -> str:
+    require(name, (str, type(None)), f"{call} with name", "a text, the same on all ranks")
+    return type(obj).__name__ if name is None else name
+
+
+def _pickled(call: str, obj: object) -> Tensor:
     try:
         dumps = importlib.import_module("cloudpickle").dumps
     except ModuleNotFoundError:
         dumps = pickle.dumps
-    return torch.frombuffer(bytearray(dumps(obj)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickled(call, obj, dumps)), dtype=torch.uint8)

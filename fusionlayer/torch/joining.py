@@ -13,7 +13,7 @@ import torch
 
 from ..coordination import Session
 from ..errors import FusionLayerError
-from ..integrations.reduction import StepState
+from ..integrations.step_state import StepState
 from ..scheduler.worker import Job, Worker
 from .basics import HorovodInternalError, session
 

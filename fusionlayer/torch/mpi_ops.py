@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FusionLayerError, UsageError
+from ..errors import ConfigError, FusionLayerError, UsageError, require, whole_numbers
 from .basics import HorovodInternalError, session
 from .compression import Compression, codec_of
 from .process_sets import ProcessSet, global_process_set, number_of
@@ -24,6 +24,7 @@ from .requests import (
     grouped_allreduce_of,
     grouped_reducescatter_of,
     reducescatter_of,
+    several,
     submit,
     taking,
 )
@@ -175,6 +176,7 @@ def sparse_allreduce_async(
     Ranks may have different indices, and different numbers of them. Indices and values of all ranks are gathered.
     """
     chosen = choose_op(op)
+    require(tensor, Tensor, "sparse_allreduce_async", "a sparse tensor")
     if chosen not in (Average, Sum) or not tensor.is_sparse:
         raise ConfigError(
             f"sparse_allreduce_async of a {tensor.layout} tensor with op={chosen.name}; expected a sparse tensor, and "
@@ -252,7 +254,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Return what ``allgather`` returns for each of several tensors, sent together. Gradients are ``allgather``'s."""
-    return list(_apply(_Allgather, name, process_set, *tensors))
+    return list(_apply(_Allgather, name, process_set, *several("grouped_allgather", tensors)))
 
 
 def grouped_allgather_async(
@@ -412,11 +414,15 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin ``alltoall``; ``synchronize`` returns the tensor and how many rows came from each rank."""
+    checked("alltoall", tensor)
+    number_of(process_set)
     if isinstance(splits, Tensor) and (splits.is_floating_point() or splits.is_complex()):
         raise ConfigError(f"alltoall with splits of {splits.dtype}; expected whole numbers of rows")
     size = process_set.size() or 1
     rows = tensor.shape[0] if tensor.dim() else 0
-    counts = [rows // size] * size if splits is None else [int(n) for n in splits]
+    if splits is not None:
+        require(splits, Iterable, "alltoall with splits", "a whole number of rows for each rank, such as [2, 1]")
+    counts = [rows // size] * size if splits is None else whole_numbers(splits)
     if len(counts) != size or sum(counts) != rows or min(counts) < 0 or not tensor.dim():
         raise ConfigError(
             f"alltoall of shape {tuple(tensor.shape)} with splits {counts}; expected {size} numbers of at least 0 that "
@@ -528,6 +534,7 @@ class _Reducescatter(torch.autograd.Function):
 
 def poll(handle: int) -> bool:
     """Return whether ``synchronize`` would return at once."""
+    require(handle, int, "poll", "the handle that an asynchronous operation has returned")
     return session().poll(handle)
 
 
@@ -539,9 +546,10 @@ def synchronize(handle: int | Callable[[], Tensor]) -> Any:
     """
     if callable(handle):
         return handle()
+    require(handle, int, "synchronize", "the handle that an asynchronous operation has returned")
     try:
         return session().wait(handle)
-    except ConfigError:
+    except (ConfigError, UsageError):
         raise
     except FusionLayerError as error:
         raise HorovodInternalError.of(error) from None

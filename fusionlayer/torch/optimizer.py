@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .. import codecs, functional
 from ..codecs import Codec
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..integrations import optimizer as _optimizer
 from ..integrations.sparse import ByName
 from ..transport import Transport, local
@@ -78,7 +78,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
                 f"{options}; it combines the steps of all ranks, not gradients: leave these out"
             )
         return adasum_optimizer(optimizer, named_parameters, compression or Compression.none)
-    if groups is not None and not isinstance(groups, int):
+    require(process_set, ProcessSet, "process_set", "what add_process_set() has returned")
+    if isinstance(groups, Iterable):
         groups = list(groups)
     transport: Transport | None = None
     if process_set is not global_process_set:

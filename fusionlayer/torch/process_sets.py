@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..coordination.requests import ALL_RANKS
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, require
 from ..transport import Transport
 from .basics import HorovodInternalError, rank, session, size
 
@@ -99,6 +99,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set, on all ranks of the job. Return False for a set that was not added, and for that of all ranks."""
+    require(process_set, ProcessSet, "remove_process_set", "what add_process_set() has returned")
     number = process_set.process_set_id
     here = session()
     if number is None or number == ALL_RANKS or number not in here.process_sets:

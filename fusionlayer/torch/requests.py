@@ -5,20 +5,23 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..codecs import Codec, Part, PartsCodec
 from ..collectives import Scaling, reduce_flat
 from ..coordination import Reduce
 from ..coordination.operation import DTYPES
 from ..deprecations import deprecated
-from ..errors import ConfigError, FusionLayerError
+from ..errors import ConfigError, FusionLayerError, UsageError, require
 from ..seeds import derive_seed
 from ..transport import Transport
 from .basics import HorovodInternalError, session
@@ -35,6 +38,7 @@ __all__ = [
     "grouped_allreduce_of",
     "grouped_reducescatter_of",
     "reducescatter_of",
+    "several",
     "submit",
     "taking",
 ]
@@ -129,6 +133,11 @@ class Reduction:
     deliver: Callable[[Any], Any] = all_of
     codec: Codec | None = None
 
+    def __post_init__(self) -> None:
+        for key, factor in (("prescale", self.prescale), ("postscale", self.postscale)):
+            if not isinstance(factor, (float, Real)):
+                raise ConfigError(f"{key}_factor={factor!r}; expected a number")
+
     def begin_allreduce(self, *, in_place: bool = False, at_once: bool = False) -> int:
         """Ask for the allreduce; return the handle."""
         text, reduce, deliver = self.op.name, None, self.deliver
@@ -145,7 +154,7 @@ class Reduction:
         """Ask for the reducescatter; return the handle."""
         if self.op is ReduceOp.Adasum:
             raise _Unsupported("reducescatter with op=Adasum; Adasum needs whole tensors: use allreduce")
-        if not all(tensor.dim() for tensor in self.tensors):
+        if not all(checked("reducescatter", tensor).dim() for tensor in self.tensors):
             raise ConfigError("reducescatter of a scalar; give a tensor with a first dimension to be cut")
         return self._submit("reducescatter", self.op.name, deliver=self.deliver)
 
@@ -207,7 +216,8 @@ def grouped_allreduce_of(
     process_set: ProcessSet = global_process_set,
 ) -> Reduction:
     """Return the request of allreduces that travel together."""
-    return Reduction(list(tensors), name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    given = several("grouped_allreduce", tensors)
+    return Reduction(given, name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def reducescatter_of(
@@ -231,7 +241,14 @@ def grouped_reducescatter_of(
     postscale_factor: float = 1.0,
 ) -> Reduction:
     """Return the request of several reducescatters."""
-    return Reduction(list(tensors), name, choose_op(op), prescale_factor, postscale_factor, process_set)
+    given = several("grouped_reducescatter", tensors)
+    return Reduction(given, name, choose_op(op), prescale_factor, postscale_factor, process_set)
+
+
+def several(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a list of the tensors that a call was given; raise ``ConfigError`` if it was given something else."""
+    require(tensors, Iterable, call, "a list of tensors")
+    return list(tensors)
 
 
 # ---- on the way to the session ---------------------------------------------------------------------------------------
@@ -252,17 +269,48 @@ def submit(
     **how: Any,
 ) -> int:
     """Ask this rank's session for an operation; return the handle."""
+    name = how.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{kind} with name={name!r}; expected one text, also for several tensors")
     given = [checked(kind, tensor) for tensor in tensors]
     if len({tensor.device for tensor in given}) > 1:
         raise ConfigError(f"{kind} of tensors on several devices; give one group for each device")
     if kind != "barrier" and not given:
         raise ConfigError(f"{kind} of no tensors; give at least one")
+    if not how.get("at_once") and not (in_place and kind == "broadcast"):  # a broadcast takes nothing of its results
+        how["check"] = _unchanged(kind, name, tensors, in_place)
+        if in_place:
+            given = [x.data if _has_version(x) else x for x in given]  # results must not count as changes
     try:
         return session().submit(kind, given, given if in_place else None, process_set=number_of(process_set), **how)
     except ConfigError:
         raise
     except FusionLayerError as error:
         raise HorovodInternalError.of(error) from None
+
+
+def _unchanged(kind: str, name: str | None, tensors: Sequence[Tensor], in_place: bool) -> Callable[[], None] | None:
+    """Return a function that raises ``UsageError`` if one of ``tensors`` was changed since; None if none can tell."""
+    seen = [(weakref.ref(x), x._version) for x in tensors if _has_version(x)]
+    what = kind if name is None else f"{kind} {name!r}"
+
+    def check() -> None:
+        for found, version in seen:
+            x = found()
+            if x is not None and x._version != version:
+                raise UsageError(
+                    f"a tensor of shape {tuple(x.shape)} was changed between {what} and its result; change it after "
+                    "hvd.synchronize(handle), or give the operation a copy"
+                )
+        if in_place:
+            increment_version([x for found, _ in seen if (x := found()) is not None])
+
+    return check if seen else None
+
+
+def _has_version(x: Tensor) -> bool:
+    """Return whether only changes of ``x`` change its version; a view has that of all that shares its memory."""
+    return not (x.is_inference() or x._is_view())
 
 
 def checked(kind: str, tensor: Tensor) -> Tensor:

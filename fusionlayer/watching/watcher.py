@@ -87,7 +87,7 @@ class Watcher:
         self._prefix = f"{_PREFIX}/{name}" if name else _PREFIX
         self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
         self._watched = threading.get_ident()
-        self._generation = forks.generation()
+        self._generation = forks.generation
         self._store: dist.Store | None = None
         self._recorder = Recorder()
         self._links = Links()
@@ -130,7 +130,7 @@ class Watcher:
     @property
     def is_closed(self) -> bool:
         """Whether it has stopped watching, or belongs to the parent of a forked process."""
-        return self._ending.is_set() or self._generation != forks.generation()
+        return self._ending.is_set() or self._generation != forks.generation
 
     def counts(self) -> dict[str, float]:
         """Return what it has counted, by the names of ``fusionlayer.metrics``. Any thread may call it."""

@@ -141,7 +141,7 @@ def configured(rank: int, world: int, folder: str) -> None:
     os.environ["FUSIONLAYER_TIMEOUT"] = "0.5"
     impatient = dist.new_group(None, FEW)
     if rank == 0:
-        with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
+        with pytest.raises(TransportError, match="all_reduce of .*other ranks have not made this call within 0.5 s"):
             dist.all_reduce(numbers(rank).double(), group=impatient)
         with pytest.raises(TransportError, match=r"ranks \[1\] did not come within 0.5 s"):
             dist.all_reduce(numbers(rank), group=impatient)
@@ -196,6 +196,11 @@ def works(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match="all_reduce with op=AVG got a torch.int64 tensor; expected floats: sum"):
         dist.all_reduce(torch.arange(4), dist.ReduceOp.AVG, group)
 
+    with pytest.raises(ConfigError, match="broadcast got a torch.int16 tensor, which gloo cannot send"):
+        dist.broadcast(torch.ones(3, dtype=torch.int16), 0, group=group)
+    with pytest.raises(ConfigError, match=r"all_gather of \(3,\), \(3,\): .*expected length 2, got 1.*; correct the"):
+        dist.all_gather([torch.ones(3)], torch.ones(3), group=group)
+
     # The names before torch 2.13, by which older versions call.
     base: Any = group
     out, part = torch.empty(world * 2000), torch.empty(2000 // world)
@@ -236,6 +241,10 @@ def test_works_and_futures() -> None:
     run_ranks(works, 2, backend="fusionlayer")
 
 
+def work_of(x: Tensor, group: Any) -> Any:
+    return dist.all_reduce(x, group=group, async_op=True)
+
+
 def lose_a_rank(rank: int, world: int) -> None:
     group = dist.new_group(None, timedelta(seconds=8), pg_options=INT8, group_desc="doomed")
     x = numbers(rank)
@@ -262,6 +271,16 @@ def lose_a_rank(rank: int, world: int) -> None:
         work.get_future().wait()
     with pytest.raises(TransportError, match="rank 1"):
         dist.all_reduce(x, group=group)
+    y = torch.ones(3).double()
+    for call in (
+        lambda: dist.all_reduce(y, group=group),
+        lambda: dist.recv(y, 1, group=group),
+        lambda: dist.barrier(group=group),
+        lambda: work_of(y, group).wait(),
+    ):
+        with pytest.raises(TransportError, match="another rank has closed its connection, as a rank does") as caught:
+            call()
+        assert caught.value.__cause__ is None
     dist.destroy_process_group(group)
     os._exit(0)
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import overhead
 from tests.tiers import exhaustive
 
-MOST_CALLS = {"submit": 70, "lane": 123, "step": 13}
+MOST_CALLS = {"submit": 50, "lane": 123, "step": 13}
 """Of one tensor of int8 among four ranks; a call more is a decision, not an accident. The thread that submits also ends
 the step, and with it finds out which parameters no rank has used."""
 
@@ -24,7 +24,7 @@ def test_one_gradient_takes_no_more_calls_than_it_did() -> None:
 @pytest.mark.short
 def test_each_tensor_of_a_bucket_adds_calls_to_its_submission_alone() -> None:
     one, many = (overhead._on_threads(2, "raw", tensors, 1)["calls"] for tensors in (1, 20))
-    assert many["submit"] - one["submit"] <= 19 * 7
+    assert many["submit"] - one["submit"] <= 19 * 5
     assert many["lane"] - one["lane"] <= 5
     assert many["step"] == one["step"]
 

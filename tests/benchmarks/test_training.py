@@ -19,7 +19,7 @@ from benchmarks.training import __main__ as command
 from benchmarks.training import methods
 from benchmarks.training.cell import Cell, Measured, Round
 from benchmarks.training.methods import all_methods, select
-from benchmarks.training.replicas import make_replica
+from benchmarks.training.replicas import Waiting, make_replica
 from benchmarks.training.sharded_replica import Sharding
 from benchmarks.training.summary import columns, interval, readings, rows
 from benchmarks.training.timed_codec import Clock, timed
@@ -27,8 +27,10 @@ from benchmarks.training.worker import steps_of_turn
 from benchmarks.training.workloads import make_workload
 from fusionlayer.codecs import Codec, TensorState
 from fusionlayer.codecs._base import registry
+from fusionlayer.transport import local
 from tests.examples.places import ROOT
 from tests.harness import run_ranks
+from tests.integrations.training import loss_of, make_model
 from tests.loops import looped
 from tests.tiers import exhaustive, needs
 
@@ -335,3 +337,16 @@ def test_without_namespaces_it_runs_on_loopback_and_says_so(tmp_path: Path) -> N
     losses = {row["method"]: row["training_losses"] for row in result["rows"]}
     common = min(len(losses["ddp"]), len(losses["ddp-again"]))
     assert losses["ddp"][:common] == losses["ddp-again"][:common]
+
+
+@pytest.mark.short
+def test_what_backward_waits_is_waiting() -> None:
+    def rank_main(rank: int) -> bool:
+        model = make_model()
+        optimizer = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        workload: Any = None
+        replica = Waiting(workload, model, optimizer)
+        loss_of(model, rank, 0).backward()
+        return bool(replica._waited)
+
+    assert all(local.run(rank_main, 2))

@@ -5,11 +5,20 @@ Last run: Lightning 2.6.6.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import fusionlayer as fl
+from tests.harness import run_ranks
+from tests.integrations.training import make_batch, make_model, weights
 from tests.test_guides import blocks, check_losses
 from tests.tiers import engine, exhaustive, needs
 
@@ -58,3 +67,61 @@ def test_a_script_that_lightning_starts(tmp_path: Path) -> None:
     assert count == 1
     (tmp_path / "train.py").write_text(MODEL + made + FIT)
     check_losses(run(["python", "train.py"], tmp_path, OMP_NUM_THREADS="1"))
+
+
+QUIET = {**SMALL, "devices": 1, "max_steps": -1}
+
+
+def trained(rank: int, epochs: int, states: Path | None = None, resume: Path | None = None) -> tuple[Any, Any]:
+    """Train with an optimizer of ours, which goes on from what ``fl.checkpoint.save_ranks`` has left in ``states``."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Regression(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers: nn.Module = make_model()
+
+        def configure_optimizers(self) -> Any:
+            sgd = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            optimizer = fl.DistributedOptimizer(sgd, self, codec="int4", error_feedback=True)
+            if states is not None:
+                fl.checkpoint.load_ranks(states, optimizer=optimizer)
+            return optimizer
+
+        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+            x, y = batch
+            return (self.layers(x) - y).square().mean()
+
+    model, trainer = Regression(), Trainer(**QUIET, max_epochs=epochs)
+    data: Any = [make_batch(rank, step) for step in range(3)]
+    trainer.fit(model, DataLoader(data, batch_size=None), ckpt_path=resume)
+    return model, trainer
+
+
+def resume(rank: int, world: int, folder: Path) -> Tensor:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    fl.init()
+    whole, trainer = trained(rank, 4)
+    trainer.optimizers[0].close()
+    _, trainer = trained(rank, 2)
+    fl.checkpoint.save_ranks(folder / "ranks", optimizer=trainer.optimizers[0])
+    if rank == 0:
+        trainer.save_checkpoint(folder / "last.ckpt")
+    trainer.optimizers[0].close()
+    dist.barrier()
+    again, trainer = trained(rank, 4, folder / "ranks", folder / "last.ckpt")
+    trainer.optimizers[0].close()
+    assert torch.equal(weights(whole), weights(again))
+    if rank == 0:
+        trained(rank, 2, resume=folder / "last.ckpt")
+    else:
+        with pytest.raises(fl.ConfigError, match="rank 0 of 2.*load_ranks"):
+            trained(rank, 2, resume=folder / "last.ckpt")
+    return weights(again)
+
+
+@exhaustive(guarded_by="tests/integrations/test_resume.py::test_resumed_training_equals_uninterrupted_training")
+def test_resumed_training_equals_training_that_did_not_stop(tmp_path: Path) -> None:
+    """Rank 0's checkpoint of Lightning, and each rank's own error feedback; without the latter it is refused."""
+    first, second = run_ranks(resume, 2, tmp_path)
+    assert torch.equal(first, second)

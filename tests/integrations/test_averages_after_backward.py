@@ -164,7 +164,10 @@ def moved(p: nn.Parameter) -> None:
     p.grad.data = p.grad.data.clone()
 
 
-@looped("change", [scaled, replaced, cleared, moved])
+CHANGES = [scaled, replaced, cleared, moved]
+
+
+@looped("change", CHANGES)
 def test_a_gradient_that_changes_while_it_is_reduced_is_refused(change: Callable[[nn.Parameter], None]) -> None:
     def refused() -> Any:
         return pytest.raises(fl.UsageError, match=r"'2.weight' was changed or replaced.*call synchronize\(\)")

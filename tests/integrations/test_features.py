@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import fusionlayer as fl
 from fusionlayer.scheduler import Memory
 from tests.harness import run_ranks
+from tests.integrations.test_averages_after_backward import CHANGES
 from tests.integrations.training import fill, weights
 from tests.synthetic import gradient
 from tests.tiers import exhaustive, long
@@ -657,6 +658,39 @@ def check_refusals(rank: int, world: int) -> None:
         loss(model, rank, 0).backward()
 
 
+def check_changes(rank: int, world: int) -> None:
+    """A gradient may change in its own parameter's hook, and not in one that runs while it is being reduced."""
+
+    def changed(change: Callable[[Tensor], None], view: bool, static: bool, own: bool) -> Any:
+        model: Any = DistributedDataParallel(
+            Net(straight), bucket_cap_mb=0.001, gradient_as_bucket_view=view, static_graph=static
+        )
+        hook, net, parameter = fl.ddp.register(model, codec="raw"), model.module, model.module.third.weight
+        loss(model, rank, 0).backward()
+        (parameter if own else net.first.weight).register_post_accumulate_grad_hook(lambda _: change(parameter))
+        model.zero_grad()
+        if own:
+            loss(model, rank, 1).backward()
+            hook.state_dict()
+        else:
+            told = "third.weight' was changed or replaced while.*: change gradients after backward"
+            with pytest.raises(fl.UsageError, match=told):
+                loss(model, rank, 1).backward()
+            with pytest.raises(fl.UsageError, match=told):
+                hook.state_dict()
+        hook.close()
+        return parameter.grad
+
+    for view in (False, True):
+        for change in CHANGES:
+            changed(change, view, False, False)
+        changed(lambda _: None, view, True, True)
+    doubled = changed(CHANGES[0], False, False, True)
+    model = make_ddp()
+    loss(model, rank, 1).backward()
+    torch.testing.assert_close(doubled, 2 * model.module.third.weight.grad)
+
+
 def test_two_passes_copies_and_refusals() -> None:
     run_ranks(check_all_else, 2, CODECS, timeout=120)
 
@@ -667,3 +701,4 @@ def check_all_else(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> 
     check_optimizer(rank, world, codecs)
     check_resumed_types(rank, world)
     check_refusals(rank, world)
+    check_changes(rank, world)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, Optimizer
@@ -112,6 +113,78 @@ def test_gradients_may_be_read_and_dropped_without_a_step() -> None:
     expected = reference(WORLD, 3, lambda p: SGD(p, lr=0.1, momentum=0.9))
     for wrap in (by_fl, by_hvd):
         assert_equals(local.run(lambda rank, wrap=wrap: body(rank, wrap), WORLD), expected)  # type: ignore[misc]
+
+
+# ---- what is done with the model ------------------------------------------------------------------------------------
+
+
+def normalized() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 5))
+    fill(layers)
+    return layers
+
+
+def two_forwards(model: Any, rank: int, step: int) -> Tensor:
+    (x, y), (other, _) = make_batch(rank, step), make_batch(rank, 50 + step)
+    return ((model(x) - y) ** 2).mean() + (model(other) ** 2).mean()
+
+
+def by_layers(model: Any, rank: int, step: int) -> Tensor:
+    x, y = make_batch(rank, step)
+    return ((model[2](model[1](model[0](x))) - y) ** 2).mean()
+
+
+@pytest.mark.short
+@looped("wrap", [by_fl, by_hvd])
+@looped("loss", [two_forwards, by_layers])
+def test_gradients_are_averages_however_the_model_is_called(wrap: Wrap, loss: Callable[..., Tensor]) -> None:
+    """https://github.com/pytorch/pytorch/issues/175024: two forwards with running statistics before one backward.
+
+    https://github.com/Lightning-AI/pytorch-lightning/issues/9237: layers are called, and not the model.
+    """
+
+    def body(rank: int) -> Tensor:
+        model = normalized()
+        optimizer = wrap(SGD(model.parameters(), lr=0.1), model)
+        loss(model, rank, 0).backward()
+        optimizer.synchronize()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+    model = normalized()
+    for rank in range(WORLD):
+        (loss(model, rank, 0) / WORLD).backward()
+    assert_equals(local.run(body, WORLD), torch.cat([p.grad.reshape(-1) for p in model.parameters()]))  # type: ignore[union-attr]
+
+
+@pytest.mark.short
+@looped("wrap", [by_fl, by_hvd])
+def test_an_epoch_may_end_before_all_passes_of_a_step(wrap: Wrap) -> None:
+    """https://github.com/horovod/horovod/issues/2466: ``step`` takes fewer passes; without it an error names it."""
+
+    def body(rank: int, steps_at_end: bool) -> Tensor:
+        model = make_model()
+        optimizer = wrap(SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+        optimizer.set_backward_passes_per_step(2)
+        for _ in range(2):
+            for step in range(3):
+                loss_of(model, rank, step).backward()
+                if step == 1 or steps_at_end and step == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return weights(model)
+
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for steps in ((0, 1), (2,)):
+            optimizer.zero_grad()
+            for step in steps:
+                for rank in range(WORLD):
+                    (loss_of(model, rank, step) / WORLD).backward()
+            optimizer.step()
+    assert_equals(local.run(lambda rank: body(rank, True), WORLD), weights(model))
+    with pytest.raises(fl.UsageError, match=r"computed more than 2 times before step\(\); call step\(\)"):
+        local.run(lambda rank: body(rank, False), WORLD)
 
 
 # ---- several optimizers ---------------------------------------------------------------------------------------------
@@ -302,7 +375,8 @@ def assert_gradients(model: nn.Module, expected: list[Tensor | None]) -> None:
 def unused_by_all(rank: int, folder: str) -> None:
     """https://github.com/pytorch/pytorch/issues/128949: what is used has the average, what no rank uses rests.
 
-    That is so with an optimizer of ours, and with the hook if DDP finds unused parameters.
+    That is so with an optimizer of ours, and with the hook if DDP finds unused parameters. If it does not, the hook
+    refuses to save its state and names the parameters: gradients and weights are a rank's own.
     """
     net = Layers(one_layer)
     optimizer = fl.DistributedOptimizer(SGD(net.parameters(), lr=1.0), net)
@@ -314,6 +388,13 @@ def unused_by_all(rank: int, folder: str) -> None:
     hook = fl.ddp.register(model, codec="raw")
     (model(batch(rank, 0)) ** 2).mean().backward()
     assert_gradients(model, averaged(one_layer, [(True,)]))
+    hook.close()
+    model = DistributedDataParallel(Layers(one_layer))
+    hook = fl.ddp.register(model, codec="raw")
+    (model(batch(rank, 0)) ** 2).mean().backward()
+    for call in (hook.state_dict, hook.close):
+        with pytest.raises(fl.UsageError, match="no gradient of 'second.weight', 'second.bias'.*find_unused_param"):
+            call()
     hook.close()
 
 
@@ -366,8 +447,27 @@ def resumed(rank: int, folder: str) -> None:
     other.close()
 
 
+def accumulated_on_a_static_graph(rank: int, folder: str) -> None:
+    """https://github.com/huggingface/accelerate/issues/3679: gradients of all passes are averaged in every step.
+
+    The first pass of all must not be within ``no_sync``: an error says so, where torch has an internal one.
+    """
+    model = DistributedDataParallel(Layers(recomputed), static_graph=True)
+    hook = fl.ddp.register(model, codec="raw")
+    with model.no_sync(), pytest.raises(fl.UsageError, match=r"first backward.*without no_sync\(\)"):
+        model(batch(rank, 0))
+    (model(batch(rank, 0)) ** 2).mean().backward()
+    for _ in range(3):
+        model.zero_grad()
+        with model.no_sync():
+            (model(batch(rank, 0)) ** 2).mean().backward()
+        (model(batch(rank, 1)) ** 2).mean().backward()
+        assert_gradients(model, averaged(recomputed, [(), ()]))
+    hook.close()
+
+
 def with_ddp(rank: int, world: int, folder: str) -> None:
-    for job in (unused_by_all, used_before_the_last_pass, checkpointed, resumed):
+    for job in (unused_by_all, used_before_the_last_pass, accumulated_on_a_static_graph, checkpointed, resumed):
         print(job.__name__)
         job(rank, folder)
 
@@ -426,12 +526,21 @@ def gathered(rank: int) -> None:
     assert rank == 0 or all(torch.equal(out, torch.arange(10.0).view(2, 5).T + 100 * i) for i, out in enumerate(outs))
 
 
+def gathered_with_a_gradient(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/73515: the gradient of a sum, which is a view, is reduced as well."""
+    x = torch.full((3,), float(rank), requires_grad=True)
+    every = all_gather(x)
+    (torch.stack(every) * torch.arange(1.0, WORLD + 1).view(-1, 1)).sum().backward()
+    assert [each.tolist() for each in every] == [[i] * 3 for i in range(WORLD)]
+    assert x.grad is not None and x.grad.tolist() == [WORLD * (rank + 1)] * 3
+
+
 def with_the_backend(rank: int, world: int, folder: str) -> None:
     """Also https://github.com/pytorch/pytorch/issues/55967: a program may begin again with the same store."""
     store = dist.FileStore(f"{folder}/store", world)
     for policy in (None, {"min_bytes": 0, "rules": [{"codec": "zip"}]}):
         dist.init_process_group("fusionlayer", store=store, rank=rank, world_size=world, pg_options=policy)
-        for job in (scattered, strided_calls, sent_transposed, gathered):
+        for job in (scattered, strided_calls, sent_transposed, gathered, gathered_with_a_gradient):
             print(job.__name__, policy)
             job(rank)
         dist.destroy_process_group()

@@ -268,7 +268,7 @@ def test_what_holds_up_backward_is_told_once(
             [[tensor] for tensor in MODEL], 2, codec, options, algorithm, 128, "gather" in algorithm
         )
         engine = make_engine(Told(gpu, at_once), plan=plan, device=DEVICE)
-        assert [engine._course._maker.codec_of(bucket).name for bucket in plan.buckets] == [codec] * len(MODEL)
+        assert [engine.course._maker.codec_of(bucket).name for bucket in plan.buckets] == [codec] * len(MODEL)
         assert at_once or not caplog.messages, "a thread of its own waits"
     assert len(caplog.messages) == bool(told) and all(text.startswith(told or "") for text in caplog.messages)
 

@@ -141,6 +141,35 @@ def handles(rank: int, size: int) -> None:
 
 
 @behaviour
+def a_tensor_that_changes_under_way_is_refused(rank: int, size: int) -> None:
+    for begin in (hvd.allreduce_async_, hvd.allreduce_async, hvd.allgather_async, hvd.reducescatter_async):
+        x = of(rank, 4 * size)
+        handle = begin(x, name=begin.__name__)
+        x.mul_(2)
+        with pytest.raises(
+            fl.UsageError, match=r"shape .* was changed between .*'.*_async_?' and its result; change it"
+        ):
+            hvd.synchronize(handle)
+    x = of(rank, 5)
+    handle = hvd.allreduce_async_(x, op=hvd.Sum)
+    while not hvd.poll(handle):
+        pass
+    x.mul_(2)  # what poll() has told to be done may be used
+    assert torch.equal(hvd.synchronize(handle), 2 * total(size, 5))
+    parts = of(rank, 6).chunk(2)
+    handles = [hvd.allreduce_async_(part, op=hvd.Sum) for part in parts]
+    for part, handle in zip(parts, handles, strict=True):
+        hvd.synchronize(handle)
+        part.mul_(2)  # the other half is still under way
+    assert torch.equal(torch.cat(parts), 2 * total(size, 6))
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight**2).sum()
+    hvd.synchronize(hvd.allreduce_async_(weight.detach()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@behaviour
 def names_in_any_order(rank: int, size: int) -> None:
     order = list(range(40))
     torch.manual_seed(0)

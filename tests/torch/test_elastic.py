@@ -303,6 +303,37 @@ def test_outer_momentum_of_local_steps_reaches_a_newcomer() -> None:
 
 
 @pytest.mark.short
+def test_a_newcomer_begins_with_the_factors_that_the_others_have() -> None:
+    """Rank 1 is another process from step 3 on: training goes on as if the same one had lost its error feedback."""
+
+    def rank_main(rank: int, comes: bool) -> Tensor:
+        hvd.init()
+
+        def begin() -> Any:
+            model = make_model()
+            optimizer: Any = fl.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model, codec="powersgd", rank=1
+            )
+            return elastic.TorchState(model, optimizer)
+
+        before, fresh = begin(), begin()
+        train(before.model, before.optimizer, rank, range(3))
+        before.commit()
+        mine, other = (fresh, before) if comes and rank else (before, fresh)
+        other.optimizer.close()
+        mine.on_reset()
+        if rank and not comes:
+            memory = mine.optimizer._fl_engine.memory
+            memory.load_state_dict({**memory.state_dict(), "residuals": {}})
+        elastic.run(lambda state: train(state.model, state.optimizer, rank, range(3, 6)))(mine)
+        hvd.shutdown()
+        return weights(mine.model)
+
+    same, comes = (local.run(lambda rank, comes=comes: rank_main(rank, comes), 2) for comes in (False, True))
+    assert torch.equal(*same) and torch.equal(*comes) and torch.equal(same[0], comes[0])
+
+
+@pytest.mark.short
 def test_interrupt_keeps_what_is_not_committed_and_comes_on_all_ranks() -> None:
     def rank_main(rank: int) -> list[int]:
         hvd.init()
@@ -407,7 +438,7 @@ def test_own_types_have_their_handlers() -> None:
 @pytest.mark.short
 def test_feedback_of_ranks_that_are_gone_is_added_to_that_of_their_heir() -> None:
     def part(value: float) -> dict[str, Any]:
-        kept = {"velocity": torch.full((3,), 10 * value)}
+        kept = {"velocity": torch.full((3,), 10 * value), "right": torch.full((2,), 7.0), "threshold": torch.ones(1)}
         return {
             "residuals": {"w": torch.full((3,), value)},
             "tensors": {"w": kept},
@@ -417,6 +448,8 @@ def test_feedback_of_ranks_that_are_gone_is_added_to_that_of_their_heir() -> Non
     merged = merge_feedback([part(1.0), part(2.0), {"residuals": {}, "tensors": {}, "numbers": {}}])
     assert torch.equal(merged["residuals"]["w"], torch.full((3,), 3.0))
     assert torch.equal(merged["tensors"]["w"]["velocity"], torch.full((3,), 30.0))
+    assert torch.equal(merged["tensors"]["w"]["right"], torch.full((2,), 7.0))
+    assert torch.equal(merged["tensors"]["w"]["threshold"], torch.ones(1))
     assert merged["numbers"] == {"w": {"threshold": 1.0}}
     assert merge_feedback([]) == {"residuals": {}, "tensors": {}, "numbers": {}}
 

@@ -115,7 +115,7 @@ def check_objects(rank: int, world: int) -> None:
 
 
 def check_refusals(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="got a int; give model.state_dict"):
+    with pytest.raises(ValueError, match="got an int; give model.state_dict"):
         functions.broadcast_parameters(7, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot broadcast the state of LBFGS"):
         functions.broadcast_optimizer_state(torch.optim.LBFGS(make_model().parameters()), 0)

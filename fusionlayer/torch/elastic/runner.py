@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from ... import context, launch
-from ...errors import TransportError
+from ...errors import ConfigError, TransportError, kind_of, require
 from .. import mpi_ops as ops
 from ..basics import HorovodInternalError, init, rank, shutdown
 from ..environment import elastic_timeout
@@ -59,9 +59,13 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     with ``TransportError``.
     """
 
+    if not callable(func):
+        raise ConfigError(f"elastic.run got {kind_of(func)}; expected a function, whose first argument is a state")
+
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         context.refuse_elastic("hvd.elastic.run", _MEMBERS)
+        require(state, State, "elastic.run", "a state, such as hvd.elastic.TorchState(model, optimizer)")
         storage = Storage.of_agent(rank())
         state.keeper = storage
         notice = Notice(state)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.utils.data
 
 from ... import context
+from ...errors import require
 from .. import basics
 
 __all__ = ["ElasticSampler"]
@@ -34,6 +35,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        require(dataset, Sized, "ElasticSampler", "a data set that has a length")
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...codecs import TensorState
 from ...integrations.local_steps import beginning
 from ...plan import FusionPlan
 from ...scheduler.memory import merged_residuals
@@ -173,14 +174,23 @@ class OptimizerStateHandler(StateHandler):
     def sync(self) -> None:
         """Give every rank rank 0's state; error feedback stays each rank's.
 
-        With local steps a round begins, with the outer momentum that rank 0 has or, since ``reset``, has saved.
+        With local steps a round begins, with the outer momentum that rank 0 has or, since ``reset``, has saved. Of
+        codecs every rank gets what ranks must hold alike, such as the factors with which PowerSGD begins a step.
         """
         broadcast_optimizer_state(self.value, root_rank=0)
         state = self.value.state_dict()
-        momentum = broadcast_object(_outer_momentum(state) or _outer_momentum(self.saved), name="optimizer.outer")
+        own = state.get("fusionlayer", {"tensors": {}})
+        momentum = _outer_momentum(state) or _outer_momentum(self.saved)
+        momentum, shared = broadcast_object((momentum, _shared(own["tensors"])), name="optimizer.outer")
         if momentum and "fusionlayer" in state:
-            state["fusionlayer"]["local"] = beginning(momentum)
+            own["local"] = beginning(momentum)
             self.value.load_state_dict(state)
+        engine = getattr(self.value, "_fl_engine", None)
+        if engine is not None and (shared or _shared(own["tensors"])):
+            kept = engine.memory.state_dict()
+            mine = {name: _without(each, TensorState.SHARED) for name, each in kept["tensors"].items()}
+            tensors = {name: mine.get(name, {}) | shared.get(name, {}) for name in mine.keys() | shared.keys()}
+            engine.memory.load_state_dict({**kept, "tensors": tensors})
 
     def reset(self) -> None:
         """Let the optimizer reduce gradients over the present job. Those of a step that has failed are dropped."""
@@ -236,21 +246,29 @@ def copy_to_host(value: Any) -> Any:
 def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the error feedback of a rank that replaces those of ``parts``, which ``Memory.state_dict`` has made.
 
-    Residuals and tensors of codecs are added up, so that nothing is lost. Of numbers of codecs the first ones count.
+    Residuals and velocities of codecs are added up, so that nothing is lost. Of all else that codecs keep, such as
+    thresholds and factors, the first one counts: it says how to send, not what.
     """
     tensors: dict[str, dict[str, Tensor]] = {}
     numbers: dict[str, dict[str, float]] = {}
     for part in parts:
         for name, kept in part["tensors"].items():
-            _add(tensors.setdefault(name, {}), kept)
+            merged = tensors.setdefault(name, {})
+            both = kept.keys() & merged.keys() & TensorState.ADDED
+            tensors[name] = {**kept, **merged, **{key: merged[key] + kept[key] for key in both}}
         for name, remembered in part["numbers"].items():
             numbers.setdefault(name, remembered)
     return {"residuals": merged_residuals(parts), "tensors": tensors, "numbers": numbers}
 
 
-def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        sums[name] = sums[name] + value if name in sums else value
+def _shared(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return what codecs keep that all ranks must hold alike, by parameter."""
+    kept = {name: _without(each, each.keys() - TensorState.SHARED) for name, each in tensors.items()}
+    return {name: copy_to_host(each) for name, each in kept.items() if each}
+
+
+def _without(kept: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    return {name: value for name, value in kept.items() if name not in names}
 
 
 _handler_registry: list[tuple[type, type[StateHandler]]] = [
