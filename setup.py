@@ -242,7 +242,8 @@ def build_cpu(werror: bool) -> Path:
     variants = {isa: ("-O1",) if isa == "baseline" and len(isas) > 1 else ISA_FLAGS[isa] for isa in isas}
     for isa, extra in variants.items():
         steps += [compile_step(source, f".{isa}", f"-DFL_ISA={isa}", *extra) for source in kernels]
-    link = (*cxx, "-shared", "-pthread", "-Wl,-z,defs")
+    # dlopen is in a library of its own before glibc 2.34.
+    link = (*cxx, "-shared", "-pthread", "-Wl,-z,defs", "-Wl,--no-as-needed", "-ldl")
     return build_library(folder / "libfusionlayer_cpu.so", steps, link, tool)
 
 

@@ -88,6 +88,14 @@ class Config:
     congestion: str | None = _setting(
         "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
     )
+    authenticate: bool | None = _setting(
+        "each frame of `sockets` carries a tag that only the job's ranks can make, so that nobody between them can "
+        "change or repeat what they send; null: where ranks are on several hosts",
+        None,
+    )
+    encrypt: bool = _setting(
+        "what `sockets` send is encrypted by TLS 1.3, and authenticated by it in place of tags; needs OpenSSL 3", False
+    )
     peer_memory_mb: int = _setting(
         "MiB of each GPU by which ranks of one host reach each other's memory: for messages, where copies are measured "
         "to be faster than NCCL, and as much again for sums in one launch; 0: all travels by NCCL",

@@ -40,7 +40,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 MAX_PLANES = 5
 MAX_PEERS = 16
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
@@ -235,7 +235,7 @@ def _cpu_on_one_thread() -> ctypes.CDLL:
     several, result = ctypes.POINTER(LinkMessage), ctypes.POINTER(LinkResult)
     library.fl_link_open.argtypes = [_I32, _I32, _I32, ctypes.c_char_p, _I64]
     library.fl_link_open.restype = _POINTER
-    library.fl_link_add.argtypes = [_POINTER, _I32, _I32, _I32]
+    library.fl_link_add.argtypes = [_POINTER, _I32, _I32, _I32, ctypes.c_char_p, _I32]
     library.fl_link_exchange.argtypes = [_POINTER, several, _I32, several, _I32, _I64, result]
     library.fl_link_wait.argtypes = [_POINTER, _I64, result]
     library.fl_link_post.argtypes = [_POINTER, several, _I32, result]

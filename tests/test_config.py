@@ -62,6 +62,8 @@ WRONG = {
     "interfaces": "eth0",
     "rates": "100mbit",
     "congestion": "[bbr]",
+    "authenticate": "maybe",
+    "encrypt": "maybe",
     "timeout": "soon",
     "stall_warning": "true",
     "watch": "maybe",

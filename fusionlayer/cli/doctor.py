@@ -28,7 +28,7 @@ from ..collectives._base import gathers as gathers_known
 from ..collectives._base import registry as collectives_known
 from ..errors import FusionLayerError
 from ..functional import Sum, all_reduce
-from ..interfaces import ipv4_addresses
+from ..interfaces import addresses
 from ..planning.profiler import describe_machine
 from ..registry import Registry
 from ..scheduler.planners._base import registry as planners_known
@@ -162,20 +162,20 @@ def _core() -> Iterator[Finding]:
 
 
 def _network() -> Iterator[Finding]:
-    addresses = ipv4_addresses()
-    for name, address in addresses.items():
+    here = addresses()
+    for name, given in here.items():
         speed = Path("/sys/class/net", name, "speed")
         try:
             rate = f", {int(speed.read_text())} Mbit/s"
         except (OSError, ValueError):
             rate = ""  # a virtual device has none
-        yield Finding("network", name, "ok", address + ("" if rate == ", -1 Mbit/s" else rate))
+        yield Finding("network", name, "ok", ", ".join(given) + ("" if rate == ", -1 Mbit/s" else rate))
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         chosen = os.environ.get(variable)
         prefixes = [part.lstrip("^=") for part in (chosen or "").split(",") if part]
-        if prefixes and not any(name.startswith(prefix) for name in addresses for prefix in prefixes):
+        if prefixes and not any(name.startswith(prefix) for name in here for prefix in prefixes):
             yield Finding(
-                "network", variable, "FAIL", f"{chosen!r} is no interface with an address; there are {[*addresses]}"
+                "network", variable, "FAIL", f"{chosen!r} is no interface with an address; there are {[*here]}"
             )
     yield from _own_name()
     for program in ("torchrun", "mpirun", "ssh"):

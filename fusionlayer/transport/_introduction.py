@@ -1,7 +1,8 @@
 """How the two ends of a new connection prove to each other that they belong to the job, before anything else is read.
 
-Each end sends a random number, and proves by HMAC-SHA256 of both numbers that it has the job's secret. What strangers
-send is never more than read and compared.
+Each end sends a random number, and proves by HMAC-SHA256 of both numbers, and of who calls whom, that it has the job's
+secret. Both derive keys from the same. So a program between them, which passes on their proofs, can neither change what
+follows nor connect a caller to another host than it has called. What strangers send is only read and compared.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
-__all__ = ["PATIENCE", "Reception", "introduce"]
+__all__ = ["PATIENCE", "Keys", "Reception", "introduce"]
 
-_NUMBER = struct.Struct("<I")
+# Numbers of the caller and of the host.
+_NUMBERS = struct.Struct("<II")
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 # A caller's number, its nonce, and the proof that it has the job's secret.
@@ -28,6 +31,18 @@ _HELLO = struct.Struct(f"<I{_NONCE_BYTES}s{_PROOF_BYTES}s")
 PATIENCE = 5.0
 # Callers who have proved nothing yet that are listened to at once: each needs a file descriptor.
 _MOST_STRANGERS = 64
+
+
+class Keys(NamedTuple):
+    """Keys of one connection, which only its two ends know; 32 bytes each.
+
+    Attributes:
+        sending: authenticates what this end sends.
+        receiving: authenticates what the other end sends.
+    """
+
+    sending: bytes
+    receiving: bytes
 
 
 class _Caller:
@@ -50,11 +65,15 @@ class Reception:
         listeners: where callers come. They stay open.
         secret: what the job's processes know.
         numbers: by which callers say who they are.
+        host: by which callers say whom they call, default 0.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], secret: bytes, numbers: Collection[int]) -> None:
+    def __init__(
+        self, listeners: Sequence[socket.socket], secret: bytes, numbers: Collection[int], host: int = 0
+    ) -> None:
         self._secret = secret
         self._numbers = numbers
+        self._host = host
         self._most = len(numbers) + 1 + _MOST_STRANGERS
         self._callers: dict[socket.socket, _Caller] = {}
         # Guards _wake: a descriptor that was closed may be another file's by now.
@@ -66,9 +85,9 @@ class Reception:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def admit(self, patience: float) -> list[tuple[int, socket.socket]]:
-        """Wait for ``patience`` seconds at most; return connections that have proved to be the job's, with numbers."""
-        admitted: list[tuple[int, socket.socket]] = []
+    def admit(self, patience: float) -> list[tuple[int, socket.socket, Keys]]:
+        """Wait for ``patience`` seconds at most; return callers' numbers, connections that are the job's, and keys."""
+        admitted: list[tuple[int, socket.socket, Keys]] = []
         now = time.monotonic()
         for caller in [caller for caller in self._callers.values() if caller.until < now]:
             self._send_away(caller)
@@ -113,7 +132,7 @@ class Reception:
         with suppress(OSError):
             end.send(caller.nonce)
 
-    def _listen_to(self, caller: _Caller) -> list[tuple[int, socket.socket]]:
+    def _listen_to(self, caller: _Caller) -> list[tuple[int, socket.socket, Keys]]:
         try:
             heard = caller.end.recv(_HELLO.size - len(caller.heard))
         except BlockingIOError:
@@ -126,19 +145,20 @@ class Reception:
         if not heard or len(caller.heard) < _HELLO.size:
             return []
         number, nonce, proof = _HELLO.unpack(caller.heard)
-        nonces = caller.nonce + nonce
-        knows = hmac.compare_digest(proof, _prove(self._secret, b"caller", number, nonces))
+        said = _NUMBERS.pack(number, self._host) + caller.nonce + nonce
+        knows = hmac.compare_digest(proof, _prove(self._secret, b"caller", said))
         if not knows or number not in self._numbers:
             self._send_away(caller)
             return []
         self._selector.unregister(caller.end)
         del self._callers[caller.end]
         try:
-            caller.end.send(_prove(self._secret, b"host", number, nonces))
+            caller.end.send(_prove(self._secret, b"host", said))
         except OSError:  # it has gone again, and calls again
             caller.end.close()
             return []
-        return [(number, caller.end)]
+        from_caller, from_host = _keys(self._secret, said)
+        return [(number, caller.end, Keys(from_host, from_caller))]
 
     def _send_away(self, caller: _Caller) -> None:
         self._selector.unregister(caller.end)
@@ -146,8 +166,11 @@ class Reception:
         caller.end.close()
 
 
-def introduce(end: socket.socket, secret: bytes, number: int, deadline: float) -> bool:
-    """Prove to a ``Reception`` that this is caller ``number``; return whether it has proved to be the job's.
+def introduce(end: socket.socket, secret: bytes, number: int, deadline: float, host: int = 0) -> Keys | None:
+    """Prove to the ``Reception`` of ``host`` that this is caller ``number``; return the connection's keys.
+
+    Returns:
+        None where the other end has not proved that it is this host of the job.
 
     Raises:
         OSError: the connection was lost, or no answer has come within ``PATIENCE`` seconds or until ``deadline``.
@@ -165,10 +188,18 @@ def introduce(end: socket.socket, secret: bytes, number: int, deadline: float) -
         return heard
 
     theirs, mine = read(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-    end.sendall(_HELLO.pack(number, mine, _prove(secret, b"caller", number, theirs + mine)))
-    return hmac.compare_digest(read(_PROOF_BYTES), _prove(secret, b"host", number, theirs + mine))
+    said = _NUMBERS.pack(number, host) + theirs + mine
+    end.sendall(_HELLO.pack(number, mine, _prove(secret, b"caller", said)))
+    if not hmac.compare_digest(read(_PROOF_BYTES), _prove(secret, b"host", said)):
+        return None
+    return Keys(*_keys(secret, said))
 
 
-def _prove(secret: bytes, who: bytes, number: int, nonces: bytes) -> bytes:
-    """Return what only a holder of the secret can say to these two nonces, which nobody has said before."""
-    return hmac.digest(secret, who + _NUMBER.pack(number) + nonces, "sha256")
+def _prove(secret: bytes, what: bytes, said: bytes) -> bytes:
+    """Return what only a holder of the secret can derive from numbers and nonces, which are never used again."""
+    return hmac.digest(secret, what + said, "sha256")
+
+
+def _keys(secret: bytes, said: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of what the caller sends, and of what the host sends."""
+    return _prove(secret, b"frames of the caller", said), _prove(secret, b"frames of the host", said)

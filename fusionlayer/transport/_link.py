@@ -32,16 +32,20 @@ class LinkError(Exception):
         self.peer = peer
 
 
-def damaged(what: str, sender: int, receiver: int) -> str:
-    """Return the clause that tells of damage on the way between two ranks."""
-    return f"{what} from rank {sender} to rank {receiver} was damaged on its way: its checksum is wrong"
+def damaged(what: str, sender: int, receiver: int, sealed: bool = False) -> str:
+    """Return the clause that tells of damage on the way between two ranks. ``sealed``: by a wrong tag of it."""
+    if sealed:
+        why = "damaged or changed on its way: its authentication tag is wrong"
+    else:
+        why = "damaged on its way: its checksum is wrong"
+    return f"{what} from rank {sender} to rank {receiver} was {why}"
 
 
 class DamagedMessage(LinkError):
-    """A message came whole, but its checksum is wrong. Nobody knows on which end, or where between, that happened."""
+    """A message came whole, but its checksum or tag is wrong. Nobody knows where that has happened."""
 
-    def __init__(self, sender: int, receiver: int, nbytes: int) -> None:
-        super().__init__(sender, damaged(f"a message of {nbytes} bytes", sender, receiver))
+    def __init__(self, sender: int, receiver: int, nbytes: int, sealed: bool = False) -> None:
+        super().__init__(sender, damaged(f"a message of {nbytes} bytes", sender, receiver, sealed))
         self.ranks = tuple(sorted((sender, receiver)))
 
 

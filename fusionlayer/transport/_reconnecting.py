@@ -6,11 +6,15 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from ._introduction import PATIENCE, Reception, introduce
+from ..interfaces import family_of
+from ._introduction import PATIENCE, Keys, Reception, introduce
+from ._link import LinkError
+from ._socket_options import Place, Told, ways
 
 __all__ = ["Keeper"]
 
@@ -37,8 +41,8 @@ _DOWN, _UP, _STALLED, _LEFT = range(4)
 class Kept(Protocol):
     """What the keeper needs of a link."""
 
-    def add(self, peer: int, index: int, descriptor: int) -> None:
-        """Take a connected socket."""
+    def add(self, peer: int, index: int, descriptor: int, keys: Keys) -> None:
+        """Take a connected socket, and the keys that both its ends have."""
 
     def states(self) -> list[list[int]]:
         """Return for each rank the states of its connections."""
@@ -62,11 +66,11 @@ class Keeper:
         size: number of ranks.
         count: connections to each other rank.
         secret: what the job's processes know.
-        places: interfaces and addresses to listen on and to call from.
+        places: where to listen, and from where to call.
         congestion: the kernel's name of how TCP reacts to losses; None: what this host uses.
 
     Attributes:
-        addresses: host and port of each listener.
+        addresses: for each place, host and port of each of its listeners.
     """
 
     def __init__(
@@ -76,27 +80,43 @@ class Keeper:
         size: int,
         count: int,
         secret: bytes,
-        places: Sequence[tuple[str, str]],
+        places: Sequence[Place],
         congestion: str | None,
     ) -> None:
         self._link = link
         self._rank, self._size, self._count, self._secret, self._places = rank, size, count, secret, places
         self._congestion = congestion
-        self._lower: Sequence[Sequence[tuple[str, int]]] = ()
-        self._listeners = [_listener(*place, congestion) for place in places]
-        self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
+        self._lower: Sequence[Told] = ()
+        made = [[_listener(place.interface, each, congestion) for each in place.addresses] for place in places]
+        self._listeners = [listener for each in made for listener in each]
+        self.addresses = [[listener.getsockname()[:2] for listener in each] for each in made]
         # A connection's number says its index and the rank that calls: only higher ranks do.
         numbers = [index * size + peer for index in range(count) for peer in range(rank + 1, size)]
-        self._reception = Reception(self._listeners, secret, frozenset(numbers))
+        self._reception = Reception(self._listeners, secret, frozenset(numbers), rank)
         self._states: list[list[int]] = []
         self._is_watching = self._ended = False
         self._next_call = 0.0
+        self._failed: Counter[tuple[int, int]] = Counter()
         self._calling: threading.Thread | None = None
         self._thread = threading.Thread(target=self._keep, name="fusionlayer sockets", daemon=True)
 
-    def start(self, lower: Sequence[Sequence[tuple[str, int]]]) -> None:
-        """Begin to take calls. ``lower``: the addresses of each lower rank."""
+    def start(self, lower: Sequence[Told]) -> None:
+        """Begin to take calls. ``lower``: the addresses of each lower rank, as it has them.
+
+        Raises:
+            LinkError: no kind of address is common to this rank and another.
+        """
         self._lower = lower
+        for peer, theirs in enumerate(lower):
+            if not ways(self._places, 0, theirs):
+                mine = ", ".join(address for place in self._places for address in place.addresses)
+                others = ", ".join(host for each in theirs for host, _ in each)
+                raise LinkError(
+                    peer,
+                    f"rank {self._rank} at {mine} cannot call rank {peer} at {others}; expected two addresses of "
+                    "IPv4, two global ones of IPv6, or two of one link: name other interfaces, by interfaces or "
+                    "GLOO_SOCKET_IFNAME",
+                )
         self._thread.start()
 
     def watch(self) -> None:
@@ -144,8 +164,8 @@ class Keeper:
         until = time.monotonic() + _STAYS_BUSY
         while not self._ended:
             now = time.monotonic()
-            for number, end in self._reception.admit(_BUSY if now < until else _IDLE):
-                self._link.add(number % self._size, number // self._size, end.detach())
+            for number, end, keys in self._reception.admit(_BUSY if now < until else _IDLE):
+                self._link.add(number % self._size, number // self._size, end.detach(), keys)
             if self._link.tend() > 0:
                 until = now + _STAYS_BUSY
             if self._is_watching:
@@ -171,7 +191,7 @@ class Keeper:
             for state, what in ((_DOWN, "lost"), (_STALLED, "stalled"), (_UP, "used again")):
                 changed = [i for i in range(self._count) if old[i] != new[i] == state]
                 if changed:
-                    names = {self._places[i % len(self._places)][0] for i in changed} - {""}
+                    names = {self._places[i % len(self._places)].interface for i in changed} - {""}
                     over = f" over {', '.join(sorted(names))}" if names else ""
                     _logger.warning(
                         "rank %d: connections %s to rank %d%s are %s; %d of %d carry what is sent",
@@ -193,15 +213,18 @@ class Keeper:
     def _call(self, peer: int, index: int, patience: float) -> None:
         """Make one connection to a lower rank, or leave it for the next attempt."""
         until = time.monotonic() + patience
-        addresses = self._lower[peer]
-        end = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        found = ways(self._places, index, self._lower[peer])
+        way = found[self._failed[peer, index] % len(found)]
+        end = socket.socket(family_of(way.host), socket.SOCK_STREAM)
         try:
-            _tie(end, *self._places[index % len(self._places)], self._congestion)
+            _tie(end, way.interface, way.own, self._congestion)
             end.settimeout(patience)
-            end.connect(tuple(addresses[index % len(addresses)]))
-            if introduce(end, self._secret, index * self._size + self._rank, until) and not self._ended:
-                self._link.add(peer, index, end.detach())
+            end.connect(_place(way.host, way.port))
+            keys = introduce(end, self._secret, index * self._size + self._rank, until, peer)
+            if keys and not self._ended:
+                self._link.add(peer, index, end.detach(), keys)
         except OSError as error:
+            self._failed[peer, index] += 1  # perhaps this way leads nowhere: the next attempt tries another
             _logger.debug("rank %d: no connection %d to rank %d yet: %s", self._rank, index, peer, error)
         finally:
             end.close()
@@ -209,7 +232,7 @@ class Keeper:
 
 def _listener(interface: str, address: str, congestion: str | None) -> socket.socket:
     """Return a listener on one address alone, and on one interface where it has a name."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:
         _tie(listener, interface, address, congestion)
         listener.listen(1024)
@@ -226,4 +249,9 @@ def _tie(end: socket.socket, interface: str, address: str, congestion: str | Non
     if interface:
         with suppress(PermissionError):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
-    end.bind((address, 0))
+    end.bind(_place(address, 0))
+
+
+def _place(address: str, port: int) -> tuple[str | int | bytes, ...]:
+    """Return what ``bind`` and ``connect`` want: an address of IPv6 may name an interface, which has a number."""
+    return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]

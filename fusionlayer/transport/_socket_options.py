@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from .. import libraries
 from ..config import Config
 from ..errors import ConfigError
-from ..interfaces import ipv4_addresses, own_address
+from ..interfaces import addresses, family_of, is_loopback, own_address
 
-__all__ = ["SocketOptions", "chosen", "places"]
+__all__ = ["Place", "SocketOptions", "Told", "Way", "chosen", "places", "ways"]
+
+
+Told = Sequence[Sequence[tuple[str, int]]]
+"""For each place of a rank, host and port of each of its listeners, as it has told the others."""
+
+
+class Place(NamedTuple):
+    """Where a rank listens, and from where it calls.
+
+    Attributes:
+        interface: its name; empty: whichever the routes prefer.
+        addresses: of this host, the preferred one first.
+    """
+
+    interface: str
+    addresses: tuple[str, ...]
+
+
+class Way(NamedTuple):
+    """How a connection may be made: over an interface, from an address of this host, to a listener of a peer."""
+
+    interface: str
+    own: str
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -23,25 +51,33 @@ class SocketOptions:
         interfaces: names of this host's interfaces, over which connections are dealt out in turn. Empty: one that the
             other ranks can reach.
         congestion: the kernel's name of how TCP reacts to losses, such as "bbr"; None: what this host uses.
+        authenticate: whether each frame carries a tag that only the job's ranks can make; None: where ranks are on
+            several hosts.
+        encrypt: whether all is encrypted, and so authenticated too, by TLS 1.3.
         only_if_faster: take the place of gloo, and of no other library, where a measurement finds them faster.
 
     Raises:
-        ConfigError: this host has no such interface, or does not let this process use that congestion control.
+        ConfigError: this host has no such interface, does not let this process use that congestion control, or has no
+            library that encrypts.
     """
 
     connections: int = 4
     interfaces: tuple[str, ...] = ()
     congestion: str | None = None
+    authenticate: bool | None = None
+    encrypt: bool = False
     only_if_faster: bool = False
 
     def __post_init__(self) -> None:
-        here = ipv4_addresses()
+        here = addresses()
         for name in self.interfaces:
             if name not in here:
                 raise ConfigError(
-                    f"interfaces={list(self.interfaces)}: {name!r} is no interface of this host with an IPv4 address; "
+                    f"interfaces={list(self.interfaces)}: {name!r} is no interface of this host with an address; "
                     f"expected some of: {', '.join(here)}"
                 )
+        if self.encrypt and not libraries.cpu().fl_link_can_encrypt():
+            raise ConfigError("encrypt=True: needs OpenSSL 3, libssl.so.3; install it, such as by apt install libssl3")
         if self.congestion is not None:
             with socket.socket() as probe:
                 try:
@@ -62,28 +98,71 @@ def chosen(settings: Config) -> SocketOptions | None:
     if settings.transport not in ("sockets", "auto"):
         return None
     return SocketOptions(
-        settings.connections, settings.interfaces, settings.congestion, only_if_faster=settings.transport == "auto"
+        settings.connections,
+        settings.interfaces,
+        settings.congestion,
+        settings.authenticate,
+        settings.encrypt,
+        only_if_faster=settings.transport == "auto",
     )
 
 
-def places(options: SocketOptions, alone: bool) -> list[tuple[str, str]]:
-    """Return interfaces and addresses to listen on and to call from; an empty name leaves the interface to the system.
+def places(options: SocketOptions, alone: bool) -> list[Place]:
+    """Return where to listen and from where to call.
 
     Args:
         options: the settings.
         alone: whether all ranks are on this host.
     """
-    here = ipv4_addresses()
+    here = addresses()
     if options.interfaces:
-        return [(name, here[name]) for name in options.interfaces]
-    return [("", "127.0.0.1" if alone else own_address() or _outward())]
+        return [Place(name, _one_of_each_family(here[name])) for name in options.interfaces]
+    own = [address for each in here.values() for address in each]
+    loopback = "::1" if "::1" in own and "127.0.0.1" not in own else "127.0.0.1"
+    if alone:
+        return [Place("", (loopback,))]
+    first = here.get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], ())
+    first = first or tuple(filter(None, [own_address()])) or tuple(_outward())
+    first = first or next((each for each in here.values() if not is_loopback(each[0])), (loopback,))
+    # A host that has only the other family may call: its address is that of the same interface.
+    others = [address for each in here.values() if not set(each).isdisjoint(first) for address in each]
+    return [Place("", _one_of_each_family([*first, *others]))]
 
 
-def _outward() -> str:
-    """Return the address from which this host reaches MASTER_ADDR, else the first that is not its own alone."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
-        address: str = probe.getsockname()[0]
-        if not address.startswith("127."):
-            return address
-    return next((address for address in ipv4_addresses().values() if not address.startswith("127.")), "127.0.0.1")
+def _one_of_each_family(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the first address of each family, in the order of ``given``."""
+    first: dict[socket.AddressFamily, str] = {}
+    for address in given:
+        first.setdefault(family_of(address), address)
+    return tuple(first.values())
+
+
+def ways(mine: Sequence[Place], index: int, theirs: Told) -> list[Way]:
+    """Return the ways to make connection ``index``, the preferred one first.
+
+    They are those between the two interfaces whose turn it is, or between any two where these have no kind of address
+    in common.
+    """
+    turn = list(_between(mine[index % len(mine)], theirs[index % len(theirs)]))
+    return turn or [way for place in mine for each in theirs for way in _between(place, each)]
+
+
+def _between(place: Place, theirs: Sequence[tuple[str, int]]) -> Iterator[Way]:
+    """Yield what fits each other. An address of one link alone reaches no other, and needs the interface's name."""
+    for host, port in theirs:
+        for own in place.addresses:
+            link = own.partition("%")[2]
+            if family_of(host) == family_of(own) and bool(link) == host.startswith("fe80:"):
+                yield Way(place.interface, own, f"{host}%{link}" if link else host, port)
+
+
+def _outward() -> Iterator[str]:
+    """Yield the addresses from which this host reaches MASTER_ADDR, unless it does so within itself."""
+    master = os.environ.get("MASTER_ADDR")
+    with suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM) if master else ():
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends nothing
+                address: str = probe.getsockname()[0]
+                if not is_loopback(address) and not address.startswith("fe80:"):
+                    yield address

@@ -1,7 +1,8 @@
 """A link over TCP connections of its own, several to each peer, over one or several of this host's interfaces.
 
 It is for links that one connection does not fill: long ones, lossy ones, and several of unequal rates. ``csrc/sockets``
-moves the bytes; here connections are made, and made again when they were lost.
+moves the bytes, and tags them with keys of each connection, so that only ranks of the job can make them. Here
+connections are made, and made again when they were lost.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .. import forks, libraries
 from ..job_key import shared_secret
 from ..processes import node_name
 from ._exchange_link import ExchangeLink
+from ._introduction import Keys
 from ._link import DamagedMessage, LinkError, LinkMessage
 from ._reconnecting import Keeper
 from ._rendezvous import Connecting
@@ -61,6 +63,7 @@ class SocketLink(ExchangeLink):
 
     Attributes:
         is_alone: whether all ranks are on one host.
+        is_sealed: whether what is sent carries tags that only ranks of the job can make, or is encrypted.
 
     Raises:
         LinkError: not all ranks could connect in time.
@@ -77,7 +80,7 @@ class SocketLink(ExchangeLink):
         options: SocketOptions,
     ) -> None:
         super().__init__(rank, size, timeout, checked)
-        self._count = options.connections
+        self._count, self._encrypt = options.connections, options.encrypt
         self._library = libraries.cpu()
         self._result = libraries.LinkResult()
         flags = bytes(peer in checked for peer in range(size))
@@ -85,7 +88,7 @@ class SocketLink(ExchangeLink):
         if not self._handle:
             raise LinkError(rank, "no file is left for the connections")
         self._keeper: Keeper | None = None
-        self._is_closed = self.is_alone = False
+        self._is_closed = self.is_alone = self.is_sealed = False
         _live.add(self)
         try:
             connecting.run(lambda store: self._connect(store, options))
@@ -133,7 +136,7 @@ class SocketLink(ExchangeLink):
 
     def _error(self, status: int, peer: int, nbytes: int) -> LinkError:
         if status == _DAMAGED:
-            return DamagedMessage(peer, self._rank, nbytes)  # closed once the other ranks can read why
+            return DamagedMessage(peer, self._rank, nbytes, self.is_sealed)  # closed once the other ranks can read why
         self.close()
         why = f"no end within {self._timeout:g} s" if status == _LATE else _WHY[status]
         return LinkError(peer if peer >= 0 else self._rank, why)
@@ -167,9 +170,10 @@ class SocketLink(ExchangeLink):
         left: int = self._library.fl_link_tend(self._handle)
         return left
 
-    def add(self, peer: int, index: int, descriptor: int) -> None:
+    def add(self, peer: int, index: int, descriptor: int, keys: Keys) -> None:
         """Take a connected socket as connection ``index`` to ``peer``, in place of an earlier one. Any thread."""
-        self._library.fl_link_add(self._handle, peer, index, descriptor)
+        given = keys.sending + keys.receiving if self.is_sealed else None
+        self._library.fl_link_add(self._handle, peer, index, descriptor, given, self._encrypt)
 
     def begin_child(self) -> None:
         """Close this process's copies of the sockets: it was forked, and they are its parent's."""
@@ -193,6 +197,9 @@ class SocketLink(ExchangeLink):
         store.set(f"sockets/{rank}/is", json.dumps(mine))
         everybody = [json.loads(store.get(f"sockets/{peer}/is")) for peer in range(size)]
         self.is_alone = len({each["node"] for each in everybody}) == 1
+        # Alone the ranks call from, and listen at, the loopback interface: nobody else's packets get there.
+        self.is_sealed = not self.is_alone if options.authenticate is None else options.authenticate
+        self.is_sealed = self.is_sealed or options.encrypt
         secret = shared_secret("sockets", bytes.fromhex(everybody[0]["nonce"]))
         where = places(options, self.is_alone)
         keeper = Keeper(self, rank, size, self._count, secret, where, options.congestion)

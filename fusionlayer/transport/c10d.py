@@ -162,8 +162,9 @@ class C10dTransport(LinkedTransport):
     def _common(self) -> dict[str, object]:
         sockets = self._rendezvous.sockets
         name = "c10d" if sockets is None else "auto" if sockets.only_if_faster else "sockets"
-        connections = sockets and sockets.connections
-        common = {"transport": name, "connections": connections, "peer_bytes": self.peer_bytes}
+        common = {"transport": name, "peer_bytes": self.peer_bytes}
+        for each in ("connections", "authenticate", "encrypt"):
+            common[each] = sockets and getattr(sockets, each)
         return super()._common() | common
 
     @property

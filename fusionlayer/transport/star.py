@@ -280,7 +280,7 @@ def _receive(reception: Reception, size: int, deadline: float, timeout: float) -
             for connection in ends.values():
                 connection.close()
             raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing)
-        for rank, end in reception.admit(min(deadline - now, 0.5)):
+        for rank, end, _ in reception.admit(min(deadline - now, 0.5)):
             if rank in ends:  # its earlier call took too long for it
                 ends[rank].close()
             ends[rank] = Connection(end)

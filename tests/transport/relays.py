@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fusionlayer.interfaces import family_of
 from fusionlayer.transport import _sockets
 from fusionlayer.transport._reconnecting import Keeper
 from fusionlayer.transport._socket_options import SocketOptions
@@ -29,7 +30,7 @@ class Relay:
 
     def __init__(self, to: tuple[str, int]) -> None:
         self._to = to
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener = socket.create_server((to[0], 0), family=family_of(to[0]), backlog=64)
         self.address = self._listener.getsockname()[:2]
         self.holding: dict[int, threading.Event] = {}
         self.alter: Callable[[int, bool, int, bytes], bytes | None] = lambda *given: given[3]
@@ -88,22 +89,31 @@ class _Connecting:
 
 
 @contextmanager
-def links(size: int = 2, connections: int = 1, *, checked: bool = False, timeout: float = 180) -> Iterator[Any]:
-    """Yield the links of all ranks, and the relays through which rank 0 is called: one for each of its listeners."""
+def links(
+    size: int = 2,
+    connections: int = 1,
+    *,
+    checked: bool = False,
+    timeout: float = 180,
+    through: bool = True,
+    **options: Any,
+) -> Iterator[Any]:
+    """Yield the links of all ranks, and relays ``through`` which rank 0 is called: one for each of its listeners."""
     store = dist.HashStore()
     relays: list[Relay] = []
     original = Keeper.__init__
 
     def make(self: Keeper, *args: Any) -> None:
         original(self, *args)
-        if self._rank == 0:
-            relays.extend(Relay(address) for address in self.addresses)
-            self.addresses = [relay.address for relay in relays]
+        if self._rank == 0 and through:
+            made = [[Relay(address) for address in each] for each in self.addresses]
+            relays.extend(relay for each in made for relay in each)
+            self.addresses = [[relay.address for relay in each] for each in made]
 
     def link(rank: int) -> SocketLink:
         marked = frozenset(range(size)) - {rank} if checked else frozenset()
-        options = SocketOptions(connections)
-        return SocketLink(_Connecting(store), rank, size, timeout, marked, options)  # type: ignore[arg-type]
+        chosen = SocketOptions(connections, **options)
+        return SocketLink(_Connecting(store), rank, size, timeout, marked, chosen)  # type: ignore[arg-type]
 
     Keeper.__init__ = make  # type: ignore[method-assign]
     try:

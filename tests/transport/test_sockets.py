@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -17,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import native
 from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport, _faster, _introduction
 from fusionlayer.transport._link import DamagedMessage, LinkError, LinkMessage
@@ -27,10 +25,10 @@ from tests.loops import looped
 from tests.ranks import over_threads
 
 from .relays import links, together
+from .tags import FRAME_BYTES, frame
 
 pytestmark = pytest.mark.short
 
-FRAME_BYTES = 64
 MIB = 1 << 20
 
 
@@ -59,10 +57,14 @@ def swap(made: list[SocketLink], nbytes: int, key: int) -> None:
     together(lambda: one(0), lambda: one(1))
 
 
-def test_connections_share_a_message_and_may_be_cut_in_its_middle(caplog: pytest.LogCaptureFixture) -> None:
+@looped("guards", [{}, {"authenticate": True}, {"encrypt": True}])
+def test_connections_share_a_message_and_may_be_cut_in_its_middle(
+    guards: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
     """All bytes arrive, the log says what was lost, and connections that are made again carry bytes again."""
+    caplog.clear()
     caplog.set_level(logging.WARNING)
-    with links(connections=4) as (made, (relay,)):
+    with links(connections=4, **guards) as (made, (relay,)):
         swap(made, 8 * MIB, 1)
         assert min(made[0].sent()[1]) > 0, made[0].sent()
         relay.open = False
@@ -247,8 +249,12 @@ def test_strangers_do_no_harm() -> None:
 def raw(link: SocketLink, index: int) -> Iterator[socket.socket]:
     """Yield the far end of what ``link`` takes for a connection to rank 1."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as far:
-        link.add(1, index, listener.accept()[0].detach())
+        link.add(1, index, listener.accept()[0].detach(), KEYS)
         yield far
+
+
+# A link adds them only where it is sealed.
+KEYS = _introduction.Keys(bytes(range(32)), bytes(range(32, 64)))
 
 
 NONSENSE = {
@@ -263,14 +269,6 @@ NONSENSE = {
     "no kind that there is": {"kind": 9},
     "no magic": {"magic": 1},
 }
-
-
-def frame(**changes: int) -> bytes:
-    """Return the frame of the only chunk of the first message, of 4096 bytes."""
-    given = dict(magic=0x4C46, kind=1, checked=0, nbytes=4096, serial=1, key=5, length=4096, delivered=0, index=0)
-    given |= dict(chunk=4096, back=0, received=0, checksum=0) | changes
-    bare = struct.pack("<HBBIQQQQIIIII", *given.values())
-    return bare + struct.pack("<I", native.crc32c(torch.frombuffer(bytearray(bare), dtype=torch.uint8)))
 
 
 @looped("what", NONSENSE)

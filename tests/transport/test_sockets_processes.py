@@ -34,19 +34,20 @@ def own(connections: int = 2, timeout: float = TIMEOUT, **options: Any) -> C10dT
     return C10dTransport(timeout=timeout, sockets=SocketOptions(connections), **options)
 
 
-def conform(rank: int, world: int, connections: int, checksum: bool | None) -> None:
-    transport = own(connections, checksum=checksum)
+def conform(rank: int, world: int, connections: int, checksum: bool | None, guards: dict[str, bool]) -> None:
+    transport = C10dTransport(timeout=TIMEOUT, sockets=SocketOptions(connections, **guards), checksum=checksum)
     assert isinstance(transport._links["cpu"], SocketLink)
     conformance.conform(transport)
     transport.close()
 
 
-CASES = [(2, 1, None), (2, 4, True), (3, 3, None), (4, 2, True)]
+TAGS, TLS = {"authenticate": True}, {"encrypt": True}
+CASES = [(2, 1, None, TLS), (2, 4, True, TAGS), (3, 3, None, {}), (4, 2, True, {}), (3, 4, None, TLS)]
 
 
-@pytest.mark.parametrize("world, connections, checksum", tiered(CASES, lambda *case: case in CASES[:3]))
-def test_conformance(world: int, connections: int, checksum: bool | None) -> None:
-    run_ranks(conform, world, connections, checksum)
+@pytest.mark.parametrize("world, connections, checksum, guards", tiered(CASES, lambda *case: case in CASES[:3]))
+def test_conformance(world: int, connections: int, checksum: bool | None, guards: dict[str, bool]) -> None:
+    run_ranks(conform, world, connections, checksum, guards)
 
 
 def exchange_after_checkpoint(rank: int, world: int, n: int, timeout: float) -> None:

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 12
+#define FL_ABI_VERSION 13
 #define FL_MAX_PLANES 5
 #define FL_MAX_PEERS 16
 

@@ -28,7 +28,7 @@ void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &
 
 }  // namespace
 
-void Connection::open(int fd, int connections) {
+void Connection::open(int fd, int connections, const uint8_t *keys, Tunnel tls) {
   close();
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -44,12 +44,26 @@ void Connection::open(int fd, int connections) {
   left_ = received_ = told_ = acknowledged_ = 0;
   flight_bytes_ = untold_bytes_ = 0;
   own_.reset();
+  was_up_ = false;
+  if (tls != Tunnel::none) {
+    const bool is_caller = tls == Tunnel::as_caller;
+    tls_ = std::make_unique<Tls>(fd, is_caller, is_caller ? keys : keys + kKeyBytes);
+    keys = nullptr;
+  }
+  sending_.open(keys);
+  arriving_.open(keys ? keys + kKeyBytes : nullptr);
 }
 
 void Connection::close() {
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
+  tls_.reset();
   readable = writable = false;
+}
+
+void Connection::forget() {
+  (void)tls_.release();  // its memory may be in any state
+  close();
 }
 
 Step Connection::read(Peer &peer) {
@@ -66,8 +80,13 @@ Step Connection::read(Peer &peer) {
       parts[count++] = {staging_ + end_, left_ ? std::min<size_t>(kStaging - end_, 4096) : kStaging - end_};
       room += parts[count - 1].iov_len;
     }
-    const ssize_t got = readv(fd_, parts, count);
+    const ssize_t got = tls_ ? tls_->read(parts, count) : readv(fd_, parts, count);
     if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EBADMSG) {
+      peer.damaged_bytes = head_bytes();
+      return Step::damaged;
+    }
+    if (tls_ && !was_up_ && tls_->is_up()) was_up_ = writable = true;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
       readable = false;
       break;
@@ -94,23 +113,8 @@ Step Connection::read(Peer &peer) {
 Step Connection::take(Peer &peer) {
   while (true) {
     if (left_ == 0) {
-      if (end_ - begin_ < sizeof frame_) break;
-      std::memcpy(&frame_, staging_ + begin_, sizeof frame_);
-      begin_ += sizeof frame_;
-      if (frame_.own != frame_.digest()) {
-        peer.damaged_bytes = sizeof frame_;
-        return Step::damaged;
-      }
-      if (!frame_.makes_sense() || (frame_.kind == Kind::chunk && peer.checked != (frame_.checked == 1)))
-        return Step::nonsense;
-      if (frame_.received - acknowledged_ > flight_.size()) return Step::nonsense;
-      for (; acknowledged_ != frame_.received; ++acknowledged_) {
-        flight_bytes_ -= flight_.front().message->nbytes(flight_.front().index);
-        peer.outgoing.note_acknowledged(flight_.front());
-        flight_.pop_front();
-      }
-      peer.outgoing.note_delivered(frame_.delivered);
-      if (frame_.kind == Kind::farewell) peer.has_left = true;
+      if (end_ - begin_ < head_bytes()) break;
+      if (const Step step = take_head(peer); step != Step::some) return step;
       if (frame_.kind != Kind::chunk) continue;
       if (const Step step = start_payload(peer); step != Step::some) return step;
     }
@@ -128,6 +132,31 @@ Step Connection::take(Peer &peer) {
   std::memmove(staging_, staging_ + begin_, end_ - begin_);
   end_ -= begin_;
   begin_ = 0;
+  return Step::some;
+}
+
+// Takes a frame up to its payload. Nothing in it is believed before its tag is right.
+Step Connection::take_head(Peer &peer) {
+  std::memcpy(&arrived_, staging_ + begin_, head_bytes());
+  begin_ += head_bytes();
+  arriving_.next_frame();
+  const bool is_intact = arriving_.is_on()
+                             ? arriving_.is_right(Mac::Part::head, &arrived_, offsetof(Head, tag), arrived_.tag)
+                             : frame_.own == frame_.digest();
+  if (!is_intact) {
+    peer.damaged_bytes = head_bytes();
+    return Step::damaged;
+  }
+  if (!frame_.makes_sense()) return Step::nonsense;
+  if (frame_.kind == Kind::chunk && needs_checksum(peer) != (frame_.checked == 1)) return Step::nonsense;
+  if (frame_.received - acknowledged_ > flight_.size()) return Step::nonsense;
+  for (; acknowledged_ != frame_.received; ++acknowledged_) {
+    flight_bytes_ -= flight_.front().message->nbytes(flight_.front().index);
+    peer.outgoing.note_acknowledged(flight_.front());
+    flight_.pop_front();
+  }
+  peer.outgoing.note_delivered(frame_.delivered);
+  if (frame_.kind == Kind::farewell) peer.has_left = true;
   return Step::some;
 }
 
@@ -155,7 +184,10 @@ Step Connection::end_payload(Peer &peer) {
   if (!is_kept_) return Step::some;
   is_kept_ = false;
   const uint8_t *payload = own_ ? own_.get() : target_ - frame_.nbytes;
-  if (frame_.checked && fl_crc32c(0, payload, frame_.nbytes) != frame_.checksum) {
+  const bool is_intact = arriving_.is_on()
+                             ? arriving_.is_right(Mac::Part::payload, payload, frame_.nbytes, arrived_.payload_tag)
+                             : !frame_.checked || fl_crc32c(0, payload, frame_.nbytes) == frame_.checksum;
+  if (!is_intact) {
     peer.damaged_bytes = frame_.length;
     return Step::damaged;
   }
@@ -165,6 +197,8 @@ Step Connection::end_payload(Peer &peer) {
   peer.incoming.arrive(frame_, std::move(own_));
   return Step::some;
 }
+
+bool Connection::needs_checksum(const Peer &peer) const { return peer.checked && !sending_.is_on() && !tls_; }
 
 bool Connection::is_at(const Frame &frame) const {
   return left_ && is_kept_ && frame_.serial == frame.serial && frame_.index == frame.index;
@@ -180,7 +214,7 @@ void Connection::begin(Peer &peer, Piece piece) {
   const OutMessage &message = *piece.message;
   Frame frame;
   frame.kind = Kind::chunk;
-  frame.checked = peer.checked;
+  frame.checked = needs_checksum(peer);
   frame.nbytes = message.nbytes(piece.index);
   frame.serial = message.serial;
   frame.key = message.key;
@@ -188,7 +222,7 @@ void Connection::begin(Peer &peer, Piece piece) {
   frame.index = piece.index;
   frame.chunk = message.chunk;
   frame.back = message.back;
-  if (peer.checked) frame.checksum = fl_crc32c(0, message.at(piece.index), frame.nbytes);
+  if (frame.checked) frame.checksum = fl_crc32c(0, message.at(piece.index), frame.nbytes);
   piece_ = std::move(piece);
   begin(peer, frame, piece_.message->at(piece_.index));
 }
@@ -201,12 +235,17 @@ void Connection::begin(Peer &peer, Kind kind) {
 }
 
 void Connection::begin(Peer &peer, const Frame &frame, const uint8_t *payload) {
-  head_ = frame;
-  head_.received = told_ = received_;
-  head_.delivered = peer.told_delivered = peer.incoming.delivered();
-  head_.own = head_.digest();
+  head_ = Head{frame};
+  head_.frame.received = told_ = received_;
+  head_.frame.delivered = peer.told_delivered = peer.incoming.delivered();
+  head_.frame.own = head_.frame.digest();
+  sending_.next_frame();
+  if (sending_.is_on()) {
+    if (payload) sending_.write(Mac::Part::payload, payload, frame.nbytes, head_.payload_tag);
+    sending_.write(Mac::Part::head, &head_, offsetof(Head, tag), head_.tag);
+  }
   untold_bytes_ = 0;
-  head_left_ = sizeof head_;
+  head_left_ = head_bytes();
   body_left_ = payload ? frame.nbytes : 0;
 }
 
@@ -216,12 +255,13 @@ Step Connection::write(Peer &peer) {
     msghdr message{};
     message.msg_iov = parts;
     if (head_left_)
-      parts[message.msg_iovlen++] = {reinterpret_cast<uint8_t *>(&head_) + sizeof head_ - head_left_, head_left_};
+      parts[message.msg_iovlen++] = {reinterpret_cast<uint8_t *>(&head_) + head_bytes() - head_left_, head_left_};
     if (body_left_) {
-      const uint8_t *payload = piece_.message->at(piece_.index) + head_.nbytes - body_left_;
+      const uint8_t *payload = piece_.message->at(piece_.index) + head_.frame.nbytes - body_left_;
       parts[message.msg_iovlen++] = {const_cast<uint8_t *>(payload), body_left_};
     }
-    const ssize_t given = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t given =
+        tls_ ? tls_->write(parts, int(message.msg_iovlen)) : sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (given < 0 && errno == EINTR) continue;
     if (given < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
       writable = false;
@@ -233,8 +273,8 @@ Step Connection::write(Peer &peer) {
     body_left_ -= size_t(given) - of_head;
   }
   if (piece_.message) {
-    sent_ += head_.nbytes;
-    flight_bytes_ += head_.nbytes;
+    sent_ += head_.frame.nbytes;
+    flight_bytes_ += head_.frame.nbytes;
     peer.outgoing.note_written(piece_);
     flight_.push_back(std::move(piece_));
     piece_ = {};

@@ -2,10 +2,12 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 
 #include "frame.h"
 #include "incoming.h"
 #include "outgoing.h"
+#include "tls.h"
 
 namespace fl::sockets {
 
@@ -25,10 +27,14 @@ class Connection {
  public:
   ~Connection() { close(); }
 
-  // `connections`: how many there are to the peer.
-  void open(int fd, int connections);
+  // `connections`: how many there are to the peer. `keys`: of what is sent, then of what comes; null: there are no tags.
+  // With `tls` they serve it, and there are no tags either.
+  enum class Tunnel { none, as_caller, as_host };
+  void open(int fd, int connections, const uint8_t *keys, Tunnel tls);
   // A connection that is closed in a forked child is its parent's, and is not shut.
   void close();
+  // The same in a forked child, where another thread may have been in the middle of a call.
+  void forget();
   bool is_open() const { return fd_ >= 0; }
   int fd() const { return fd_; }
 
@@ -69,9 +75,12 @@ class Connection {
 
  private:
   Step take(Peer &peer);
+  Step take_head(Peer &peer);
   Step start_payload(Peer &peer);
   Step end_payload(Peer &peer);
   void begin(Peer &peer, const Frame &frame, const uint8_t *payload);
+  bool needs_checksum(const Peer &peer) const;
+  size_t head_bytes() const { return sending_.is_on() ? sizeof(Head) : sizeof(Frame); }
 
   static constexpr size_t kStaging = 16 << 10;
 
@@ -79,7 +88,11 @@ class Connection {
   // What is being read.
   uint8_t staging_[kStaging];
   size_t begin_ = 0, end_ = 0;
-  Frame frame_;
+  Head arrived_;
+  Frame &frame_ = arrived_.frame;
+  Mac arriving_, sending_;
+  std::unique_ptr<Tls> tls_;
+  bool was_up_ = false;        // whether its handshake had ended when something was read last
   uint32_t left_ = 0;          // payload bytes that are missing
   uint8_t *target_ = nullptr;  // where the next one goes; null: nowhere
   Bytes own_;                  // memory of the payload, unless it goes where it is wanted
@@ -87,7 +100,7 @@ class Connection {
   uint32_t received_ = 0, told_ = 0;
   uint64_t untold_bytes_ = 0;
   // What is being written.
-  Frame head_;
+  Head head_;
   size_t head_left_ = 0, body_left_ = 0;
   Piece piece_;
   std::deque<Piece> flight_;  // written and not acknowledged, in the order of writing

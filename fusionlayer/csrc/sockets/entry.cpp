@@ -18,7 +18,11 @@ fl_link *fl_link_open(int32_t rank, int32_t size, int32_t connections, const uin
   return link;
 }
 
-void fl_link_add(fl_link *link, int32_t peer, int32_t index, int32_t fd) { link->add(peer, index, fd); }
+int32_t fl_link_can_encrypt(void) { return fl::sockets::Tls::is_there(); }
+
+void fl_link_add(fl_link *link, int32_t peer, int32_t index, int32_t fd, const uint8_t *keys, int32_t encrypted) {
+  link->add(peer, index, fd, keys, encrypted != 0);
+}
 
 int fl_link_exchange(fl_link *link, const fl_link_message *outgoing, int32_t sends, const fl_link_message *incoming,
                      int32_t receives, int64_t deadline, fl_link_result *result) {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "fusionlayer_sockets.h"
+#include "mac.h"
 
 namespace fl::sockets {
 
@@ -20,7 +21,7 @@ constexpr uint64_t kLongest = uint64_t(1) << 46;
 struct Frame {
   uint16_t magic = kMagic;
   Kind kind = Kind::note;
-  uint8_t checked = 0;     // whether `checksum` counts
+  uint8_t checked = 0;     // whether `checksum` counts; not where tags do
   uint32_t nbytes = 0;     // of the payload that follows
   uint64_t serial = 0;     // of the message, among those to this peer, from 1 on
   uint64_t key = 0;        // of the message
@@ -47,6 +48,14 @@ struct Frame {
   }
 };
 
+// A frame as it travels. The tags follow where the connection has keys.
+struct Head {
+  Frame frame;
+  uint8_t payload_tag[kTagBytes] = {};
+  uint8_t tag[kTagBytes] = {};  // of all before
+};
+
+static_assert(sizeof(Head) == sizeof(Frame) + 2 * kTagBytes);
 static_assert(sizeof(Frame) == 64 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
 }  // namespace fl::sockets

@@ -5,8 +5,9 @@
  * the connections. The receiver puts a chunk where its message is wanted, or keeps it, up to a bound, until the message
  * is. Chunks of a connection that is lost or stalls travel again over the others.
  *
- * The caller connects, and proves who is who, before it adds a connection; what is read here is believed to be a peer's,
- * but nothing is allocated or written by it that is out of bounds. One thread at a time makes calls. It drives the
+ * The caller connects, and proves who is who, before it adds a connection. With keys that only both ends know, each frame
+ * and its payload carry a tag, and nothing that has a wrong one counts. Nothing is allocated or written out of bounds by
+ * what is read, whoever has sent it. One thread at a time makes calls. It drives the
  * connections itself. While none is in a call, fl_link_tend, from another thread, does what is left to do. fl_link_add,
  * fl_link_states and fl_link_close may come from any thread at any time.
  */
@@ -36,7 +37,7 @@ enum fl_link_status {
   FL_LINK_INTERRUPTED = 1, /* by a signal: the call goes on with fl_link_wait */
   FL_LINK_LATE = 2,        /* the deadline has passed. From here on the link cannot be used any more */
   FL_LINK_LOST = 3,        /* no connection to the peer is left, or the peer has closed its end */
-  FL_LINK_DAMAGED = 4,     /* a chunk whose checksum is wrong has come from the peer */
+  FL_LINK_DAMAGED = 4,     /* a chunk or a frame whose checksum or tag is wrong has come from the peer */
   FL_LINK_NONSENSE = 5,    /* what has come from the peer contradicts itself or exceeds a bound */
   FL_LINK_CLOSED = 6,      /* by fl_link_close */
   FL_LINK_REFUSED = 7      /* the call before has not ended, or an argument is wrong */
@@ -59,8 +60,13 @@ enum fl_link_state {
  * call that wants them. */
 FL_API fl_link *fl_link_open(int32_t rank, int32_t size, int32_t connections, const uint8_t *checked, int64_t window);
 
-/* Takes `fd`, a connected TCP socket, as connection `index` to `peer`, in place of one that was there before. */
-FL_API void fl_link_add(fl_link *link, int32_t peer, int32_t index, int32_t fd);
+/* Takes `fd`, a connected TCP socket, as connection `index` to `peer`, in place of one that was there before. `keys`: 32
+ * bytes for what is sent, 32 for what comes, of this connection alone; null: frames carry no tags. `encrypted`: by TLS, to
+ * which the keys are given in place of tags; OpenSSL must be there. */
+FL_API void fl_link_add(fl_link *link, int32_t peer, int32_t index, int32_t fd, const uint8_t *keys, int32_t encrypted);
+
+/* Whether OpenSSL 3, libssl.so.3, is there; it is loaded by this call. */
+FL_API int32_t fl_link_can_encrypt(void);
 
 /* Sends and receives messages, all at once, until `deadline` (nanoseconds of CLOCK_MONOTONIC). Memory of sent messages
  * may be changed when it returns DONE. */

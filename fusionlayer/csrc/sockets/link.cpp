@@ -54,7 +54,7 @@ Link::~Link() {
   if (wake_ >= 0) ::close(wake_);
 }
 
-void Link::add(int peer, int index, int fd) {
+void Link::add(int peer, int index, int fd, const uint8_t *keys, bool encrypted) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_shut_ || status_ || peer < 0 || peer >= size_ || peer == rank_ || index < 0 || index >= count_) {
     ::close(fd);
@@ -62,7 +62,8 @@ void Link::add(int peer, int index, int fd) {
   }
   Connection &added = connection(peer, index);
   if (added.is_open()) lose(peer, added);
-  added.open(fd, count_);
+  using Tunnel = Connection::Tunnel;  // higher ranks call
+  added.open(fd, count_, keys, !encrypted ? Tunnel::none : rank_ > peer ? Tunnel::as_caller : Tunnel::as_host);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.u64 = uint64_t(peer) * uint64_t(count_) + uint64_t(index);
@@ -374,7 +375,7 @@ void Link::shut() {
 
 // Without the lock: a thread that is not here may have held it when the process was forked.
 void Link::forget() {
-  for (int i = 0; i < size_ * count_; ++i) connections_[i].close();
+  for (int i = 0; i < size_ * count_; ++i) connections_[i].forget();
   if (epoll_ >= 0) ::close(epoll_);
   if (wake_ >= 0) ::close(wake_);
   epoll_ = wake_ = -1;

@@ -21,7 +21,7 @@ class Link {
   ~Link();
 
   bool is_open() const { return epoll_ >= 0 && wake_ >= 0; }
-  void add(int peer, int index, int fd);
+  void add(int peer, int index, int fd, const uint8_t *keys, bool encrypted);
   int exchange(const fl_link_message *outgoing, int sends, const fl_link_message *incoming, int receives,
                int64_t deadline, fl_link_result *result);
   int wait(int64_t deadline, fl_link_result *result);
