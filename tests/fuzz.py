@@ -283,10 +283,10 @@ def _desks() -> Iterator[tuple[str, Parser]]:
     where = generation.Address("node", ("host", "10.0.0.1"), 29500, "token")
     member = generation.Member("a", where, Identity.own().encode())
     now = generation.Generation(3, (member, member), ("a",), 7, where, ())
-    told = generation.Report(now, 7, True)
+    told = [generation.Report(now, 7, True).encode().encode(), generation.Report(now, -1, True).encode().encode()]
     refuses = (TransportError,)
     yield "generation", Parser([now.encode().encode()], generation.Generation.decode, refuses)
-    yield "report of a member", Parser([told.encode().encode()], generation.Report.decode, refuses)
+    yield "report of a member", Parser(told, generation.Report.decode, refuses)
     yield "member", Parser([generation.encode_member(member).encode()], generation.decode_member, refuses)
 
 

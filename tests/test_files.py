@@ -71,8 +71,8 @@ def roster(folder: Path) -> Path:
 def meet(folder: Path) -> Path:
     with mock.patch("tempfile.gettempdir", lambda: str(folder)):
         board = meeting.FileBoard({"PMIX_NAMESPACE": "job"}, 1.0, None)
-    board.publish("host:1")
-    assert board.look() == "host:1"
+    board.write("an address")
+    assert board.look() == "an address"
     meeting._published.clear()
     return board._path
 
@@ -174,4 +174,4 @@ def test_an_address_that_cannot_be_published_is_told(tmp_path: Path) -> None:
     with mock.patch("tempfile.gettempdir", lambda: str(tmp_path / "missing")):
         board = meeting.FileBoard({"PMIX_NAMESPACE": "job"}, 1.0, None)
     with pytest.raises(ConfigError, match="cannot publish its address.*No such file.*TMPDIR"):
-        board.publish("host:1")
+        board.write("an address")

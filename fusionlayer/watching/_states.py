@@ -158,5 +158,8 @@ def decode(text: bytes, rank: int, size: int) -> State | None:
     except (ValueError, RecursionError, ConfigError):
         return None
     members = [member for channel in state.channels.values() for member in channel.ranks]
+    blocks = [block for channel in state.channels.values() for block in channel.blocks]
+    if not all(block.isascii() and block.isdecimal() and len(block) < 20 for block in blocks):
+        return None
     peers = [state.rank, *members, *([] if state.peer is None else [state.peer])]
     return state if state.rank == rank and all(0 <= peer < size for peer in peers) else None
