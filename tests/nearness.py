@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -68,7 +68,11 @@ def _tests_of(path: Path, file: str) -> Iterator[_Test]:
 
     helpers = {each.name: each for each in module.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
     common = _words(f"{Path(file).stem} {ast.get_docstring(module) or ''}")
-    for outer in (module, *(each for each in module.body if isinstance(each, ast.ClassDef))):
+    places: list[ast.Module | ast.ClassDef] = [
+        module,
+        *(each for each in module.body if isinstance(each, ast.ClassDef)),
+    ]
+    for outer in places:
         prefix = f"{file}::{outer.name}::" if isinstance(outer, ast.ClassDef) else f"{file}::"
         for each in outer.body:
             if isinstance(each, ast.FunctionDef) and each.name.startswith("test_"):
@@ -79,11 +83,11 @@ def _tests_of(path: Path, file: str) -> Iterator[_Test]:
                 yield _Test(prefix + each.name, words)
 
 
-def _asked(tree: Path, file: str, place: int, breaks: str) -> Counter[str]:
+def _asked(tree: Path, file: str, place: int, breaks: str) -> dict[str, float]:
     """Return the words of a defect with their weights."""
     text = (tree / file).read_text()
     lines, line = text.splitlines(), text.count("\n", 0, place)
-    asked: Counter[str] = Counter()
+    asked: defaultdict[str, float] = defaultdict(float)
     parts = [(3.0, breaks), (3.0, Path(file).stem), (0.7, " ".join(lines[max(0, line - 2) : line + 4]))]
     if file.endswith(".py"):
         around = [each for each in ast.walk(ast.parse(text)) if isinstance(each, (ast.FunctionDef, ast.ClassDef))]
