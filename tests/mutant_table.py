@@ -428,7 +428,7 @@ MUTANTS: list[Mutant] = [
         ("lane.py", "    torch.set_grad_enabled(False)\n", "    pass\n", "lanes record gradients"),
         (
             "worker.py",
-            'if self._generation != forks.generation():\n            raise forks.refuse("this work',
+            'if self._generation != forks.generation:\n            raise forks.refuse("this work',
             'if False:\n            raise forks.refuse("this work',
             "a forked child waits for a job of its parent",
         ),
