@@ -214,7 +214,7 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
             raise ConfigError(f"{where}: this setting was removed: {why}; leave it out")
     settings = records.build(Config, given, f"config {path}")
     chosen = {key: environ[variable] for variable, key in _KEYS.items() if environ.get(variable)}
-    replaced = {key for name in chosen for key in _REPLACED.get(name, ())} - chosen.keys()
+    replaced = {key for name in chosen for key in _REPLACED.get(name, ())}
     default = vars(Config())
     settings = replace(settings, **{key: default[key] for key in replaced})
     for key, text in chosen.items():

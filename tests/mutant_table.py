@@ -28,7 +28,6 @@ MUTANTS: list[Mutant] = [
         ("wire.py", "if version != WIRE_VERSION:", "if version > WIRE_VERSION:", "older messages are accepted"),
         ("seeds.py", "state ^= state >> 31", "state ^= state >> 30", "seeds, and so bytes on the wire"),
         ("config.py", "if not getattr(self, name) > 0:", "if getattr(self, name) < 0:", "0 is no longer refused"),
-        ("config.py", " - chosen.keys()", "", "a variable's own options are dropped beside it"),
         ("registry.py", "if not was_bound:", "if was_bound:", "a name stays though its package failed"),
         ("functional.py", "return derive_seed(transport.sequence)", "return derive_seed(0)", "calls share their noise"),
         ("launch.py", "if place.size < largest.size:", "if place.size > largest.size:", "launchers that contradict"),
@@ -253,6 +252,19 @@ MUTANTS: list[Mutant] = [
         ("_proof.py", "if not hmac.compare_digest(shown, proof(peer)):", "if False:", "a stranger is taken for a rank"),
         ("_gloo_store.py", "if self._own is not None and self", "if False and self", "junk in a store crashes gloo"),
         ("star.py", "0 < found.port < 1 << 16 and", "True and", "an address that makes no sense is tried"),
+        ("_staging.py", "(x.data_ptr(), x.numel())", "(x.data_ptr(), 0)", "a view is taken for the whole tensor"),
+        (
+            "_rendezvous.py",
+            "ranks.index(self.store_rank) if self.store_rank in ranks",
+            "self.store_rank if self.store_rank in ranks",
+            "a subset takes another rank for the store's keeper",
+        ),
+        (
+            "_exchange_link.py",
+            "key + _SECOND_STEP, deadline)\n\n    def broadcast",
+            "key, deadline)\n\n    def broadcast",
+            "messages of a sum's two exchanges are alike",
+        ),
         ("_clocks.py", "start + end) // 2,", "start + end),", "clocks of hosts"),
         ("_monitor.py", "threading.RLock()", "threading.Lock()", "a dropped transport waits for its own thread"),
         ("_board.py", 'compare_set("cause", "", enc', 'compare_set("cause", "x", enc', "one cause for all"),
@@ -314,6 +326,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "collectives/",
+        ("all_to_all.py", "derive_seed(seed, rank, to))", "derive_seed(seed, rank))", "two ranks get the same noise"),
         ("reduction.py", "if isinstance(codec, Codec):", "if not isinstance(codec, Codec):", "pairs fail in step 1"),
         ("_base.py", "registry.get(name)  # loads", "pass  # loads", "the first choice of a process is another one"),
         (
@@ -423,6 +436,19 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "scheduler/",
+        (
+            "ahead.py",
+            "if self._in_place and not self._is_flat(gradient):",
+            "if self._in_place and not gradient.is_contiguous():",
+            "a gradient of another type than its bucket stays what it was",
+        ),
+        ("lane.py", "    torch.set_grad_enabled(False)\n", "    pass\n", "lanes record gradients"),
+        (
+            "worker.py",
+            'if self._generation != forks.generation:\n            raise forks.refuse("this work',
+            'if False:\n            raise forks.refuse("this work',
+            "a forked child waits for a job of its parent",
+        ),
         ("usage.py", "compress(self._names, used == 0)", "()", "unused parameters are updated"),
         ("buffers.py", "= gradient.data\n", "= gradient.detach()\n", "results count as changes of the user"),
         ("agreement.py", "plan = self.shared(plan)", "plan.digest()", "a learned plan has equal shares"),
@@ -534,6 +560,19 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "integrations/",
+        ("checkpoint.py", "(before.shape, before.dtype) == (x.shape, x.dtype)", "before.shape == x.shape", "casts"),
+        (
+            "pace.py",
+            "if any(waited == _NOTHING for",
+            "if all(waited == _NOTHING for",
+            "a rank that tells nothing counts",
+        ),
+        (
+            "publication.py",
+            "self._outlet = self._newest = None",
+            "self._outlet = None",
+            "a digest of who publishes no more",
+        ),
         ("backward_end.py", "if outer is None:", "if True:", "a backward within a backward ends the step"),
         (
             "gradient_hooks.py",

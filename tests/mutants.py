@@ -1,8 +1,9 @@
 """Tries deliberate defects against the fast tests: ``python -m tests.mutants`` says which test catches each.
 
-A copy of the tree gets one defect at a time. The test that caught it before runs first, then tests of the same name,
-then those of the same room, then the rest; the first that fails has caught it. ``mutants_caught.txt`` keeps which.
-Without options the defects are listed; a defect's name is its file and its number there.
+A copy of the tree gets one defect at a time. The test that caught it before runs first, then those whose words are
+nearest, those of the same name, those of the same room, and the rest; the first that fails has caught it.
+``mutants_caught.txt`` keeps which. Without options the defects are listed; a defect's name is its file and its number
+there.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from .mutant_table import LIKELY, MUTANTS, Mutant
+from .nearness import nearest
 from .tiers import FAST
 
 TREE = Path(__file__).parents[1]
 CAUGHT = Path(__file__).with_name("mutants_caught.txt")
+NEAREST = 20  # tests, of which one catches most defects
 BUILT = ("fusionlayer/lib", "build")  # not in git, and needed to test without compiling everything
 
 
@@ -71,7 +74,8 @@ def record(mutant: Mutant, test: str) -> None:
 def stages(mutant: Mutant) -> list[list[str]]:
     """Return arguments for pytest, the tests most likely to catch the defect first.
 
-    The one that caught it before; those of its file's name and those that the list names; those of its room; the rest.
+    The one that caught it before; those whose words are nearest; those of its file's name, and those that the list
+    names; those of its room; the rest.
     """
     before = caught_before().get(key(mutant), "")
     path = Path(mutant.file.removeprefix("fusionlayer/"))
@@ -86,6 +90,7 @@ def stages(mutant: Mutant) -> list[list[str]]:
     exists = (TREE / before.partition("::")[0]).is_file()
     return [
         [before] if before and exists else [],
+        nearest(TREE, mutant.file, (TREE / mutant.file).read_text().index(mutant.old), mutant.breaks)[:NEAREST],
         own,
         folder and [*folder, *without],
         [*without, *(f"--ignore={each}" for each in folder)],
@@ -140,7 +145,7 @@ def caught_by(tree: Path, mutant: Mutant, chosen: str, deadline: float, last: in
         status, output = run(tree, [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], deadline)
         if status:
             return f"the compiler: {output.strip().splitlines()[-1]}"
-    for arguments in filter(None, stages(mutant)[: last + 1]):
+    for arguments in filter(None, stages(mutant)[: last + 2]):
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", chosen]
         status, output = run(tree, [*pytest, *arguments], max(1.0, end - time.monotonic()))
         if status is None:
@@ -155,7 +160,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these, or all whose name begins so")
     parser.add_argument("--all", action="store_true", help="all of them")
-    parser.add_argument("--stages", type=int, default=3, help="1: tests of the same name; 2: of the room too; 3: all")
+    parser.add_argument(
+        "--stages", type=int, default=3, help="0: the nearest tests; 1: of the same name; 2: of the room too; 3: all"
+    )
     parser.add_argument("-m", dest="chosen", default=FAST, help=f"tests to run, by markers (default: {FAST!r})")
     parser.add_argument("--deadline", type=float, default=600, metavar="S", help="seconds for each (default: 600)")
     options = parser.parse_args()

@@ -19,7 +19,7 @@ import fusionlayer
 from fusionlayer import native
 from fusionlayer.clock import HOST
 from fusionlayer.errors import ConfigError
-from fusionlayer.timeline import Timeline
+from fusionlayer.timeline import Timeline, hear, unhear
 from fusionlayer.transport import LocalTransport, Transport
 from tests.disk import room_for
 from tests.fake_device import FakeDevice
@@ -28,6 +28,21 @@ from tests.ranks import over_threads
 from tests.spans import spans_of
 
 pytestmark = pytest.mark.short
+
+
+def test_listeners_that_come_and_go_open_no_timeline_that_was_closed(tmp_path: Path) -> None:
+    closed, written, heard = (Timeline(path and str(tmp_path / path), 0) for path in ("a", "b", None))
+    closed.close()
+    listeners: list[Callable[..., None]] = [lambda *span: None, lambda *span: None]
+    for change, listener, on in (
+        (hear, listeners[0], True),
+        (hear, listeners[1], True),
+        (unhear, listeners[0], True),
+        (unhear, listeners[1], False),
+    ):
+        change(listener)
+        assert [each.enabled for each in (closed, written, heard)] == [False, True, on]
+    written.close()
 
 
 def test_spans_become_complete_events(tmp_path: Path) -> None:

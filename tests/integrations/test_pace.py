@@ -64,7 +64,7 @@ def test_a_rank_that_has_joined_tells_nothing_and_then_the_number_stays() -> Non
     pace = Pace(Scripted(1.0, 1.0))
     for _ in range(9):
         told = pace.leave([torch.ones(1)], joined=True)
-        pace.arrive([torch.ones(1)], [told, [0.5, 1.0, 1.0]], says=False)
+        pace.arrive([torch.ones(1)], [*[[1.0, 1.0, 1.0]] * 3, told], says=False)
     assert pace.state.every == 1
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.errors import ConfigError, FusionLayerError, TransportError, UsageError
+from fusionlayer.publishing import frames
 from fusionlayer.publishing.server import TcpOutlet
 from tests.publishing.gateway import Gateway
 from tests.publishing.states import bits, odd_state, plain_state, until
@@ -169,6 +170,13 @@ def test_damage_is_noticed_and_a_whole_version_follows(caplog: pytest.LogCapture
         gateway.flips = 3
         with fl.subscribe(gateway.address) as late:
             assert late.wait(LONG) == 3 and trainer.is_its(late)
+    with Trainer() as trainer, Gateway(trainer.port) as gateway, fl.subscribe(gateway.address) as follower:
+        trainer.publish(plain_state(0, 200_000))
+        follower.wait(LONG)
+        whole = gateway.passed
+        gateway.flips = 1
+        trainer.publish(plain_state(1, 200_000))
+        assert follower.wait(LONG) == 1 and gateway.passed > 1.8 * whole
     assert "the follower goes on with what it has" in caplog.text
 
 
@@ -256,6 +264,14 @@ def test_a_secret_keeps_others_out() -> None:
             pytest.raises(ConfigError, match="nothing shows that it is yours"),
         ):
             follower.wait(LONG)
+
+
+def test_a_publisher_must_prove_that_it_has_the_secret() -> None:
+    mine, theirs = socket.socketpair()
+    taken_without_a_proof = frames._ANSWER.pack(1, bytes(frames._PROOF_BYTES))
+    theirs.sendall(frames.Greeting(b"another").opening + taken_without_a_proof)
+    with mine, theirs, pytest.raises(ConfigError, match="different secrets"):
+        frames.greet(mine, b"of the job")
 
 
 def test_strangers_do_no_harm() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fusionlayer import native
 from fusionlayer.errors import WireError
-from fusionlayer.publishing.snapshot import Snapshot
+from fusionlayer.publishing.snapshot import Snapshot, digest_of
 from fusionlayer.publishing.update import Source, make, read
 from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, snapshot
@@ -153,3 +153,16 @@ def test_a_header_that_makes_no_sense_is_a_wire_error(changes: dict[str, object]
     with pytest.raises(WireError):
         received(forged(**changes))
     assert received(forged()).version == 0
+
+
+def test_no_memory_is_taken_for_more_than_the_bytes_can_hold() -> None:
+    data = forged()
+    left = len(data) - 12 - struct.unpack_from("<I", data, 4)[0]
+    for codec in ("zip", "raw"):
+        with pytest.raises(WireError, match=f"in {left} bytes of '{codec}'"):
+            received(forged(tensors=[["w", "float32", [1 << 40], codec, left, "0" * 32]]))
+
+
+def test_a_digest_tells_types_and_shapes_apart() -> None:
+    alike = [torch.zeros(6), torch.zeros(2, 3), torch.zeros(6, dtype=torch.int32), torch.zeros(12, dtype=torch.half)]
+    assert len({digest_of(x) for x in alike}) == len(alike)

@@ -167,6 +167,7 @@ def test_noise_differs_between_ranks_steps_and_tensors_and_selections_do_not() -
 def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
     kinds = [("float32", 4), ("bfloat16", 2), ("float16", 2)]
     shapes: dict[str, tuple[int, ...]] = {"image": (4, 3, 5, 2), "sliced": (40,), "scalar": (), "empty": (0, 3)}
+    shapes["of another type"] = (20,)
     tensors = [
         TensorInfo(f"{name} {dtype}", torch.Size(shape).numel(), dtype, size)
         for name, shape in shapes.items()
@@ -182,8 +183,10 @@ def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
                 made[name] = image.contiguous(memory_format=torch.channels_last) if rank else image
             elif name.startswith("sliced"):
                 made[name] = torch.stack([flat, flat], 1)[:, 1]
+            elif name.startswith("of another type"):
+                made[name] = flat.to(torch.bfloat16 if flat.dtype == torch.float32 else torch.float32)
             else:
-                made[name] = flat.view(shapes[name.split()[0]])
+                made[name] = flat.view(shapes[name.rpartition(" ")[0]])
         return made
 
     def body(transport: Transport) -> None:
@@ -199,6 +202,8 @@ def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
             for tensor in tensors:
                 parts = [views(rank, step)[tensor.name].float() for rank in range(2)]
                 expected = torch.stack(parts).sum(0).to(getattr(torch, tensor.dtype))
+                if not overlap_forward:
+                    expected = expected.to(values[tensor.name].dtype)
                 assert torch.equal(results[tensor.name], expected)
                 if overlap_forward:
                     assert torch.equal(values[tensor.name], views(transport.rank, step)[tensor.name])

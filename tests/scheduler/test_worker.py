@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 
 import pytest
+import torch
 
-from fusionlayer.errors import FusionLayerError, PlanMismatch, TransportError, WireError
+from fusionlayer.errors import FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
 from fusionlayer.plan import Bucket, Slot
 from fusionlayer.scheduler import Worker, located
+from fusionlayer.scheduler.lane import Lane
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
@@ -66,6 +70,34 @@ def test_closing_lets_queued_jobs_end() -> None:
     last.wait()
     thread.join(PATIENCE)
     assert seen == ["ran"] and not thread.is_alive() and thread.daemon
+
+
+def test_a_forked_child_does_not_wait_for_a_job_of_its_parent() -> None:
+    worker, gate = Worker("of the parent"), threading.Event()
+    job = worker.put(lambda: gate.wait(PATIENCE))
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # ends a child that waits
+        try:
+            job.wait()
+        except UsageError as error:
+            os._exit("a thread of its parent" not in str(error))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.set()
+    job.wait()
+    worker.close()
+
+
+def test_lanes_record_no_gradients() -> None:
+    def body(transport: Transport) -> None:
+        lane, seen = Lane(transport, torch.device("cpu"), "a lane"), []
+        lane.put(lambda _: seen.append(torch.is_grad_enabled())).wait()
+        lane.close()
+        assert seen == [False]
+
+    over_threads(1, body)
 
 
 # A job of the first worker is in C++ when the program ends, and comes back soon; one of the second never comes back.

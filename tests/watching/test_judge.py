@@ -180,6 +180,17 @@ def test_connections_whose_round_trips_become_long_are_told_while_data_go() -> N
     assert links.held_up == (), "nothing was sent"
 
 
+def test_a_link_is_slow_only_while_it_has_much_to_send() -> None:
+    ends, mega = ("10.0.0.1:1", "10.0.0.2:1"), 1 << 20
+    for busy, is_slow in ((0.1, False), (0.9, True)):
+        links, sent, spent, found = Links(), 0, 0.0, []
+        for number in range(12):  # 10 MB/s, and then a tenth of that
+            share, rate = (1.0, 10 * mega) if number < 6 else (busy, mega)
+            sent, spent = sent + int(rate * share), spent + share
+            found.append(bool(links.look(float(number), {ends: Counters(sent, 0, spent)})))
+        assert not any(found[:6]) and found[-1] == is_slow, busy
+
+
 def test_groups_whose_names_come_late_are_looked_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that fails within its first seconds is told with its calls, though names are looked for ever less."""
     recorder, world = Recorder(), dist.distributed_c10d._world
@@ -216,8 +227,9 @@ def test_the_odd_call_is_named_with_its_line() -> None:
 
 def test_of_two_ranks_the_one_is_odd_whose_call_nobody_has_made_before() -> None:
     same, other = "all_reduce of (4) float32", "all_reduce of (4) float64"
-    (found,) = judge(with_calls(ranks(8, 8), f"{same}, {same}", f"{same}, {other}"), {}, 2)
-    assert found.ranks == (1,)
+    for odd, calls in ((1, (same, other)), (0, (other, same))):
+        (found,) = judge(with_calls(ranks(8, 8), *(f"{same}, {call}" for call in calls)), {}, 2)
+        assert found.ranks == (odd,)
     (found,) = judge(with_calls(ranks(8, 8), f"{same}, barrier", f"{same}, {other}"), {}, 2)
     assert found.ranks == (0, 1)
 
