@@ -7,9 +7,8 @@ follows nor connect a caller to another host than it has called. What strangers 
 
 from __future__ import annotations
 
-import hmac
+import errno
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -19,18 +18,25 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-__all__ = ["PATIENCE", "Keys", "Reception", "introduce"]
+from ._secrets import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
+from ._secrets import Keys as BothKeys
+
+__all__ = ["PATIENCE", "Keys", "Reception", "introduce", "is_exhausted"]
 
 # Numbers of the caller and of the host.
 _NUMBERS = struct.Struct("<II")
-_NONCE_BYTES = 16
-_PROOF_BYTES = 32
 # A caller's number, its nonce, and the proof that it has the job's secret.
-_HELLO = struct.Struct(f"<I{_NONCE_BYTES}s{_PROOF_BYTES}s")
+_HELLO = struct.Struct(f"<I{NONCE_BYTES}s{PROOF_BYTES}s")
 # Seconds that a peer may take to connect and to prove who it is.
 PATIENCE = 5.0
 # Callers who have proved nothing yet that are listened to at once: each needs a file descriptor.
 _MOST_STRANGERS = 64
+_NO_DESCRIPTOR_SECONDS = 0.1
+
+
+def is_exhausted(error: OSError) -> bool:
+    """Return whether a connection could not be accepted for want of a descriptor or memory: the next one cannot."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Keys(NamedTuple):
@@ -50,7 +56,7 @@ class _Caller:
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.nonce = make_nonce()
         self.heard = b""
         self.until = time.monotonic() + PATIENCE
 
@@ -122,7 +128,9 @@ class Reception:
     def _accept(self, listener: socket.socket) -> None:
         try:
             end, _ = listener.accept()
-        except OSError:  # it has gone again, or there are no descriptors left for it
+        except OSError as error:  # it has gone again
+            if is_exhausted(error):
+                self._make_room()
             return
         end.setblocking(False)
         if len(self._callers) >= self._most:
@@ -131,6 +139,13 @@ class Reception:
         self._selector.register(end, selectors.EVENT_READ)
         with suppress(OSError):
             end.send(caller.nonce)
+
+    def _make_room(self) -> None:
+        """Free a descriptor, or wait a moment for one: the listener stays readable, and would be asked at once."""
+        if self._callers:
+            self._send_away(next(iter(self._callers.values())))
+        else:
+            time.sleep(_NO_DESCRIPTOR_SECONDS)
 
     def _listen_to(self, caller: _Caller) -> list[tuple[int, socket.socket, Keys]]:
         try:
@@ -146,19 +161,19 @@ class Reception:
             return []
         number, nonce, proof = _HELLO.unpack(caller.heard)
         said = _NUMBERS.pack(number, self._host) + caller.nonce + nonce
-        knows = hmac.compare_digest(proof, _prove(self._secret, b"caller", said))
+        knows = is_proof(proof, self._secret, b"caller", said)
         if not knows or number not in self._numbers:
             self._send_away(caller)
             return []
         self._selector.unregister(caller.end)
         del self._callers[caller.end]
         try:
-            caller.end.send(_prove(self._secret, b"host", said))
+            caller.end.send(prove(self._secret, b"host", said))
         except OSError:  # it has gone again, and calls again
             caller.end.close()
             return []
-        from_caller, from_host = _keys(self._secret, said)
-        return [(number, caller.end, Keys(from_host, from_caller))]
+        both = BothKeys.derive(self._secret, said)
+        return [(number, caller.end, Keys(both.host, both.caller))]
 
     def _send_away(self, caller: _Caller) -> None:
         self._selector.unregister(caller.end)
@@ -187,19 +202,10 @@ def introduce(end: socket.socket, secret: bytes, number: int, deadline: float, h
             heard += more
         return heard
 
-    theirs, mine = read(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    theirs, mine = read(NONCE_BYTES), make_nonce()
     said = _NUMBERS.pack(number, host) + theirs + mine
-    end.sendall(_HELLO.pack(number, mine, _prove(secret, b"caller", said)))
-    if not hmac.compare_digest(read(_PROOF_BYTES), _prove(secret, b"host", said)):
+    end.sendall(_HELLO.pack(number, mine, prove(secret, b"caller", said)))
+    if not is_proof(read(PROOF_BYTES), secret, b"host", said):
         return None
-    return Keys(*_keys(secret, said))
-
-
-def _prove(secret: bytes, what: bytes, said: bytes) -> bytes:
-    """Return what only a holder of the secret can derive from numbers and nonces, which are never used again."""
-    return hmac.digest(secret, what + said, "sha256")
-
-
-def _keys(secret: bytes, said: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of what the caller sends, and of what the host sends."""
-    return _prove(secret, b"frames of the caller", said), _prove(secret, b"frames of the host", said)
+    both = BothKeys.derive(secret, said)
+    return Keys(both.caller, both.host)

@@ -1,0 +1,97 @@
+"""Proofs that both ends of a connection have one secret, and keys by which they check all that follows.
+
+Each end sends a random number. HMAC-SHA256 of both, with the secret as its key, proves an end's knowledge, and HKDF
+(RFC 5869) of the same makes one key for each direction, which no other connection has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from functools import lru_cache
+from typing import NamedTuple
+
+__all__ = ["NONCE_BYTES", "PROOF_BYTES", "TAG_BYTES", "Keys", "Seal", "is_proof", "make_nonce", "prove", "slow_key"]
+
+NONCE_BYTES, PROOF_BYTES, TAG_BYTES = 16, 32, 16
+_COUNTER = struct.Struct("<Q")
+# 16 MiB and some 50 ms for each guess of a secret.
+_SCRYPT = {"n": 1 << 14, "r": 8, "p": 1, "dklen": 32}
+
+
+def make_nonce() -> bytes:
+    """Return a random number that no other connection has."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def prove(secret: bytes, role: bytes, heard: bytes) -> bytes:
+    """Return what only a holder of the secret can say.
+
+    Args:
+        secret: what both ends know.
+        role: of the end that proves it, so that the other one's proof cannot be sent back to it.
+        heard: what both ends have said before, with both random numbers.
+    """
+    return hmac.digest(secret, role + heard, "sha256")
+
+
+def is_proof(proof: bytes, secret: bytes, role: bytes, heard: bytes) -> bool:
+    """Return whether ``proof`` is that of ``prove``; the time that it takes tells nothing."""
+    return hmac.compare_digest(proof, prove(secret, role, heard))
+
+
+@lru_cache(maxsize=4096)
+def slow_key(secret: bytes, salt: bytes) -> bytes:
+    """Return 32 bytes made of a secret by scrypt, once in a process: each guess of a recorded proof costs as much."""
+    return hashlib.scrypt(secret, salt=salt, **_SCRYPT)  # type: ignore[arg-type]
+
+
+class Keys(NamedTuple):
+    """Keys of one connection, of 32 bytes each.
+
+    Attributes:
+        caller: of what the end that connected sends.
+        host: of what the other end sends.
+    """
+
+    caller: bytes
+    host: bytes
+
+    @classmethod
+    def derive(cls, secret: bytes, heard: bytes, purpose: bytes = b"frames") -> Keys:
+        """Return the keys of the connection in whose beginning both ends have said ``heard``.
+
+        Args:
+            secret: what both ends have proved to know.
+            heard: as for ``prove``; it has the random numbers of both.
+            purpose: what the keys are for: others give other keys.
+        """
+        root = hmac.digest(heard, secret, "sha256")  # HKDF-Extract with `heard` as its salt
+        return cls(*(hmac.digest(root, purpose + end + b"\1", "sha256") for end in (b" caller", b" host")))
+
+
+class Seal:
+    """Tags of the pieces that one end sends, in their order: none can be changed, repeated, left out or moved.
+
+    A tag is HMAC-SHA256 of the piece's number and its SHA-256, cut to 16 bytes. Who sends one piece to many hashes it
+    once. SHA-256 is what versions and tensors are compared by anyway, and processors have instructions for it.
+
+    Args:
+        key: of this direction of this connection.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._sent = 0
+
+    def tag(self, digest: bytes) -> bytes:
+        """Return the tag of the next piece, whose SHA-256 is ``digest``."""
+        number = _COUNTER.pack(self._sent)
+        self._sent += 1
+        return hmac.digest(self._key, number + digest, "sha256")[:TAG_BYTES]
+
+    def is_next(self, tag: bytes, digest: bytes) -> bool:
+        """Return whether ``tag`` is that of the next piece."""
+        return hmac.compare_digest(tag, self.tag(digest))
