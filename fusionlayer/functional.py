@@ -23,6 +23,7 @@ from .errors import ConfigError, PlanMismatch, kind_of, require, whole_numbers
 from .registry import nearest
 from .seeds import derive_seed
 from .transport import Transport
+from .transport._announced import pass_on, take_in
 from .wire import DTYPE_CODES, digest
 
 if TYPE_CHECKING:
@@ -448,11 +449,14 @@ def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> byt
     transport = context.transport(group)
     _check_root(root_rank, transport)
     sizes = _negotiate(transport, "broadcast of bytes", [root_rank], [len(data)])
-    buffer = torch.empty(sizes[root_rank][0], dtype=torch.uint8, device="cpu")
+
+    def move(piece: Tensor) -> None:
+        transport.broadcast(piece, root_rank)
+
     if transport.rank == root_rank:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else buffer
-    transport.broadcast(buffer, root_rank)
-    return buffer.numpy().tobytes()
+        pass_on(data, move)
+        return bytes(data)
+    return bytes(take_in(sizes[root_rank][0], move))
 
 
 def pickled(call: str, obj: object, dumps: Callable[[object], bytes] = pickle.dumps) -> bytes:

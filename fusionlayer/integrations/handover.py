@@ -23,6 +23,7 @@ from ..errors import WireError
 from ..publishing.snapshot import digest_of
 from ..publishing.tensors import DTYPES, Message, decode, encode, expected_bytes, shape_of
 from ..transport import Transport
+from ..transport._announced import pass_on, take_in
 
 __all__ = ["Fingerprint", "fingerprints", "joined", "parted", "receive", "send"]
 
@@ -168,7 +169,7 @@ def receive(own: Mapping[str, Tensor], transport: Transport, source: int) -> Any
 def send_bytes(data: bytes, transport: Transport, to: int) -> None:
     """Send ``data`` to rank ``to``, which calls ``receive_bytes``."""
     _send_numbers([len(data), native.crc32c(data)], transport, to)
-    transport.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+    pass_on(data, lambda piece: transport.send(piece, to))
 
 
 def receive_bytes(transport: Transport, source: int) -> bytes:
@@ -180,11 +181,10 @@ def receive_bytes(transport: Transport, source: int) -> bytes:
     nbytes, crc = _receive_numbers(2, transport, source)
     if not 0 <= nbytes <= _MOST_BYTES:
         raise WireError(f"a message of {nbytes} bytes of a newcomer's state: it was damaged")
-    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    transport.recv(data, source)
+    data = bytes(take_in(nbytes, lambda piece: transport.recv(piece, source)))
     if native.crc32c(data) != crc:
         raise WireError("a newcomer's state is not what the member has sent: it was damaged")
-    return data.numpy().tobytes()
+    return data
 
 
 def _send_numbers(numbers: list[int], transport: Transport, to: int) -> None:

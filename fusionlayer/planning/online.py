@@ -19,6 +19,7 @@ from ..scheduler.engine import Engine
 from ..scheduler.plan_controller import PlanController, StepSeconds
 from ..scheduler.planners import Planner
 from ..transport import Transport
+from ..transport._announced import pass_on, take_in
 from .bucket_costs import codec_of, short_name
 from .cluster import Scenario
 from .codec_rules import CodecChoice, CodecRules
@@ -294,10 +295,11 @@ def _from_rank_0(plan: FusionPlan | None, transport: Transport) -> FusionPlan | 
     transport.broadcast(length, 0)
     if not length.item():
         return None
-    # Other ranks know the length by now: ``bytearray(length)`` is a buffer of zeros that the broadcast fills.
-    data = torch.frombuffer(bytearray(found or int(length.item())), dtype=torch.uint8)
-    transport.broadcast(data, 0)
-    return FusionPlan.from_bytes(data.numpy().tobytes())
+    if found:
+        pass_on(found, lambda piece: transport.broadcast(piece, 0))
+    else:
+        found = bytes(take_in(int(length), lambda piece: transport.broadcast(piece, 0)))
+    return FusionPlan.from_bytes(found)
 
 
 def _scenario(profile: Profile) -> Scenario:

@@ -16,6 +16,7 @@ from ..transport import Transport
 __all__ = ["located", "tensors_that_differ"]
 
 _SHOWN = 3
+_MOST_LIST_BYTES = 64 << 20
 
 
 @contextmanager
@@ -48,6 +49,8 @@ def tensors_that_differ(tensors: Iterable[TensorInfo], transport: Transport) -> 
     try:
         length = torch.tensor([len(mine)], device="cpu")
         transport.all_reduce_max(length)
+        if int(length) > _MOST_LIST_BYTES:
+            return ""
         padded = torch.frombuffer(bytearray(mine.ljust(int(length))), dtype=torch.uint8)
         every = torch.empty(transport.size, padded.numel(), dtype=torch.uint8, device="cpu")
         transport.all_gather(padded, every)

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..errors import ConfigError, kind_of, require
 from ..functional import pickled
+from ..transport._announced import pass_on, take_in
 from . import mpi_ops as ops
 from .basics import rank, size
 from .process_sets import ProcessSet, global_process_set
@@ -167,13 +168,17 @@ def broadcast_object(
     """
     name = _name_of("broadcast_object", obj, name)
     root = rank() == root_rank
-    data = _pickled("broadcast_object", obj) if root else torch.empty(0, dtype=torch.uint8, device="cpu")
-    length = torch.tensor([data.numel()], device="cpu")
+    data = _pickled("broadcast_object", obj) if root else b""
+    length = torch.tensor([len(data)], device="cpu")
     ops.broadcast_(length, root_rank, f"{name}.sz", process_set)
-    if not root:
-        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    ops.broadcast_(data, root_rank, f"{name}.t", process_set)
-    return obj if root else cast(T, pickle.loads(data.numpy().tobytes()))
+
+    def move(piece: Tensor) -> None:
+        ops.broadcast_(piece, root_rank, f"{name}.t", process_set)
+
+    if root:
+        pass_on(data, move)
+        return obj
+    return cast(T, pickle.loads(take_in(int(length), move)))
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
@@ -183,7 +188,7 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
         HorovodInternalError: ranks differ in name, or a peer was lost.
     """
     name = _name_of("allgather_object", obj, name)
-    data = _pickled("allgather_object", obj)
+    data = torch.frombuffer(bytearray(_pickled("allgather_object", obj)), dtype=torch.uint8)
     handles = [
         ops.allgather_async(torch.tensor([data.numel()], device="cpu"), f"{name}.sz"),
         ops.allgather_async(data, f"{name}.t"),
@@ -198,9 +203,9 @@ def _name_of(call: str, obj: object, name: str | None) -> str:
     return type(obj).__name__ if name is None else name
 
 
-def _pickled(call: str, obj: object) -> Tensor:
+def _pickled(call: str, obj: object) -> bytes:
     try:
         dumps = importlib.import_module("cloudpickle").dumps
     except ModuleNotFoundError:
         dumps = pickle.dumps
-    return torch.frombuffer(bytearray(pickled(call, obj, dumps)), dtype=torch.uint8)
+    return pickled(call, obj, dumps)

@@ -45,7 +45,7 @@ def is_proof(proof: bytes, secret: bytes, role: bytes, heard: bytes) -> bool:
 @lru_cache(maxsize=4096)
 def slow_key(secret: bytes, salt: bytes) -> bytes:
     """Return 32 bytes made of a secret by scrypt, once in a process: each guess of a recorded proof costs as much."""
-    return hashlib.scrypt(secret, salt=salt, **_SCRYPT)  # type: ignore[arg-type]
+    return hashlib.scrypt(secret, salt=salt, **_SCRYPT)
 
 
 class Keys(NamedTuple):
