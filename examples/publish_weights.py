@@ -4,8 +4,9 @@
 
 starts both on this host. On two hosts:
 
-    python examples/publish_weights.py trainer --address tcp://0.0.0.0:29600 --secret WORD
-    python examples/publish_weights.py generator --address tcp://TRAINER:29600 --secret WORD
+    (umask 077; python -c "import secrets; print(secrets.token_hex(16))" > weights.secret)
+    python examples/publish_weights.py trainer --address tcp://0.0.0.0:29600 --secret-file weights.secret
+    python examples/publish_weights.py generator --address tcp://TRAINER:29600 --secret-file weights.secret
 
 The trainer publishes its weights in bf16 after every step, by ``fl.publish``. The generator follows them by
 ``fl.subscribe`` and polls between two pieces of text, so no piece mixes two versions. ``--address`` may be a folder
@@ -18,6 +19,7 @@ import argparse
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 from gpt import GPT, Config, Corpus
@@ -46,7 +48,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", nargs="?", choices=("trainer", "generator"), help="without it both run on this host")
     parser.add_argument("--address", help="where versions are published; tcp://:29600 is on this host alone")
-    parser.add_argument("--secret", help="a word that both know; without it anybody who can connect gets the weights")
+    parser.add_argument(
+        "--secret-file", type=Path, help="has what both know; without it anybody who can connect gets the weights"
+    )
     parser.add_argument("--steps", type=int, default=60, help="of training (60)")
     parser.add_argument("--bytes", type=int, default=48, help="of a piece of text (48)")
     return parser.parse_args()
@@ -56,7 +60,7 @@ def both(options: argparse.Namespace) -> int:
     """Train here, at a port of the system's choice, and generate in a second process; return its exit status."""
     trainer = start_publishing(options, options.address or "tcp://:0")
     words = [sys.executable, __file__, "generator", "--address", trainer[1].address, "--bytes", str(options.bytes)]
-    words += ["--secret", options.secret] if options.secret else []
+    words += ["--secret-file", str(options.secret_file)] if options.secret_file else []
     with subprocess.Popen(words) as generator:
         # Its start takes longer than a short training. Who reads a folder is not known to the publisher.
         while trainer[1].address.startswith("tcp") and not trainer[1].followers and generator.poll() is None:
@@ -76,7 +80,7 @@ def start_publishing(options: argparse.Namespace, address: str) -> tuple[GPT, fl
     model = GPT(CONFIG)
     served = {name: x.bfloat16() for name, x in model.state_dict().items()}
     served["head.weight"] = served["tokens.weight"]  # tied, so it travels once
-    return model, fl.publish(served, address, secret=options.secret), served
+    return model, fl.publish(served, address, secret=options.secret_file), served
 
 
 def train_and_publish(
@@ -100,7 +104,7 @@ def train_and_publish(
 def generate(options: argparse.Namespace, address: str) -> None:
     """Generate one piece of text after the other, with the newest weights, until the trainer has ended."""
     model = GPT(CONFIG).bfloat16().eval()
-    with fl.subscribe(address, model, secret=options.secret) as follower:
+    with fl.subscribe(address, model, secret=options.secret_file) as follower:
         follower.wait(60)
         while True:
             text = piece(model, options.bytes)

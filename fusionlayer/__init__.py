@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .integrations.sharded import ShardedOptimizer
     from .plan import FusionPlan
     from .planning.codec_rules import CodecRule, CodecRules
-    from .publishing import Follower, subscribe
+    from .publishing import TLS, Follower, subscribe
     from .scheduler import planners
     from .watching import watch
 
@@ -71,6 +71,7 @@ __all__ = [
     "SendsItsOwn",
     "ShardedOptimizer",
     "Sum",
+    "TLS",
     "TransportError",
     "UsageError",
     "WireError",
@@ -126,7 +127,7 @@ _HOMES = {
     "integrations.sharded": "ShardedOptimizer",
     "plan": "FusionPlan",
     "planning.codec_rules": "CodecRule CodecRules",
-    "publishing": "Follower subscribe",
+    "publishing": "Follower TLS subscribe",
     "scheduler": "planners",
     "watching": "watch",
 }

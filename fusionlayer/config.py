@@ -166,6 +166,7 @@ _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_JOB_KEY_FILE": "file with it, which other users cannot read",
     "FUSIONLAYER_JOIN": "of a process that joins an elastic job: host:port of a member, or the file with the roster",
     "FUSIONLAYER_ROSTER": "of an elastic job: file in which newcomers find its members",
+    "FUSIONLAYER_PUBLISH_SECRET_FILE": "file with the secret of `fl.publish` and `fl.subscribe`",
     "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
     "FUSIONLAYER_CUDA": "when building: auto (default: for the GPUs that are here), 1 (fail without nvcc), 0",
     "FUSIONLAYER_NVCC": "when building: the nvcc to use",

@@ -175,7 +175,7 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.short
-def test_the_python_about_publishing_runs() -> None:
+def test_the_python_about_publishing_runs(tmp_path: Path) -> None:
     """The inference jobs run between two steps of the trainer."""
     trainer, inference, engines = blocks((ROOT / "docs" / "publish.md").read_text(), "python")
     served: list[str] = []
@@ -191,7 +191,13 @@ def test_the_python_about_publishing_runs() -> None:
         yield 1
 
     names: dict[str, Any] = {"fl": fl, "model": nn.Linear(2, 2), "batches": batches(), "engine": Engine()}
-    names |= {"train": lambda model, batch: None, "generate": lambda model, prompt: served.append(prompt)}
+    (tmp_path / "weights.secret").touch(0o600)
+    (tmp_path / "weights.secret").write_text("0123456789abcdef")
+    names |= {
+        "Path": tmp_path.joinpath,
+        "train": lambda model, batch: None,
+        "generate": lambda model, prompt: served.append(prompt),
+    }
     exec(trainer, names)
     assert served == ["a", "b", "weight", "bias"] and names["publisher"].version == 1
 

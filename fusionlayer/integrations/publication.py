@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from .. import context
 from ..errors import ConfigError, UsageError, kind_of
 from ..publishing import Outlet, Snapshot, open_outlet, parse
-from ..publishing.address import Place, seconds_of, secret_of
+from ..publishing.address import Place, seconds_of
+from ..publishing.keyring import keyring_of
 from ..publishing.models import named_tensors
 from ..publishing.snapshot import check_tensor, copied, identity
+from ..publishing.tls import TLS, check_tls
 
 __all__ = ["Publisher", "publish"]
 
@@ -29,7 +31,8 @@ def publish(
     address: str | os.PathLike[str],
     *,
     keep: int = 8,
-    secret: str | bytes | None = None,
+    secret: str | bytes | os.PathLike[str] | None = None,
+    tls: TLS | None = None,
     timeout: float = 30.0,
 ) -> Publisher:
     """Publish versions of weights at ``address``, where ``fl.subscribe`` of other jobs follows them.
@@ -50,8 +53,11 @@ def publish(
             or "file:///FOLDER" or a Path of a folder that belongs to this publisher alone.
         keep: how many versions a follower may be behind, and still get differences. Over TCP as many versions are kept
             in memory at most, those that followers have. In a folder the files of as many versions are kept.
-        secret: what followers must prove to have over TCP; files of a folder are signed with it. None: whoever can
-            connect gets the weights, and whoever can write to the folder can change them.
+        secret: what followers must prove to have over TCP, and what signs the files of a folder: a text of 16 bytes at
+            least, or a Path of a file with secrets, which is read again when it changes. None: those in the file
+            FUSIONLAYER_PUBLISH_SECRET_FILE; if that is not set, whoever can connect gets the weights, and whoever can
+            write to the folder can change them.
+        tls: how connections are encrypted, over TCP, such as ``fl.TLS("cert.pem", "key.pem")``. None: they are not.
         timeout: seconds in which a follower must take some of what is sent to it, at least 2.
 
     Raises:
@@ -61,8 +67,9 @@ def publish(
         raise ConfigError(f"publish: got {kind_of(source)}; expected a model, or tensors by name")
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ConfigError(f"keep={keep!r}; expected a number of versions, at least 1")
-    place, guard, seconds = parse(address), secret_of(secret), seconds_of(timeout)
-    make = partial(open_outlet, keep=keep, secret=guard, timeout=seconds)
+    place, seconds = parse(address), seconds_of(timeout)
+    check_tls(tls, place)
+    make = partial(open_outlet, keep=keep, keyring=keyring_of(secret), tls=tls, timeout=seconds)
     return Publisher(source, place, make)
 
 
@@ -91,7 +98,17 @@ class Publisher:
     @property
     def followers(self) -> int:
         """How many followers are connected. 0 for a folder, and on ranks other than 0."""
-        return self._outlet.followers if self._outlet else 0
+        return len(self._outlet.followers) if self._outlet else 0
+
+    @property
+    def follower_names(self) -> list[str]:
+        """What the followers are called that are connected: by their certificates, or by themselves."""
+        return self._outlet.followers if self._outlet else []
+
+    @property
+    def refused(self) -> int:
+        """How many callers were sent away, as they did not prove to be followers, or there was no room for more."""
+        return self._outlet.refused if self._outlet else 0
 
     @property
     def digest(self) -> str | None:

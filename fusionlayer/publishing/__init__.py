@@ -4,5 +4,6 @@ from .address import Place, parse
 from .follower import Follower, subscribe
 from .outlet import Outlet, open_outlet
 from .snapshot import Snapshot
+from .tls import TLS
 
-__all__ = ["Follower", "Outlet", "Place", "Snapshot", "open_outlet", "parse", "subscribe"]
+__all__ = ["TLS", "Follower", "Outlet", "Place", "Snapshot", "open_outlet", "parse", "subscribe"]

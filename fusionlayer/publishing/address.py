@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError, kind_of
 
-__all__ = ["Place", "parse", "secret_of", "seconds_of"]
+__all__ = ["Place", "parse", "seconds_of"]
 
 _LEAST_SECONDS = 2.0
 _EXPECTED = "expected 'tcp://HOST:PORT', 'file:///FOLDER' or a Path"
@@ -57,18 +57,6 @@ def parse(address: str | os.PathLike[str]) -> Place:
     if parts.scheme in ("s3", "gs", "gcs", "az", "hdfs"):
         raise ConfigError(f"address {address!r}: mount it as a folder, and give that as 'file:///FOLDER'")
     raise ConfigError(f"address {address!r}; {_EXPECTED}")
-
-
-def secret_of(secret: str | bytes | None) -> bytes | None:
-    """Return a user's secret as bytes.
-
-    Raises:
-        ConfigError: it is empty, or no text.
-    """
-    if secret is not None and (not isinstance(secret, (str, bytes)) or not secret):
-        given = "an empty one" if isinstance(secret, (str, bytes)) else kind_of(secret)
-        raise ConfigError(f"secret: got {given}; expected a text that publisher and followers share, or None")
-    return secret.encode() if isinstance(secret, str) else secret
 
 
 def seconds_of(timeout: float) -> float:

@@ -125,8 +125,12 @@ class FolderOutlet(Outlet):
         self._start(publisher=self._work)
 
     @property
-    def followers(self) -> int:
-        """0: nobody knows who reads the files."""
+    def followers(self) -> list[str]:
+        """None: nobody knows who reads the files."""
+        return []
+
+    @property
+    def refused(self) -> int:
         return 0
 
     def _is_out(self) -> bool:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from .. import forks
 from ..errors import ConfigError, FusionLayerError, TransportError, UsageError, WireError, again
-from .address import Place, parse, seconds_of, secret_of
+from .address import Place, parse, seconds_of
 from .client import TcpSource
 from .folder import FolderSource
+from .keyring import check_name, common_of, keyring_of
 from .models import check_model, load
 from .snapshot import Snapshot
 from .source import Ended, Source
+from .tls import TLS, check_tls
 
 __all__ = ["Follower", "subscribe"]
 
@@ -32,7 +34,9 @@ def subscribe(
     address: str | os.PathLike[str],
     model: nn.Module | None = None,
     *,
-    secret: str | bytes | None = None,
+    secret: str | bytes | os.PathLike[str] | None = None,
+    name: str | None = None,
+    tls: TLS | None = None,
     timeout: float = 30.0,
 ) -> Follower:
     """Follow the versions that ``fl.publish`` publishes at ``address``; returns at once, whether or not it is there.
@@ -47,21 +51,30 @@ def subscribe(
         address: "tcp://HOST:PORT", "file:///FOLDER" or a Path, as the publisher has it.
         model: each version that is shown is loaded into it, by the thread that calls ``poll`` or ``wait``. None: take
             ``tensors()``, or call ``load_into``.
-        secret: that of the publisher. Versions in a folder are taken only if they are signed with it.
+        secret: that of the publisher, or a Path of the file that has it. None: what the file
+            FUSIONLAYER_PUBLISH_SECRET_FILE has, if that is set. Versions in a folder are taken only if they are signed
+            with it.
+        name: by which the publisher's log calls this follower, and finds its secret if it has one for each. None: that
+            in the file with the secret, or the host's.
+        tls: how the connection is encrypted, ``fl.TLS(authorities=...)``; over TCP alone. None: it is not.
         timeout: seconds after which a publisher that does not say a word counts as lost, at least 2. The follower then
             connects again, without end.
 
     Raises:
         ConfigError: an argument is invalid.
     """
-    place, guard, seconds = parse(address), secret_of(secret), seconds_of(timeout)
+    place, seconds = parse(address), seconds_of(timeout)
+    check_tls(tls, place)
+    keyring = keyring_of(secret)
+    if name is not None:
+        check_name(name)
     if model is not None:
         check_model("subscribe", model)
     if place.folder is not None:
-        return Follower(place, FolderSource(place, guard), model)
+        return Follower(place, FolderSource(place, common_of(keyring)), model)
     if not place.port:
         raise ConfigError("subscribe: port 0; expected the port that publisher.address tells")
-    return Follower(place, TcpSource(place, guard, seconds), model)
+    return Follower(place, TcpSource(place, name, keyring, tls, seconds), model)
 
 
 class Follower:

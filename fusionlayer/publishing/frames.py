@@ -1,34 +1,37 @@
-"""What publisher and follower say over TCP: who they are, then frames. ``docs/wire_format.md`` describes it."""
+"""What publisher and follower send each other behind the greeting: frames. ``docs/wire_format.md`` describes them.
+
+With a secret every piece has a tag behind it, and nothing is used before its tag was compared.
+"""
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
 import socket
 import struct
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from hashlib import sha256
 
-from ..errors import ConfigError, WireError
+from ..errors import WireError
+from ..transport._secrets import TAG_BYTES, Keys, Seal
+from .snapshot import Snapshot
+from .update import Update
 
-__all__ = ["BEAT", "DATA", "GONE", "HAVE", "HELLO_BYTES", "Greeting", "frame", "greet", "guard", "read_frame"]
+__all__ = ["BEAT", "DATA", "GONE", "HAVE", "Channel", "Parcel", "check_tag", "frame", "guard", "read_frame", "receive"]
 
 HAVE, DATA, BEAT, GONE = b"HAVE", b"DATA", b"BEAT", b"GONE"
 """A follower says by HAVE which version it has. A publisher sends an update as DATA, BEAT while it has nothing newer,
 and GONE when it ends."""
 
-_MAGIC = b"FLPUB1"
 _PREFIX = struct.Struct("<4sQ")
 _CRC = struct.Struct("<I")
 PREFIX_BYTES = _PREFIX.size + _CRC.size
-_NONCE_BYTES, _PROOF_BYTES = 16, 32
-_OPENING = struct.Struct(f"<6sB{_NONCE_BYTES}s")
-_HELLO = struct.Struct(f"<{_NONCE_BYTES}s{_PROOF_BYTES}s")
-_ANSWER = struct.Struct(f"<B{_PROOF_BYTES}s")
-HELLO_BYTES = _HELLO.size
+# What follows a prefix has a tag behind each so many bytes: so little is kept before its tag was compared.
+_PIECE_BYTES = 1 << 20
+# Memory for more is taken when so many bytes have come.
+_STEP_BYTES = 16 << 20
 
 _live: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -48,69 +51,11 @@ def _begin_child() -> None:
 os.register_at_fork(after_in_child=_begin_child)
 
 
-# ---- who they are ---------------------------------------------------------------------------------------------------
-
-
-class Greeting:
-    """The publisher's end of the beginning of one connection.
-
-    Both ends send a random number, and prove by HMAC-SHA256 of both numbers that they have the secret. It does not
-    travel itself, and a proof is worth nothing on another connection.
-
-    Args:
-        secret: None: followers need not prove anything.
-    """
-
-    def __init__(self, secret: bytes | None) -> None:
-        self._secret = secret
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self.opening = _OPENING.pack(_MAGIC, secret is not None, self._nonce)
-
-    def answer(self, hello: bytes) -> tuple[bool, bytes]:
-        """Return whether this is a follower, and what to answer to its ``hello``."""
-        nonce, proof = _HELLO.unpack(hello)
-        if self._secret is None:
-            return True, _ANSWER.pack(1, bytes(_PROOF_BYTES))
-        nonces = self._nonce + nonce
-        if not hmac.compare_digest(proof, _prove(self._secret, b"follower", nonces)):
-            return False, _ANSWER.pack(0, bytes(_PROOF_BYTES))
-        return True, _ANSWER.pack(1, _prove(self._secret, b"publisher", nonces))
-
-
-def greet(end: socket.socket, secret: bytes | None) -> None:
-    """Make the follower's end of the beginning of a connection.
-
-    Raises:
-        ConfigError: the ends do not have one secret.
-        WireError: the other end is no publisher.
-    """
-    magic, guarded, theirs = _OPENING.unpack(_exactly(end.recv_into, _OPENING.size))
-    if magic != _MAGIC:
-        raise WireError(f"another program answers there: it said {magic!r}, expected {_MAGIC!r}")
-    if guarded and secret is None:
-        raise ConfigError("the publisher asks for a secret: give subscribe(secret=...) that of publish")
-    if secret is not None and not guarded:
-        raise ConfigError("the publisher has no secret, so nothing shows that it is yours: give publish the secret too")
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    proof = _prove(secret, b"follower", theirs + mine) if secret else bytes(_PROOF_BYTES)
-    end.sendall(_HELLO.pack(mine, proof))
-    taken, proof = _ANSWER.unpack(_exactly(end.recv_into, _ANSWER.size))
-    known = secret is None or hmac.compare_digest(proof, _prove(secret, b"publisher", theirs + mine))
-    if not taken or not known:
-        raise ConfigError("publisher and follower have different secrets: give both the same one")
-
-
-def _prove(secret: bytes, who: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, who + nonces, "sha256")
-
-
-# ---- frames ---------------------------------------------------------------------------------------------------------
-
-
-def frame(kind: bytes, nbytes: int) -> bytes:
-    """Return what stands before the ``nbytes`` of a frame: its kind, its length, and a checksum of both."""
+def frame(kind: bytes, nbytes: int, seal: Seal | None) -> bytes:
+    """Return what stands before the ``nbytes`` of a frame: its kind, its length, a checksum of both, and its tag."""
     prefix = _PREFIX.pack(kind, nbytes)
-    return prefix + _CRC.pack(zlib.crc32(prefix))
+    prefix += _CRC.pack(zlib.crc32(prefix))
+    return prefix + (seal.tag(sha256(prefix).digest()) if seal else b"")
 
 
 def read_frame(prefix: bytes) -> tuple[bytes, int]:
@@ -125,27 +70,138 @@ def read_frame(prefix: bytes) -> tuple[bytes, int]:
     return kind, nbytes
 
 
-def _exactly(receive: Callable[[memoryview], int], nbytes: int) -> bytearray:
-    """Return so many bytes. Memory is used as they come.
-
-    Raises:
-        ConnectionError: the other end has closed.
-    """
-    data = bytearray(nbytes)
-    view, got = memoryview(data), 0
-    while got < nbytes:
-        more = receive(view[got:])
-        if not more:
-            raise ConnectionError("the other end has closed the connection")
-        got += more
-    return data
+def check_tag(seal: Seal, piece: memoryview | bytes, tag: memoryview | bytes) -> None:
+    """Raise ``WireError`` unless this is the piece that the other end has sent next."""
+    if not seal.is_next(bytes(tag), sha256(piece).digest()):
+        raise WireError("bytes are not those that the other end has sent: they were changed or damaged on their way")
 
 
 def receive(end: socket.socket, nbytes: int) -> bytearray:
     """Return so many bytes of a connection; the socket's time-out holds for each piece that comes.
 
+    Memory is taken as bytes come: whoever announces much must send it.
+
     Raises:
         ConnectionError: the other end has closed.
         TimeoutError: nothing came in time.
     """
-    return _exactly(end.recv_into, nbytes)
+    data = bytearray()
+    while len(data) < nbytes:
+        got = len(data)
+        data += bytes(min(nbytes - got, _STEP_BYTES))
+        with memoryview(data) as view:
+            while got < len(view):
+                more = end.recv_into(view[got:])
+                if not more:
+                    raise ConnectionError("the other end has closed the connection")
+                got += more
+    return data
+
+
+class Parcel:
+    """An update as it is sent. Digests of its pieces are made once, for all followers, when the first one needs them.
+
+    Attributes:
+        target: the version that it makes.
+        base: digest of the version that a receiver must have, or None.
+        nbytes: length of the update.
+    """
+
+    def __init__(self, update: Update) -> None:
+        self.target: Snapshot = update.target
+        self.base = update.base
+        self.nbytes = update.nbytes
+        self._pieces = _cut(update.parts)
+        self._digests: list[bytes] = []
+
+    def records(self, seal: Seal | None) -> Iterator[memoryview]:
+        """Yield the bytes of a frame with this update, with tags if there is a ``seal``."""
+        yield memoryview(frame(DATA, self.nbytes, seal))
+        for i, views in enumerate(self._pieces):
+            yield from views
+            if seal:
+                yield memoryview(seal.tag(self._digest(i)))
+
+    def _digest(self, i: int) -> bytes:
+        if i == len(self._digests):
+            whole = sha256()
+            for view in self._pieces[i]:
+                whole.update(view)
+            self._digests.append(whole.digest())
+        return self._digests[i]
+
+
+def _cut(parts: Sequence[memoryview]) -> list[list[memoryview]]:
+    """Return the bytes of ``parts`` as pieces of ``_PIECE_BYTES``, the last one of what is left."""
+    pieces: list[list[memoryview]] = []
+    room = 0
+    for part in parts:
+        view = part.cast("B")
+        while view.nbytes:
+            if not room:
+                pieces.append([])
+                room = _PIECE_BYTES
+            pieces[-1].append(view[:room])
+            room -= pieces[-1][-1].nbytes
+            view = view[pieces[-1][-1].nbytes :]
+    return pieces
+
+
+class Channel:
+    """A follower's end of a connection, behind the greeting. One thread uses it.
+
+    Args:
+        end: connected.
+        keys: of this connection; None: without tags.
+    """
+
+    def __init__(self, end: socket.socket, keys: Keys | None) -> None:
+        self._end = end
+        self._mine = Seal(keys.caller) if keys else None
+        self._theirs = Seal(keys.host) if keys else None
+        self._to_come = 0
+        self._piece = memoryview(b"")
+
+    def ask(self, digest: bytes) -> None:
+        """Say which version is here, and ask for what is newer."""
+        said = frame(HAVE, len(digest), self._mine) + digest
+        if self._mine and digest:
+            said += self._mine.tag(sha256(digest).digest())
+        self._end.sendall(said)
+
+    def next_frame(self) -> tuple[bytes, int]:
+        """Return kind and length of the next frame.
+
+        Raises:
+            WireError: it was damaged or changed.
+        """
+        kind, self._to_come = read_frame(bytes(self._taken(PREFIX_BYTES)))
+        return kind, self._to_come
+
+    def take(self, nbytes: int) -> bytearray:
+        """Return the next ``nbytes`` of what follows the frame's prefix.
+
+        Raises:
+            WireError: they were changed.
+        """
+        if self._theirs is None:
+            return receive(self._end, nbytes)
+        data = bytearray()
+        while len(data) < nbytes:
+            if not self._piece:
+                self._piece = self._taken(min(self._to_come, _PIECE_BYTES))
+                self._to_come -= len(self._piece)
+            part = self._piece[: nbytes - len(data)]
+            data += part
+            self._piece = self._piece[len(part) :]
+        return data
+
+    def _taken(self, nbytes: int) -> memoryview:
+        """Return a piece whose tag was compared."""
+        if self._theirs is None:
+            return memoryview(receive(self._end, nbytes))
+        if not nbytes:
+            raise WireError("an update is longer than its frame: it was damaged")
+        piece = memoryview(receive(self._end, nbytes + TAG_BYTES))
+        check_tag(self._theirs, piece[:nbytes], piece[nbytes:])
+        return piece[:nbytes]

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from .. import forks
 from ..errors import FusionLayerError, again
 from .address import Place
+from .keyring import Keyring
 from .snapshot import Snapshot
+from .tls import TLS
 
 __all__ = ["Outlet", "open_outlet"]
 
@@ -76,8 +78,13 @@ class Outlet(ABC):
 
     @property
     @abstractmethod
-    def followers(self) -> int:
-        """How many followers are connected, as far as that is known."""
+    def followers(self) -> list[str]:
+        """Names of the followers that are connected, as far as they are known."""
+
+    @property
+    @abstractmethod
+    def refused(self) -> int:
+        """How many callers were sent away."""
 
     @abstractmethod
     def _is_out(self) -> bool:
@@ -108,19 +115,23 @@ class Outlet(ABC):
             self._changed.notify_all()
 
 
-def open_outlet(place: Place, *, keep: int, secret: bytes | None, timeout: float) -> Outlet:
+def open_outlet(place: Place, *, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> Outlet:
     """Return an outlet at ``place``.
 
     Args:
         place: folder, or host and port to listen at.
         keep: how many versions behind the newest a follower may be and still get differences.
-        secret: what followers must prove to have over TCP, and what signs the files of a folder; None: nothing.
+        keyring: what followers must prove to have over TCP, and what signs the files of a folder; None: nothing.
+        tls: by which connections are encrypted, over TCP; None: they are not.
         timeout: seconds in which a follower must take some of what is sent to it.
 
     Raises:
         ConfigError: the place cannot be used.
     """
     from .folder import FolderOutlet
+    from .keyring import common_of
     from .server import TcpOutlet
 
-    return FolderOutlet(place, keep, secret) if place.folder else TcpOutlet(place, keep, secret, timeout)
+    if place.folder:
+        return FolderOutlet(place, keep, common_of(keyring))
+    return TcpOutlet(place, keep, keyring, tls, timeout)

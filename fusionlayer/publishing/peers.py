@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
+import ssl
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from ..errors import WireError
-from .frames import BEAT, DATA, GONE, HAVE, HELLO_BYTES, PREFIX_BYTES, Greeting, frame, guard, read_frame
-from .update import Update
+from ..transport._secrets import TAG_BYTES, Seal
+from .frames import BEAT, GONE, HAVE, PREFIX_BYTES, Parcel, check_tag, frame, read_frame
+from .greeting import HELLO_BYTES, Greeting
+from .keyring import Keyring
 
 __all__ = ["BEAT_SECONDS", "Peer"]
 
@@ -17,6 +22,10 @@ BEAT_SECONDS = 0.5
 _GREETING_SECONDS = 5.0
 _DIGEST_BYTES = 32
 _MOST_AT_ONCE = 1 << 20
+_MOST_HEARD = HELLO_BYTES + PREFIX_BYTES + _DIGEST_BYTES + 2 * TAG_BYTES
+# A follower that has all of an update may decode for so many time-outs before it says so.
+_DECODING = 4
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Peer:
@@ -24,52 +33,78 @@ class Peer:
 
     Attributes:
         end: its socket, which never waits.
+        place: where it calls from.
         has: digest of the version that it has, or None.
         told: number of the version that was sent to it last, or None.
         update: what is on its way to it, until it says that it has it; or None.
         since: when it began to wait for a newer version; None: it does not wait.
+        sent: bytes that it has taken.
     """
 
-    def __init__(self, end: socket.socket, secret: bytes | None, timeout: float) -> None:
-        self.end = guard(end)
+    def __init__(self, end: socket.socket, place: str, keyring: Keyring | None, timeout: float) -> None:
+        self.end = end
+        self.place = place
         end.setblocking(False)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.has: str | None = None
         self.told: int | None = None
-        self.update: Update | None = None
+        self.update: Parcel | None = None
         self.since: float | None = None
-        self._greeting: Greeting | None = Greeting(secret)
+        self.sent = 0
+        self._greeting = Greeting(keyring)
+        self._greeted = False
+        self._mine: Seal | None = None
+        self._theirs: Seal | None = None
         self._timeout = timeout
         self._heard = bytearray()
-        self._out: deque[memoryview] = deque([memoryview(self._greeting.opening)])
+        self._part: memoryview | None = memoryview(self._greeting.opening)
+        self._rest: deque[Iterator[memoryview]] = deque()
+        self._holds = False  # TLS must read before it can write
         self._until = time.monotonic() + _GREETING_SECONDS
         self._beat = 0.0
 
     @property
     def known(self) -> bool:
-        """Whether it has proved to be a follower."""
-        return self._greeting is None
+        """Whether it has proved to be a follower, and has asked for a version."""
+        return self.since is not None or self.told is not None
+
+    @property
+    def name(self) -> str:
+        """What it is called: by its certificate, or by itself."""
+        return self._greeting.name
+
+    @property
+    def secret(self) -> bytes | None:
+        """By which it has proved to be a follower."""
+        return self._greeting.secret
 
     @property
     def writes(self) -> bool:
         """Whether there is something to send."""
-        return bool(self._out)
+        return self._part is not None or bool(self._rest)
 
-    def send(self, update: Update) -> None:
+    @property
+    def events(self) -> int:
+        """For which events of its socket to wait."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.writes and not self._holds else 0)
+
+    def send(self, update: Parcel) -> None:
         """Begin to send an update; it waits no longer."""
         self.update, self.told, self.since = update, update.target.version, None
-        self._put(frame(DATA, update.nbytes), update.parts)
+        self._put(update.records(self._mine))
 
     def end_of_all(self) -> None:
         """Say that there will be no more versions."""
-        self._put(frame(GONE, 0))
+        self._put(self._frame(GONE))
 
     def is_late(self, now: float) -> bool:
-        """Return whether its time is over; send a sign of life to one that has nothing else to read."""
-        if self.known and not self._out and now >= self._beat:
-            self._put(frame(BEAT, 0))
-        return now > self._until and (self.writes or not self.known)
+        """Return whether its time is over; send a sign of life to one that waits, and has nothing else to read."""
+        if self.since is not None and not self.writes and now >= self._beat:
+            self._put(self._frame(BEAT))
+        if self.known and not self.writes:  # it decodes, or waits
+            return self.since is None and now > self._until + (_DECODING - 1) * self._timeout
+        return now > self._until
 
     def write(self) -> None:
         """Send what the socket takes.
@@ -77,18 +112,16 @@ class Peer:
         Raises:
             OSError: the follower is gone.
         """
-        while self._out:
-            part = self._out[0]
+        while (part := self._next_part()) is not None:
             try:
                 sent = self.end.send(part[:_MOST_AT_ONCE])
-            except BlockingIOError:
+            except _NOT_NOW as error:
+                self._holds = isinstance(error, ssl.SSLWantReadError)
                 return
             if self.known:
                 self._until = time.monotonic() + self._timeout
-            if sent < part.nbytes:
-                self._out[0] = part[sent:]
-            else:
-                self._out.popleft()
+            self.sent += sent
+            self._part = part[sent:] if sent < part.nbytes else None
         self._beat = time.monotonic() + BEAT_SECONDS
 
     def read(self) -> None:
@@ -98,38 +131,74 @@ class Peer:
             OSError: the follower is gone.
             WireError: it says what no follower says.
         """
+        self._holds = False
         try:
-            data = self.end.recv(HELLO_BYTES + PREFIX_BYTES + _DIGEST_BYTES)
-        except BlockingIOError:
+            data = self.end.recv(_MOST_HEARD)  # TLS keeps no more than that, and no follower says more before an answer
+        except _NOT_NOW:
             return
         if not data:
-            raise ConnectionError("the follower has closed the connection")
+            raise ConnectionError("it has closed the connection")
         self._heard += data
-        if self._greeting:
+        if not self._greeted:
             if len(self._heard) < HELLO_BYTES:
                 return
-            is_follower, answer = self._greeting.answer(bytes(self._heard[:HELLO_BYTES]))
+            self._greet(bytes(self._heard[:HELLO_BYTES]))
             del self._heard[:HELLO_BYTES]
-            self._put(answer)
-            if not is_follower:
-                self.write()
-                raise WireError("a caller without the secret")
-            self._greeting = None
-        while len(self._heard) >= PREFIX_BYTES and self._hear_frame():
+        while self._hear_frame():
             pass
 
+    def _greet(self, hello: bytes) -> None:
+        refusal, answer = self._greeting.answer(hello, _certified(self.end))
+        self._put(iter([memoryview(answer)]))
+        if refusal:
+            self.write()
+            raise WireError(refusal)
+        self._greeted = True
+        if keys := self._greeting.keys:
+            self._mine, self._theirs = Seal(keys.host), Seal(keys.caller)
+
     def _hear_frame(self) -> bool:
-        kind, nbytes = read_frame(bytes(self._heard[:PREFIX_BYTES]))
-        if kind != HAVE or nbytes not in (0, _DIGEST_BYTES) or (self.since is not None):
-            raise WireError(f"a follower sends {kind!r} with {nbytes} bytes")
-        if len(self._heard) < PREFIX_BYTES + nbytes:
+        """Take a frame that has come whole; return whether there was one."""
+        tag = TAG_BYTES if self._theirs else 0
+        front = PREFIX_BYTES + tag
+        if len(self._heard) < front:
             return False
-        self.has = self._heard[PREFIX_BYTES : PREFIX_BYTES + nbytes].decode("ascii", "replace") or None
-        del self._heard[: PREFIX_BYTES + nbytes]
+        heard = bytes(self._heard)
+        kind, nbytes = read_frame(heard)
+        if kind != HAVE or nbytes not in (0, _DIGEST_BYTES) or self.since is not None:
+            raise WireError(f"a follower sends {kind!r} with {nbytes} bytes")
+        end = front + nbytes + (tag if nbytes else 0)
+        if len(heard) < end:
+            return False
+        digest = heard[front : front + nbytes]
+        if self._theirs:
+            check_tag(self._theirs, heard[:PREFIX_BYTES], heard[PREFIX_BYTES:front])
+            if digest:
+                check_tag(self._theirs, digest, heard[front + nbytes : end])
+        self.has = digest.decode("ascii", "replace") or None
+        del self._heard[:end]
         self.update, self.since = None, time.monotonic()
         return True
 
-    def _put(self, front: bytes, parts: Sequence[memoryview] = ()) -> None:
-        if not self._out:
-            self._until = time.monotonic() + (self._timeout if self.known else _GREETING_SECONDS)
-        self._out.extend([memoryview(front), *parts])
+    def _frame(self, kind: bytes) -> Iterator[memoryview]:
+        """Yield a frame without anything behind its prefix. Tags count in the order in which frames are sent."""
+        yield memoryview(frame(kind, 0, self._mine))
+
+    def _put(self, records: Iterator[memoryview]) -> None:
+        if not self.writes and self.known:
+            self._until = time.monotonic() + self._timeout
+        self._rest.append(records)
+
+    def _next_part(self) -> memoryview | None:
+        while self._part is None and self._rest:
+            self._part = next(self._rest[0], None)
+            if self._part is None:
+                self._rest.popleft()
+        return self._part
+
+
+def _certified(end: socket.socket) -> str | None:
+    """Return the name in a caller's certificate, if it has shown one."""
+    facts: Any = end.getpeercert() if isinstance(end, ssl.SSLSocket) else None
+    names = [value for part in (facts or {}).get("subject", ()) for key, value in part if key == "commonName"]
+    return str(names[0]) if names else None

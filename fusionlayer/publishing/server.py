@@ -13,19 +13,21 @@ import time
 from contextlib import suppress
 from queue import SimpleQueue
 
-from ..errors import ConfigError, WireError
+from ..errors import WireError
 from .address import Place
-from .frames import guard
+from .door import Door, Refusals, share
+from .frames import Parcel, guard
+from .keyring import Keyring
 from .outlet import Outlet
 from .peers import BEAT_SECONDS, Peer
 from .snapshot import Snapshot
-from .update import Update, make
+from .tls import TLS
+from .update import make
 
 __all__ = ["TcpOutlet"]
 
 _logger = logging.getLogger("fusionlayer")
 
-_MOST_CALLERS = 1024
 _FAREWELL_SECONDS = 1.0
 
 
@@ -36,34 +38,36 @@ class TcpOutlet(Outlet):
     that was, or all of the newest where its version is not kept. So nothing is encoded while nobody asks, and one who
     is slow gets fewer and larger differences. Kept are versions that followers have, at most ``keep`` of them.
 
+    Callers are strangers until they have proved to be followers and have asked for a version. Few strangers are
+    listened to at once, and the oldest goes when there are too many.
+
     Args:
         place: where to listen.
         keep: as above.
-        secret: what followers must have; None: nothing.
+        keyring: what followers must have; None: nothing.
+        tls: by which connections are encrypted; None: they are not.
         timeout: seconds in which a follower must take some of what is sent to it.
     """
 
-    def __init__(self, place: Place, keep: int, secret: bytes | None, timeout: float) -> None:
-        self._keep, self._secret, self._timeout = keep, secret, timeout
-        try:
-            family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-            self._listener = guard(socket.create_server((place.host, place.port), family=family, backlog=128))
-        except OSError as error:
-            raise ConfigError(
-                f"publish: nobody can listen at {place}: {error.strerror or error}; give an address of this host and a "
-                "free port"
-            ) from error
-        super().__init__(Place(None, place.host, self._listener.getsockname()[1]))
-        if secret is None and not self._listener.getsockname()[0].startswith(("127.", "::1")):
+    def __init__(self, place: Place, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> None:
+        self._keep, self._keyring, self._timeout = keep, keyring, timeout
+        if keyring:
+            keyring.read()
+        self._tls = tls.for_publisher(keyring) if tls else None
+        self._door = Door(place)
+        super().__init__(self._door.place)
+        if keyring is None and not self._door.is_near and not (tls and tls.authorities):
             _logger.warning("%s: without secret=... whoever can connect gets the weights", self.place)
-        self._listener.setblocking(False)
+        self._refusals = Refusals(self.place)
+        # The oldest come first in both.
+        self._strangers: dict[socket.socket, Peer] = {}
         self._peers: dict[socket.socket, Peer] = {}
         # Versions that followers have, by digest; and until when those of lost followers are kept, who may come back.
         self._kept: dict[str, Snapshot] = {}
         self._missed: dict[str, float] = {}
-        self._updates: dict[str | None, Update] = {}  # of the newest version, by what they need
+        self._updates: dict[str | None, Parcel] = {}  # of the newest version, by what they need
         self._jobs: SimpleQueue[tuple[Snapshot, Snapshot | None, str | None] | None] = SimpleQueue()
-        self._made: SimpleQueue[Update] = SimpleQueue()
+        self._made: SimpleQueue[Parcel] = SimpleQueue()
         self._making = False
         self._ending: float | None = None
         self._farewell = False
@@ -71,18 +75,22 @@ class TcpOutlet(Outlet):
         self._waker, self._woken = (guard(end) for end in socket.socketpair())
         self._waker.setblocking(False)
         self._woken.setblocking(False)
-        for end in (self._listener, self._woken):
-            self._selector.register(end, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._door.watch(self._selector)
         self._start(publisher=self._serve, encoder=self._make)
 
     @property
-    def followers(self) -> int:
-        return sum(peer.known for peer in list(self._peers.values()))
+    def followers(self) -> list[str]:
+        return [peer.name for peer in list(self._peers.values())]
+
+    @property
+    def refused(self) -> int:
+        return self._refusals.count
 
     def _is_out(self) -> bool:
         newest = self._newest
-        known = [peer for peer in list(self._peers.values()) if peer.known]
-        return newest is None or all(peer.told == newest.version and peer.since is not None for peer in known)
+        peers = list(self._peers.values())
+        return newest is None or all(peer.told == newest.version and peer.since is not None for peer in peers)
 
     def _wake(self) -> None:
         with suppress(BlockingIOError, OSError):  # it is awake, or has ended
@@ -109,7 +117,7 @@ class TcpOutlet(Outlet):
             while (job := self._jobs.get()) is not None and not self._closed:
                 target, base, has = job
                 # A publisher that was restarted from a checkpoint may begin with what its followers have.
-                self._made.put(make(target, target if target.digest == has else base))
+                self._made.put(Parcel(make(target, target if target.digest == has else base)))
                 self._wake()
         except Exception as error:
             self._fail(error)
@@ -120,28 +128,41 @@ class TcpOutlet(Outlet):
         try:
             while not self._closed and not self._has_ended():
                 self._bring()
-                for key, events in self._selector.select(BEAT_SECONDS / 2):
-                    end = key.fileobj
-                    assert isinstance(end, socket.socket)
-                    if end is self._woken:
-                        with suppress(BlockingIOError):
-                            self._woken.recv(1 << 10)
-                    elif end is self._listener:
-                        self._accept()
-                    else:
-                        self._attend(self._peers[end], events)
-                now = time.monotonic()
-                for peer in [peer for peer in self._peers.values() if peer.is_late(now)]:
-                    self._lose(peer)
+                rest = self._door.look()
+                for key, events in self._selector.select(min(rest or BEAT_SECONDS, BEAT_SECONDS / 2)):
+                    self._hear(key.fileobj, events)  # type: ignore[arg-type]
+                self._send_away_the_late()
                 with self._changed:
                     self._changed.notify_all()
         except Exception as error:
             self._fail(error)
         finally:
-            for end in [*self._peers, self._listener, self._woken]:
+            self._door.close()
+            for end in [*self._strangers, *self._peers, self._woken]:
                 end.close()
+            self._strangers.clear()
             self._peers.clear()
             self._selector.close()
+
+    def _hear(self, end: socket.socket, events: int) -> None:
+        if end is self._woken:
+            with suppress(BlockingIOError):
+                self._woken.recv(1 << 10)
+        elif end in self._door:
+            self._accept(end)
+        elif peer := self._peers.get(end) or self._strangers.get(end):  # else it has been sent away just now
+            self._attend(peer, events)
+
+    def _send_away_the_late(self) -> None:
+        now = time.monotonic()
+        for peer in [peer for peer in self._strangers.values() if peer.is_late(now)]:
+            self._lose(peer, "it has not proved to be a follower in time")
+        for peer in [peer for peer in self._peers.values() if peer.is_late(now)]:
+            self._lose(peer, f"it has taken nothing for {self._timeout:g} s, or not said that it has a version")
+        if self._keyring and self._keyring.refresh():
+            for peer in list(self._peers.values()):
+                if peer.secret not in self._keyring.accepted(peer.name):
+                    self._lose(peer, f"the secret of {peer.name!r} is not valid any more")
 
     def _has_ended(self) -> bool:
         """Return whether all followers have been told of the end; begin to tell them when it has come."""
@@ -149,43 +170,75 @@ class TcpOutlet(Outlet):
             return False
         if not self._farewell:
             self._farewell = True
-            self._selector.unregister(self._listener)
-            self._listener.close()
+            self._door.close()
             for peer in self._peers.values():
-                if peer.known:
-                    peer.end_of_all()
+                peer.end_of_all()
         return time.monotonic() > self._ending or not any(peer.writes for peer in self._peers.values())
 
-    def _accept(self) -> None:
-        try:
-            end, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there are no descriptors left for it
+    def _accept(self, listener: socket.socket) -> None:
+        caller = self._door.accept(listener)
+        if caller is None:
             return
-        if len(self._peers) >= _MOST_CALLERS:
+        end, place = caller
+        while len(self._strangers) >= share().strangers:
+            self._lose(next(iter(self._strangers.values())), "it had proved nothing yet when too many others came")
+        try:
+            if self._tls:
+                end = guard(self._tls.wrap_socket(end, server_side=True, do_handshake_on_connect=False))
+            peer = Peer(end, place, self._keyring, self._timeout)
+        except OSError:  # it has gone again
             end.close()
             return
-        peer = self._peers[end] = Peer(end, self._secret, self._timeout)
-        self._selector.register(end, selectors.EVENT_READ)
+        self._strangers[end] = peer
+        self._selector.register(end, peer.events)
         self._attend(peer, selectors.EVENT_WRITE)
 
     def _attend(self, peer: Peer, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
                 peer.read()
+            if peer.known and peer.end in self._strangers:
+                self._settle(peer)
             if peer.writes:
                 peer.write()
-        except (OSError, WireError):
-            self._lose(peer)
+        except (OSError, WireError) as error:
+            self._lose(peer, str(error))
             return
-        self._selector.modify(peer.end, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.writes else 0))
+        self._selector.modify(peer.end, peer.events)
 
-    def _lose(self, peer: Peer) -> None:
+    def _settle(self, peer: Peer) -> None:
+        """Give a follower one of the places.
+
+        Where anybody may follow, a quarter of them is for those who have a version of this publisher; and one who has
+        none, and has taken least, goes when there are too many.
+
+        Raises:
+            WireError: all are taken.
+        """
+        most = share().followers
+        if self._keyring:
+            self._door.refund()
+        elif peer.has not in self._kept and peer.has not in self._missed:
+            most -= most // 4
+        if len(self._peers) >= most:
+            idle = [each for each in self._peers.values() if each.has is None and not self._keyring]
+            if not idle:
+                raise WireError(f"{len(self._peers)} followers are there, and no more have room")
+            self._lose(min(idle, key=lambda each: each.sent), "it had no version yet when too many others came")
+        self._peers[peer.end] = self._strangers.pop(peer.end)
+        _logger.info("%s: %r follows from %s", self.place, peer.name, peer.place)
+
+    def _lose(self, peer: Peer, why: str) -> None:
         """Forget a caller. What it has is kept for a while, so that a link that comes back needs no whole version."""
         for digest in (peer.has, peer.update.target.digest if peer.update else None):
             if digest in self._kept:
                 self._missed[digest] = time.monotonic() + self._timeout
+        if self._strangers.pop(peer.end, None):
+            self._refusals.add(peer.place, why)
+        else:
+            del self._peers[peer.end]
+            _logger.info("%s: %r at %s follows no longer: %s", self.place, peer.name, peer.place, why)
         self._selector.unregister(peer.end)
-        del self._peers[peer.end]
         peer.end.close()
 
     # ---- who gets what ----------------------------------------------------------------------------------------------
@@ -212,7 +265,7 @@ class TcpOutlet(Outlet):
             if peer.writes:
                 self._attend(peer, selectors.EVENT_WRITE)
 
-    def _send(self, update: Update) -> None:
+    def _send(self, update: Parcel) -> None:
         for peer in self._peers.values():
             known = {*self._kept, update.target.digest}
             fits = peer.has == update.base or (update.base is None and peer.has not in known)

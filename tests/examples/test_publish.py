@@ -18,7 +18,12 @@ from .places import EXAMPLES
 @exhaustive(guarded_by="tests/publishing/test_processes.py::test_every_version_that_a_follower_shows_is_the_publishers")
 @pytest.mark.parametrize("way", ["tcp", "folder"])
 def test_a_generator_switches_versions_while_it_runs(way: str, tmp_path: Path) -> None:
-    address = ["--secret", "word"] if way == "tcp" else ["--address", f"file://{tmp_path}"]
+    address = ["--address", f"file://{tmp_path}"]
+    if way == "tcp":
+        secret = tmp_path / "secret"
+        secret.touch(0o600)
+        secret.write_text("0123456789abcdef")
+        address = ["--secret-file", str(secret)]
     command = [sys.executable, str(EXAMPLES / "publish_weights.py"), *address, "--bytes", "8"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -39,6 +39,9 @@ class Gateway:
                 end.close()
             self._links.clear()
 
+    def hear(self, data: bytes) -> None:
+        """Take what followers are sent, for those who look at it."""
+
     def __enter__(self) -> Gateway:
         return self
 
@@ -81,6 +84,7 @@ class Gateway:
                         self.flips -= 1
                         data[len(data) // 2] ^= 4
                     self.passed += len(data)
+                    self.hear(data)
                 sink.sendall(data)
         for end in (source, sink):
             with suppress(OSError):

@@ -150,9 +150,9 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
 
 def test_rank_0_must_prove_that_it_is_rank_0() -> None:
     here, there = socket.socketpair()
-    here.sendall(bytes(_introduction._NONCE_BYTES))
+    here.sendall(bytes(_introduction.NONCE_BYTES))
     answer = threading.Thread(
-        target=lambda: here.recv(_introduction._HELLO.size) and here.sendall(bytes(_introduction._PROOF_BYTES))
+        target=lambda: here.recv(_introduction._HELLO.size) and here.sendall(bytes(_introduction.PROOF_BYTES))
     )
     answer.start()
     assert not _introduction.introduce(there, b"secret", 1, time.monotonic() + 180)

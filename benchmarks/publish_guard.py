@@ -1,0 +1,251 @@
+"""What guards a publisher, and what that costs: a secret's tags, TLS, and a flood of strangers.
+
+    python -m benchmarks.publish_guard --out benchmarks/results
+
+The first rows: seconds from ``publisher.step()`` until a follower has a version of 1 or 64 MB that nothing compresses,
+over loopback and between two emulated hosts; without a guard, with a secret, with TLS, and with both, in turns in one
+run. The last rows: a GPT trains and publishes each step in a process that may have 1024 descriptors, with 2,000
+strangers at the publisher's port and without, in turns: CPU time of the process, calls of ``open`` that failed, and
+whether the weights have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusionlayer as fl
+from benchmarks import driver
+from benchmarks.arguments import count
+from benchmarks.lab import Network, launch
+from benchmarks.strangers import flood
+
+__all__ = ["main", "summarize"]
+
+ROOT = Path(__file__).parents[1]
+GUARDS = ("none", "secret", "TLS", "both")
+SIZES = (1_000_000, 64_000_000)
+_SECRET = "0123456789abcdef"
+_PATIENCE = 120.0
+_LIMIT, _STRANGERS = 1024, 2000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = driver.make_parser("publish_guard", __doc__)
+    parser.add_argument("--turns", type=count(), default=7, help="of each guard and size (7)")
+    parser.add_argument("--floods", type=count(), default=3, help="trainings with and without strangers (3)")
+    parser.add_argument("--steps", type=count(), default=60, help="of each training (60)")
+    parser.add_argument("--part", choices=("publisher", "training"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    driver.add_options(parser, timed=True)
+    options = parser.parse_args(arguments)
+    if options.part == "publisher":
+        (publish if os.environ["RANK"] == "0" else follow)(options)
+        return 0
+    if options.part == "training":
+        print(json.dumps(train(options)))
+        return 0
+    environment = driver.begin(options, 2)
+    own = [sys.executable, "-m", "benchmarks.publish_guard", *(sys.argv[1:] if arguments is None else arguments)]
+    rows = [row for link in ("loopback", "1gbit") for row in measured(link, [*own, "--part", "publisher"])]
+    rows += trained(options, [*own, "--part", "training"])
+    driver.finish(options, "publish-guard", "Guards of a publisher", environment, rows, summarize(rows))
+    return 0
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each link, size and guard, with medians and ratios to no guard; and one for the floods."""
+    lines = []
+    timed = [row for row in rows if "guard" in row]
+    for link, size, guard in dict.fromkeys((row["link"], row["nbytes"], row["guard"]) for row in timed):
+        found = [row for row in timed if (row["link"], row["nbytes"]) == (link, size)]
+        medians = {g: statistics.median(row["seconds"] for row in found if row["guard"] == g) for g in GUARDS}
+        seconds = medians[guard]
+        lines.append(
+            {
+                "link": link,
+                "version, MB": f"{size / 1e6:g}",
+                "guard": guard,
+                "seconds": f"{seconds:.4f}",
+                "Gbit/s": f"{8e-9 * size / seconds:.2f}",
+                "times as long": f"{seconds / medians['none']:.2f}",
+            }
+        )
+    for strangers in dict.fromkeys(row["strangers"] for row in rows if "strangers" in row):
+        found = [row for row in rows if row.get("strangers") == strangers]
+        alone = [row for row in rows if row.get("strangers") == 0]
+        cpu = [row["cpu_seconds"] for row in found]
+        lines.append(
+            {
+                "link": f"a training, {strangers} strangers",
+                "seconds": f"{statistics.median(cpu):.2f} of CPU",
+                "times as long": f"{statistics.median(cpu) / statistics.median(r['cpu_seconds'] for r in alone):.2f}",
+                "failed open()": sum(row["failed"] for row in found),
+                "same bits": str({row["digest"] for row in found} == {alone[0]["digest"]}).lower(),
+            }
+        )
+    return lines
+
+
+# ---- versions over guarded connections ------------------------------------------------------------------------------
+
+
+def measured(link: str, command: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each version that a follower has taken over a link."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_certificates(folder)
+        words = [*command, "--folder", name]
+        if link == "loopback":
+            environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+            ranks = [subprocess.Popen(words, env={**environ, "RANK": str(rank)}) for rank in (0, 1)]
+            codes = [process.wait() for process in ranks]
+        else:
+            with launch(words, Network(2, link), stdout=sys.stderr.fileno()) as process:
+                codes = [process.wait()]
+        if any(codes):
+            raise SystemExit(1)
+        return [{"link": link, **row} for row in json.loads((folder / "rows").read_text())]
+
+
+def make_certificates(folder: Path) -> None:
+    """Make a certificate of a publisher, which is its own authority."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=trainer", "-addext", "subjectAltName=DNS:trainer"]
+    subprocess.run([*command, "-keyout", "key", "-out", "pem"], cwd=folder, check=True, capture_output=True)
+
+
+def publish(options: argparse.Namespace) -> None:
+    """Publish versions by each guard in turns, and write how long a follower waited for each."""
+    torch.set_num_threads(1)
+    host, rows = os.environ["MASTER_ADDR"], []
+    server = fl.TLS(options.folder / "pem", options.folder / "key")
+    with ExitStack() as stack, socket.create_server((host, 0)) as listener:
+        publishers = {
+            guard: stack.enter_context(
+                fl.publish(
+                    {},
+                    f"tcp://{host}:0",
+                    secret=_SECRET if guard in ("secret", "both") else None,
+                    tls=server if guard in ("TLS", "both") else None,
+                )
+            )
+            for guard in GUARDS
+        }
+        draft = options.folder / "draft"
+        draft.write_text(json.dumps([listener.getsockname()[:2], {g: p.address for g, p in publishers.items()}]))
+        draft.rename(options.folder / "places")
+        end, _ = listener.accept()
+        end.settimeout(_PATIENCE)
+        words = end.makefile("rb")
+        generator = torch.Generator().manual_seed(0)
+        for size in SIZES:
+            for turn in range(options.turns + 1):
+                for guard, publisher in publishers.items():
+                    state = {"w": torch.randint(256, (size,), generator=generator, dtype=torch.uint8)}
+                    end.sendall(GUARDS.index(guard).to_bytes(1, "little"))
+                    words.read(1)
+                    start = time.perf_counter()
+                    publisher.update(state)
+                    words.read(1)
+                    if turn:  # the first one warms up
+                        rows.append({"guard": guard, "nbytes": size, "seconds": time.perf_counter() - start})
+        end.close()
+    (options.folder / "rows").write_text(json.dumps(rows))
+
+
+def follow(options: argparse.Namespace) -> None:
+    """Follow all publishers, and say when a version has come."""
+    torch.set_num_threads(1)
+    end = time.monotonic() + _PATIENCE
+    while not (options.folder / "places").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    (host, port), addresses = json.loads((options.folder / "places").read_text())
+    client = fl.TLS(authorities=options.folder / "pem", host="trainer")
+    with ExitStack() as stack, socket.create_connection((host, port), _PATIENCE) as trainer:
+        followers = {
+            guard: stack.enter_context(
+                fl.subscribe(
+                    address,
+                    secret=_SECRET if guard in ("secret", "both") else None,
+                    tls=client if guard in ("TLS", "both") else None,
+                )
+            )
+            for guard, address in addresses.items()
+        }
+        while word := trainer.recv(1):
+            trainer.sendall(b"?")
+            followers[GUARDS[word[0]]].wait(_PATIENCE)
+            trainer.sendall(b"!")
+
+
+# ---- a training among strangers -------------------------------------------------------------------------------------
+
+
+def trained(options: argparse.Namespace, command: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each training."""
+    rows = []
+    for _ in range(options.floods):
+        for strangers in (0, _STRANGERS):
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdin and process.stdout
+                port = int(process.stdout.readline())
+                with flood(port, strangers) if strangers else nullcontext():
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                    rows.append({"strangers": strangers, **json.loads(process.stdout.readline())})
+    return rows
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Train and publish among strangers; return CPU time, failed calls of ``open`` and a digest of the weights."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from gpt import GPT, Config, Corpus
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = GPT(Config(width=256, layers=4, heads=4, context=128, tied=False))
+    corpus, generator = Corpus(), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    failed = 0
+    with fl.publish(model, "tcp://127.0.0.1:0", secret=_SECRET) as publisher:
+        print(publisher.address.rpartition(":")[2], flush=True)
+        with fl.subscribe(publisher.address, secret=_SECRET) as follower:
+            input()
+            before = time.process_time()
+            for _ in range(options.steps):
+                optimizer.zero_grad()
+                model(*corpus.sample(4, 128, generator)).backward()
+                optimizer.step()
+                publisher.step()
+                with ExitStack() as stack:
+                    try:
+                        for _ in range(_LIMIT // 4):
+                            stack.enter_context(open(os.devnull))
+                    except OSError:
+                        failed += 1
+            seconds = time.process_time() - before
+            while publisher.version != follower.version:
+                follower.wait(_PATIENCE)
+            same = follower.digest == publisher.digest
+            return {"cpu_seconds": seconds, "failed": failed, "digest": publisher.digest, "follower_has_it": same}
+
+
+if __name__ == "__main__":
+    driver.leave(main)

@@ -1,0 +1,56 @@
+"""A flood of callers, who are no followers, from a process of its own: for benchmarks and tests of publishers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["flood"]
+
+# Keeps `count` connections, opens another one for each that is closed, and says on each what it is told to.
+_FLOOD = """
+import resource, selectors, socket, sys
+port, count, says = int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+selector = selectors.DefaultSelector()
+selector.register(0, selectors.EVENT_READ)
+def call():
+    end = socket.socket()
+    end.setblocking(False)
+    end.connect_ex(("127.0.0.1", port))
+    selector.register(end, selectors.EVENT_WRITE)
+for _ in range(count):
+    call()
+print("flood", flush=True)
+while True:
+    for key, events in selector.select():
+        end = key.fileobj
+        if end == 0:
+            sys.exit()
+        try:
+            if events & selectors.EVENT_WRITE:
+                end.send(says)
+                selector.modify(end, selectors.EVENT_READ)
+            elif not end.recv(1 << 16):
+                raise ConnectionError
+        except OSError:
+            selector.unregister(end)
+            end.close()
+            call()
+"""
+
+
+@contextmanager
+def flood(port: int, count: int, says: bytes = b"") -> Iterator[None]:
+    """Run a process that holds ``count`` connections to a port, and calls again where one was closed."""
+    command = [sys.executable, "-c", _FLOOD, str(port), str(count), says.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        try:
+            assert process.stdout.readline() == "flood\n"
+            yield
+        finally:
+            process.stdin.close()
+            process.wait(180)

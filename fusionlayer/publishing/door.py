@@ -1,0 +1,200 @@
+"""Where callers of a publisher come in: at which addresses, how many and how fast, and what is logged of them."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import resource
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..transport._introduction import is_exhausted
+from .address import Place
+from .frames import guard
+
+__all__ = ["Door", "Refusals", "Share", "share"]
+
+_logger = logging.getLogger("fusionlayer")
+
+_MOST_FOLLOWERS, _MOST_STRANGERS = 1024, 64
+# So many strangers are let in at once, then so many a second: each costs the thread that serves a tenth of a ms.
+_STRANGERS_PER_SECOND = 200
+_REST_SECONDS = 0.5
+_LINE_SECONDS = 1.0
+# In the kernel those who are not let in yet wait in their order, and take no descriptors: followers get their turn.
+_BACKLOG = 4096
+_TRIES = 16
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a publisher takes of the descriptors that its process may have: half of them at most.
+
+    Attributes:
+        followers: connections to them.
+        strangers: connections to callers who have proved nothing yet.
+        end: descriptors from this number on are left to the training, whoever has taken those before it.
+    """
+
+    followers: int
+    strangers: int
+    end: int
+
+
+def share() -> Share:
+    """Return a publisher's share of what ``ulimit -n`` allows now."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = 1 << 30 if limit == resource.RLIM_INFINITY else limit
+    strangers = max(1, min(_MOST_STRANGERS, limit // 16))
+    return Share(max(1, min(_MOST_FOLLOWERS, limit // 2 - strangers)), strangers, limit - limit // 4)
+
+
+class Refusals:
+    """Logs callers who were sent away: a line a second at most, with the number of those who have none.
+
+    Attributes:
+        count: of callers who were sent away.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.count = 0
+        self._place = place
+        self._untold = 0
+        self._next = 0.0
+
+    def add(self, who: str, why: str) -> None:
+        """Log a caller who was sent away."""
+        self.count += 1
+        now = time.monotonic()
+        if now < self._next:
+            self._untold += 1
+            return
+        self._next = now + _LINE_SECONDS
+        more = f"; {self._untold} more were sent away since the last line" if self._untold else ""
+        self._untold = 0
+        _logger.warning("%s: a caller from %s was sent away: %s%s", self._place, who, why, more)
+
+
+class Door:
+    """Listens at all addresses of a place, and lets callers in, as many and as fast as a share allows.
+
+    Args:
+        place: a host's name stands for all of its addresses, and "::" for those of IPv4 as well.
+
+    Attributes:
+        place: the same, with the port that the system has chosen.
+        is_near: only this host can reach it.
+
+    Raises:
+        ConfigError: nobody can listen there.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._listeners = _listen(place)
+        self.place = Place(None, place.host, self._listeners[0].getsockname()[1])
+        hosts = [str(end.getsockname()[0]).partition("%")[0] for end in self._listeners]
+        self.is_near = all(ipaddress.ip_address(host).is_loopback for host in hosts)
+        self._selector: selectors.BaseSelector | None = None
+        self._is_open = False
+        self._rests_until = 0.0
+        self._credit, self._counted = float(_MOST_STRANGERS), time.monotonic()
+
+    def __contains__(self, end: object) -> bool:
+        return end in self._listeners
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Register the listeners, now and after each rest."""
+        self._selector = selector
+        self.look()
+
+    def look(self) -> float:
+        """Open the door if its rest is over; return the seconds until then, 0 if it is open."""
+        left = self._rests_until - time.monotonic()
+        if left <= 0 and not self._is_open and self._selector:
+            for end in self._listeners:
+                self._selector.register(end, selectors.EVENT_READ)
+            self._is_open = True
+        return max(left, 0.0)
+
+    def accept(self, listener: socket.socket) -> tuple[socket.socket, str] | None:
+        """Return a caller and where it calls from; None if there is none, or it cannot be let in."""
+        now = time.monotonic()
+        self._credit = min(self._credit + (now - self._counted) * _STRANGERS_PER_SECOND, float(_MOST_STRANGERS))
+        self._counted = now
+        if self._credit < 1:
+            self._rest(_REST_SECONDS / 10)
+            return None
+        try:
+            end, address = listener.accept()
+        except OSError as error:  # it has gone again
+            if is_exhausted(error):
+                self._rest(_REST_SECONDS)
+            return None
+        if end.fileno() >= share().end:
+            end.close()
+            self._rest(_REST_SECONDS)
+            return None
+        self._credit -= 1
+        return guard(end), f"{address[0]}:{address[1]}"
+
+    def refund(self) -> None:
+        """Let one more in: a caller has proved to be a follower, and is no stranger."""
+        self._credit += 1
+
+    def close(self) -> None:
+        """Listen no longer; a second call does nothing."""
+        self._rest(0.0)
+        self._selector = None
+        for end in self._listeners:
+            end.close()
+
+    def _rest(self, seconds: float) -> None:
+        """Let nobody in for a while: a listener with callers stays readable, and would keep a core busy."""
+        self._rests_until = time.monotonic() + seconds
+        if self._is_open and self._selector:
+            for end in self._listeners:
+                self._selector.unregister(end)
+        self._is_open = False
+
+
+def _listen(place: Place) -> list[socket.socket]:
+    """Return a listener for each address of a host, all at one port."""
+    try:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise _unusable(place, error) from error
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    why: OSError | None = None
+    for _ in range(1 if place.port else _TRIES):
+        listeners: list[socket.socket] = []
+        for family, address in addresses:
+            port = listeners[0].getsockname()[1] if listeners else place.port
+            both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+            try:
+                end = socket.create_server(
+                    (address[0], port, *address[2:]), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+                )
+            except OSError as error:
+                why = error
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    continue  # a name may have addresses that this host lacks, such as ::1 where IPv6 is off
+                break
+            end.setblocking(False)
+            listeners.append(guard(end))
+        else:
+            if listeners:
+                return listeners
+        for end in listeners:
+            end.close()
+    assert why is not None
+    raise _unusable(place, why) from why
+
+
+def _unusable(place: Place, why: OSError) -> ConfigError:
+    return ConfigError(
+        f"publish: nobody can listen at {place}: {why.strerror or why}; give an address of this host and a free port"
+    )

@@ -1,0 +1,189 @@
+"""Callers who are no followers: floods of them leave descriptors and time to the training, and places to followers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+import fusionlayer as fl
+from benchmarks.strangers import flood
+from fusionlayer.publishing import door
+from fusionlayer.publishing.address import parse
+from fusionlayer.publishing.door import Door, Refusals, share
+from fusionlayer.publishing.frames import HAVE, frame
+from fusionlayer.transport._introduction import Reception
+from tests.publishing.states import plain_state, until
+from tests.publishing.trainer import LONG, Trainer
+
+SECRET = "a secret of the job"
+
+
+@contextmanager
+def descriptors(limit: int) -> Iterator[None]:
+    """Let this process have no descriptor from ``limit`` on."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def held() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_a_flood_of_callers_takes_neither_descriptors_nor_places(secret: str | None) -> None:
+    """With a secret they prove nothing; without one each asks for a version, and never says that it has it."""
+    says = b"" if secret else bytes(16) + b"a stranger".ljust(64, b"\0") + bytes(32) + frame(HAVE, 0, None)
+    before = held()
+    with descriptors(1024), Trainer(secret=secret) as trainer:
+        trainer.publish(plain_state(0))
+        with fl.subscribe(trainer.publisher.address, secret=secret, name="the first") as first:
+            assert first.wait(LONG) == 0
+            with flood(trainer.port, 2000, says):
+                until(lambda: trainer.publisher.refused >= 100 if secret else len(trainer.outlet._peers) >= 300)
+                limits = share()
+                assert held() - before < 40 + limits.strangers + (0 if secret else limits.followers)
+                with ExitStack() as stack:  # the training's share
+                    for _ in range(1024 // 4):
+                        stack.enter_context(open(os.devnull))
+                trainer.publish(plain_state(1))
+                assert first.wait(LONG) == 1, "it has kept its place"
+                with fl.subscribe(trainer.publisher.address, secret=secret, name="the second") as second:
+                    assert second.wait(LONG) == 1
+                    trainer.publish(plain_state(2))
+                    assert second.wait(LONG) == 2
+                    assert {"the first", "the second"} <= {*trainer.publisher.follower_names}
+    until(lambda: held() <= before)
+
+
+@pytest.mark.short
+def test_strangers_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    with Trainer(secret=SECRET) as trainer:
+        strangers = [socket.create_connection(("127.0.0.1", trainer.port), 5) for _ in range(20)]
+        for i, stranger in enumerate(strangers[:15]):
+            stranger.sendall(b"GET / HTTP/1.1\r\n" * (i + 1))
+        trainer.publish(plain_state(0))
+        with fl.subscribe(trainer.publisher.address, secret=SECRET) as follower:
+            assert follower.wait(LONG) == 0 and trainer.publisher.followers == 1
+        for stranger in (strangers[14], strangers[19]):  # a wrong one and a silent one are sent away
+            stranger.settimeout(180)
+            with suppress(ConnectionError):
+                while stranger.recv(100):
+                    pass
+        for stranger in strangers:
+            stranger.close()
+        until(lambda: not trainer.outlet._strangers)
+    assert "has not proved to be a follower in time" in caplog.text or trainer.outlet.refused > caplog.text.count(
+        "sent"
+    )
+    assert 0 < caplog.text.count("was sent away") < trainer.outlet.refused == 20
+
+
+@pytest.mark.short
+def test_a_follower_that_says_nothing_more_is_sent_away_without_a_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusionlayer.publishing.peers._DECODING", 1)
+    with Trainer(timeout=2) as trainer, socket.create_connection(("127.0.0.1", trainer.port), 5) as idle:
+        idle.sendall(bytes(16) + b"idle".ljust(64, b"\0") + bytes(32) + frame(HAVE, 0, None))
+        until(lambda: trainer.publisher.follower_names == ["idle"])
+        trainer.publish(plain_state(0))
+        until(lambda: not trainer.publisher.followers)
+
+
+@pytest.mark.short
+def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its listener would stay readable, and a core busy."""
+    monkeypatch.setattr(door, "_REST_SECONDS", 3600.0)
+    for left in (0, 1):  # none at all; one of those that are the training's
+        entrance, selector = Door(parse("tcp://:0")), selectors.DefaultSelector()
+        entrance.watch(selector)
+        with socket.create_connection(("127.0.0.1", entrance.place.port), 5) as caller:
+            ((key, _),) = selector.select(LONG)
+            with socket.socket() as probe:
+                lowest = probe.fileno()
+            with descriptors(lowest + left):
+                assert entrance.accept(key.fileobj) is None  # type: ignore[arg-type]
+            assert not selector.get_map() and entrance.look() > 1800
+            if left:
+                caller.settimeout(180)
+                assert caller.recv(1) == b"", "it was sent away"
+        entrance.close()
+        selector.close()
+
+
+@pytest.mark.short
+def test_strangers_come_in_no_faster_than_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_STRANGERS_PER_SECOND", 0)
+    monkeypatch.setattr(door, "_MOST_STRANGERS", 3)
+    entrance, selector = Door(parse("tcp://:0")), selectors.DefaultSelector()
+    entrance.watch(selector)
+    callers = [socket.create_connection(("127.0.0.1", entrance.place.port), 5) for _ in range(6)]
+    (listener,) = (key.fileobj for key in selector.get_map().values())
+    taken = [entrance.accept(listener) for _ in range(4)]  # type: ignore[arg-type]
+    assert [bool(each) for each in taken] == [True, True, True, False] and not selector.get_map()
+    entrance.refund()
+    taken.append(entrance.accept(listener))  # type: ignore[arg-type]
+    assert taken[-1]
+    for end in [*callers, *(each[0] for each in taken if each)]:
+        end.close()
+    entrance.close()
+    selector.close()
+
+
+@pytest.mark.short
+def test_a_publisher_leaves_half_of_the_descriptors_to_the_training() -> None:
+    for limit in (64, 256, 1024, 4096):
+        with descriptors(limit) if limit >= 256 else _pretend(limit):
+            mine = share()
+        assert mine.followers + mine.strangers <= limit // 2 and mine.strangers <= 64 and mine.end <= limit * 3 // 4
+
+
+@contextmanager
+def _pretend(limit: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        yield
+
+
+@pytest.mark.short
+def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
+    refusals = Refusals(parse("tcp://here:1"))
+    for i in range(1000):
+        refusals.add(f"10.0.0.1:{i}", "it has not the secret")
+    now[0] += 1.0
+    refusals.add("10.0.0.2:5", "it came too late")
+    assert refusals.count == 1001 and [record.getMessage() for record in caplog.records] == [
+        "tcp://here:1: a caller from 10.0.0.1:0 was sent away: it has not the secret",
+        "tcp://here:1: a caller from 10.0.0.2:5 was sent away: it came too late; 999 more were sent away since the "
+        "last line",
+    ]
+
+
+@pytest.mark.short
+def test_a_reception_without_descriptors_sends_its_oldest_stranger_away() -> None:
+    """A job's own connections: it did not, and asked for the next caller again and again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reception = Reception([listener], b"x" * 16, [1])
+        callers = []
+        for _ in range(2):
+            callers.append(socket.create_connection(listener.getsockname(), 5))
+            with socket.socket() as probe:
+                lowest = probe.fileno()
+            with descriptors(lowest + (len(callers) == 1)):
+                reception.admit(LONG)
+        callers[0].settimeout(180)
+        assert len(callers[0].recv(100)) == 16 and callers[0].recv(1) == b""
+        for caller in callers:
+            caller.close()
+        reception.close()
