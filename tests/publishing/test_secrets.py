@@ -16,6 +16,7 @@ import fusionlayer as fl
 from fusionlayer.errors import ConfigError, WireError
 from fusionlayer.publishing import keyring
 from fusionlayer.publishing.frames import receive
+from fusionlayer.publishing.greeting import Greeting, greet
 from fusionlayer.transport import _secrets
 from fusionlayer.transport._announced import take_in
 from fusionlayer.transport._secrets import Keys, Seal
@@ -48,6 +49,14 @@ def test_a_relay_cannot_replace_weights_behind_the_greeting() -> None:
                 assert "they were changed or damaged" in str(follower.trouble) and follower.latest is None
         finally:
             relay.close()
+
+
+def test_a_publisher_must_prove_that_it_has_the_secret() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(Greeting(keyring.keyring_of(OTHER)).opening + b"\1" + bytes(32))
+        with pytest.raises(ConfigError, match="different secrets"):
+            greet(here, "a follower", SECRET.encode())
 
 
 def test_versions_come_over_with_tags_and_changed_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +207,7 @@ def test_each_follower_may_have_a_secret_of_its_own(
                 pytest.raises(ConfigError, match="different secrets"),
             ):
                 liar.wait(LONG)
-        assert trainer.publisher.refused == 2
+        until(lambda: trainer.publisher.refused == 2)
         with pytest.raises(ConfigError, match="has none for a follower of the name 'north'"):
             fl.subscribe(address, name="north")
     assert "it calls itself 'west', and has not the secret" in caplog.text
