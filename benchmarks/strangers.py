@@ -17,7 +17,10 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_N
 selector = selectors.DefaultSelector()
 selector.register(0, selectors.EVENT_READ)
 def call():
-    end = socket.socket()
+    try:
+        end = socket.socket()
+    except OSError:
+        return
     end.setblocking(False)
     end.connect_ex(("127.0.0.1", port))
     selector.register(end, selectors.EVENT_WRITE)

@@ -139,7 +139,7 @@ class Door:
             self._rest(_REST_SECONDS)
             return None
         self._credit -= 1
-        return guard(end), f"{address[0]}:{address[1]}"
+        return guard(end), str(Place(None, address[0], address[1])).removeprefix("tcp://")
 
     def refund(self) -> None:
         """Let one more in: a caller has proved to be a follower, and is no stranger."""

@@ -49,7 +49,7 @@ def check_name(name: object) -> None:
 
 def is_name(name: str) -> bool:
     """Return whether a follower may have this name."""
-    return 0 < len(name.encode()) <= NAME_BYTES and name.isprintable() and ":" not in name and name == name.strip()
+    return name.isprintable() and 0 < len(name.encode()) <= NAME_BYTES and ":" not in name and name == name.strip()
 
 
 def _checked(what: str, secret: str | bytes) -> bytes:

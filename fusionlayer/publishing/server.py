@@ -30,6 +30,7 @@ __all__ = ["TcpOutlet"]
 _logger = logging.getLogger("fusionlayer")
 
 _FAREWELL_SECONDS = 1.0
+_AT_ONCE = 16  # callers that come in before all others are attended to again
 
 
 class TcpOutlet(Outlet):
@@ -54,10 +55,11 @@ class TcpOutlet(Outlet):
         self._keep, self._keyring, self._timeout = keep, keyring, timeout
         if keyring:
             keyring.read()
+        self._guarded = bool(keyring or (tls and tls.authorities))
         self._tls = tls.for_publisher(keyring) if tls else None
         self._door = Door(place)
         super().__init__(self._door.place)
-        if keyring is None and not self._door.is_near and not (tls and tls.authorities):
+        if not self._guarded and not self._door.is_near:
             _logger.warning("%s: without secret=... whoever can connect gets the weights", self.place)
         self._refusals = Refusals(self.place)
         # The oldest come first in both.
@@ -156,7 +158,9 @@ class TcpOutlet(Outlet):
             with suppress(BlockingIOError):
                 self._woken.recv(1 << 10)
         elif end in self._door:
-            self._accept(end)
+            for _ in range(_AT_ONCE):
+                if not self._accept(end):
+                    break
         elif peer := self._peers.get(end) or self._strangers.get(end):  # else it has been sent away just now
             self._attend(peer, events)
 
@@ -182,10 +186,11 @@ class TcpOutlet(Outlet):
                 peer.end_of_all()
         return time.monotonic() > self._ending or not any(peer.writes for peer in self._peers.values())
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> bool:
+        """Listen to a caller; return whether there was one."""
         caller = self._door.accept(listener)
         if caller is None:
-            return
+            return False
         end, place = caller
         while len(self._strangers) >= share().strangers:
             self._lose(next(iter(self._strangers.values())), "it had proved nothing yet when too many others came")
@@ -195,10 +200,11 @@ class TcpOutlet(Outlet):
             peer = Peer(end, place, self._keyring, self._timeout)
         except OSError:  # it has gone again
             end.close()
-            return
+            return True
         self._strangers[end] = peer
         self._selector.register(end, peer.events)
         self._attend(peer, selectors.EVENT_WRITE)
+        return True
 
     def _attend(self, peer: Peer, events: int) -> None:
         try:
@@ -223,13 +229,14 @@ class TcpOutlet(Outlet):
             WireError: all are taken.
         """
         most = share().followers
-        if self._keyring:
+        ours = {*self._kept, *self._missed}  # strangers do not know their digests
+        if self._guarded:
             self._door.refund()
-        elif peer.has not in self._kept and peer.has not in self._missed:
+        elif peer.has not in ours:
             most -= most // 4
         if len(self._peers) >= most:
-            idle = [each for each in self._peers.values() if each.has is None and not self._keyring]
-            if not idle:
+            idle = [each for each in self._peers.values() if each.has not in ours]
+            if self._guarded or not idle:
                 raise WireError(f"{len(self._peers)} followers are there, and no more have room")
             self._lose(min(idle, key=lambda each: each.sent), "it had no version yet when too many others came")
         self._peers[peer.end] = self._strangers.pop(peer.end)
