@@ -44,7 +44,7 @@ class TcpSource(Source):
             keyring.read()
             keyring.own(name, "")
         self._host = (tls and tls.host) or place.host
-        self._tls = tls.for_follower(keyring) if tls else None
+        self._tls = tls.for_follower(keyring, name) if tls else None
         self._timeout = timeout
         self._end: socket.socket | None = None
         self._channel: Channel | None = None

@@ -52,8 +52,12 @@ class TLS:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def for_follower(self, keyring: Keyring | None) -> ssl.SSLContext:
+    def for_follower(self, keyring: Keyring | None, name: str | None) -> ssl.SSLContext:
         """Return the context of a follower.
+
+        Args:
+            keyring: with its secret, or None.
+            name: that it was given, or None.
 
         Raises:
             ConfigError: files cannot be used, or there are none and no secret in their place.
@@ -61,7 +65,7 @@ class TLS:
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         if not (self.certificate or self.authorities or self.host):
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            _share_key(context, keyring, "set_psk_client_callback")
+            _share_key(context, keyring, "set_psk_client_callback", name)
         elif not self.authorities:
             context.load_default_certs()
         return context
@@ -89,7 +93,7 @@ def check_tls(tls: object, place: Place) -> None:
         raise ConfigError(f"tls for {place}: a folder has no connections; expected None, and permissions of its files")
 
 
-def _share_key(context: ssl.SSLContext, keyring: Keyring | None, callback: str) -> None:
+def _share_key(context: ssl.SSLContext, keyring: Keyring | None, callback: str, name: str | None = None) -> None:
     """Let the secret stand for certificates."""
     if keyring is None:
         raise ConfigError("tls: no certificate and no secret; give fl.TLS(certificate=...), or a secret as well")
@@ -100,12 +104,12 @@ def _share_key(context: ssl.SSLContext, keyring: Keyring | None, callback: str) 
             "fl.TLS(certificate=...) to publish and fl.TLS(authorities=...) to subscribe"
         )
 
-    def of_follower(name: str | None) -> bytes:
-        return next((key(secret, _SALT) for secret in keyring.accepted(name or "")), b"")
+    def of_follower(who: str | None) -> bytes:
+        return next((key(secret, _SALT) for secret in keyring.accepted(who or "")), b"")
 
     def own(_: str | None) -> tuple[str, bytes]:
-        name, secret = keyring.own(None, "")
-        return name, key(secret, _SALT)
+        who, secret = keyring.own(name, "follower")  # no name at all is an error of TLS
+        return who, key(secret, _SALT)
 
     getattr(context, callback)(of_follower if "server" in callback else own)
 
