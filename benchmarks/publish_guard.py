@@ -88,6 +88,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "times as long": f"{seconds[guard] / seconds['none']:.2f}",
                 "publisher, CPU s": f"{cpu[guard]:.4f}",
                 "follower, CPU s": f"{theirs[guard]:.4f}",
+                **{"failed open()": "", "same bits": ""},
                 "times the CPU": f"{(cpu[guard] + theirs[guard]) / (cpu['none'] + theirs['none']):.2f}",
             }
         )

@@ -904,7 +904,7 @@ LIKELY = {
     "publishing/frames.py": "publishing/test_tcp.py publishing/test_secrets.py",
     "publishing/greeting.py": "publishing/test_secrets.py",
     "publishing/keyring.py": "publishing/test_secrets.py",
-    "publishing/peers.py": "publishing/test_tcp.py",
+    "publishing/peers.py": "publishing/test_tcp.py publishing/test_strangers.py",
     "publishing/server.py": "publishing/test_tcp.py publishing/test_strangers.py",
     "publishing/tls.py": "publishing/test_tls.py",
     "publishing/snapshot.py": "publishing/test_update.py",

@@ -231,7 +231,7 @@ def test_a_follower_that_takes_nothing_is_given_up() -> None:
     with (
         Trainer(timeout=2) as trainer,
         Gateway(trainer.port) as gateway,
-        fl.subscribe(gateway.address) as stuck,
+        fl.subscribe(gateway.address, timeout=600) as stuck,  # it does not give up by itself
         fl.subscribe(trainer.publisher.address) as other,
     ):
         until(lambda: trainer.publisher.followers == 2)
