@@ -211,9 +211,8 @@ def test_each_follower_may_have_a_secret_of_its_own(
         with pytest.raises(ConfigError, match="has none for a follower of the name 'north'"):
             fl.subscribe(address, name="north")
     assert "it calls itself 'west', and has not the secret" in caplog.text
-    monkeypatch.setenv("FUSIONLAYER_PUBLISH_SECRET_FILE", "/no/such/file")
-    with fl.publish({}, tmp_path / "folder") as publisher:  # a folder needs none
-        publisher.update(plain_state(0))
+    with pytest.raises(ConfigError, match="has none for a follower of the name ''"):
+        fl.publish({}, tmp_path / "folder")  # what signs its files is for all
 
 
 # ---- addresses ------------------------------------------------------------------------------------------------------

@@ -143,9 +143,9 @@ def test_older_versions_of_tls_and_wrong_files_are_refused(certificates: Path) -
             fl.publish({}, "tcp://:0", tls=wrong)
     with pytest.raises(ConfigError, match="tls: got a str; expected fl.TLS"):
         fl.subscribe("tcp://:1", tls="cert.pem")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a folder has no secret and no TLS"):
+    with pytest.raises(ConfigError, match="a folder has no connections"):
         fl.publish({}, certificates, tls=fl.TLS())
-    with pytest.raises(ConfigError, match="a folder has no secret and no TLS"):
+    with pytest.raises(ConfigError, match="a folder has no connections"):
         fl.subscribe(certificates, tls=fl.TLS())
 
 
