@@ -30,7 +30,7 @@ class Cell:
         interfaces: rates of each host's interfaces, in place of ``rate``.
         functions: names of functions of ``fusionlayer``, which take codecs.
         connections: numbers of TCP connections of our own, each of which the functions are tried over, beside gloo;
-            "16/bbr" is 16 connections with a congestion control of their own.
+            "16/bbr" is 16 connections with a congestion control of their own, "16/tls" are encrypted.
         only: regular expression that an operation's name must match somewhere to be measured.
         most_seconds: an operation whose turns would take longer in all rounds has fewer of them. Where one alone does,
             the first, which is a warm-up otherwise, is the only one.

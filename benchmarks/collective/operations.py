@@ -65,14 +65,27 @@ def operations(cell: Cell, transport: Transport, numel: int) -> Iterator[Operati
             yield Operation(collective, codec, 2 * share, reduce)
 
 
+GUARDS: Mapping[str, dict[str, bool]] = {
+    "plain": {"authenticate": False},
+    "tags": {"authenticate": True},
+    "tls": {"encrypt": True},
+}
+"""What guards connections of our own, by the word that names it behind their number."""
+
+
 def transports(cell: Cell, gloo: C10dTransport) -> dict[str, Transport]:
     """Return what the cell's functions are tried over, by name: gloo, and connections of our own. Collective."""
     made: dict[str, Transport] = {"over gloo": gloo}
     devices = cell.lab().devices if cell.interfaces else ()
     for text in cell.connections:
-        count, _, congestion = text.partition("/")
-        options = SocketOptions(int(count), devices if int(count) > 1 else (), congestion or None)
-        words = f"over {count} connection{'s' if int(count) > 1 else ''}" + (f" of {congestion}" if congestion else "")
+        count, _, kind = text.partition("/")
+        options = SocketOptions(
+            int(count),
+            devices if int(count) > 1 else (),
+            kind if kind and kind not in GUARDS else None,
+            **GUARDS.get(kind, {}),
+        )
+        words = f"over {count} connection{'s' if int(count) > 1 else ''}" + (f" of {kind}" if kind else "")
         made[words] = C10dTransport(None, gloo.timeout, sockets=options)
     return made
 

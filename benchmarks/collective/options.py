@@ -57,9 +57,9 @@ def parse(description: str | None) -> argparse.Namespace:
         "--connections",
         type=comma_separated(_connections),
         default=(),
-        metavar="K[/CONGESTION]",
+        metavar="K[/KIND]",
         help="numbers of TCP connections of our own that --functions are tried over, comma-separated, such as "
-        "1,4,4/bbr (default: none)",
+        "1,4,4/bbr; or /plain, /tags, /tls: without a guard, authenticated, encrypted (default: none)",
     )
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="operations to measure, such as 'over 8' (default: all)"
