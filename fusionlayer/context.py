@@ -361,7 +361,8 @@ def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node
     """
     if isinstance(group, Transport):
         return group
-    if group is not None:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # of which the transport says so itself
+    if group not in (None, outside):
         require(group, dist.ProcessGroup, "group", "a process group or transport; None for all ranks")
     here = local.current()
     if here is not None and group is None:

@@ -29,7 +29,7 @@ from fusionlayer.errors import ConfigError, TransportError, WireError
 from fusionlayer.integrations import checkpoint
 from fusionlayer.plan import FusionPlan, TensorInfo
 from fusionlayer.processes import Identity
-from fusionlayer.publishing import folder, frames, signing, update
+from fusionlayer.publishing import folder, frames, greeting, signing, update
 from fusionlayer.publishing.address import Place
 from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.transport import _device_memory, _states, star
@@ -315,19 +315,25 @@ def _messages() -> Iterator[tuple[str, Parser]]:
     frame = star._prefix(b"message") + b"message"
     yield "star", Parser([frame, frame * 3, frame + star._prefix(b"x" * 5000) + b"x" * 5000], star_frames)
 
-    def greeting(data: bytes) -> object:
+    def greet(data: bytes) -> object:
         here, there = socket.socketpair()
         with here, there:
             there.sendall(data)
             there.shutdown(socket.SHUT_WR)
-            return frames.greet(here, b"secret")
+            return greeting.greet(here, "follower", None)
 
-    opening = frames.Greeting(b"secret").opening
-    yield "greeting", Parser([opening, opening + bytes(33)], greeting, (WireError, ConfigError, OSError))
+    opening = greeting.Greeting(None).opening
+    refused = (WireError, ConfigError, TransportError, OSError)
+    yield "opening", Parser([opening, opening + bytes(33), opening + b"\1" + bytes(32)], greet, refused)
+
+    def hello(data: bytes) -> object:
+        return greeting.Greeting(None).answer(data.ljust(greeting.HELLO_BYTES, b"\0")[: greeting.HELLO_BYTES], None)
+
+    yield "hello", Parser([bytes(16) + b"me" + bytes(greeting.HELLO_BYTES - 18)], hello, ())
     yield (
         "frame of a publisher",
         Parser(
-            [frames.frame(frames.DATA, 70), frames.frame(frames.BEAT, 0)],
+            [frames.frame(frames.DATA, 70, None), frames.frame(frames.BEAT, 0, None)],
             lambda data: frames.read_frame(data.ljust(frames.PREFIX_BYTES)[: frames.PREFIX_BYTES]),
             (WireError,),
         ),

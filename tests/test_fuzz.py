@@ -21,7 +21,7 @@ def test_right_inputs_are_taken(tmp_path: Path) -> None:
                 taken += 1
             except parser.refuses:
                 pass  # such as a file with a signature, for one without a secret
-        some = name in ("newest.json", "signed newest.json", "greeting", "plan")
+        some = name in ("newest.json", "signed newest.json", "opening", "plan")
         assert taken == len(parser.seeds) or some, f"{name} refuses what is right"
 
 
