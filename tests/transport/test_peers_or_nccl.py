@@ -79,7 +79,7 @@ def choose(rank: int, world: int, path: str, faster: str) -> list[Any]:
         mock.patch.object(Slow, "seconds", 2.0 if faster == "peers" else 0.5),
     ):
         if faster == "nobody knows" and rank == 1:
-            mock.patch.object(Shared, "loads", side_effect=RuntimeError("no access\nat all")).start()
+            mock.patch.object(Shared, "reach", side_effect=RuntimeError("no access\nat all")).start()
         peer_bytes = 0 if faster == "-" else 1 << 22
         transport = C10dTransport.among([*range(world)], "chosen", 30.0, nccl=True, peer_bytes=peer_bytes)
         twin = transport.duplicate()
