@@ -237,7 +237,8 @@ def _slow(states: Mapping[int, State]) -> list[Finding]:
 
 
 def _is_in_call(state: State) -> bool:
-    return bool(_open_calls(state))
+    # The last state of a rank that has ended may be older than the end of its last call.
+    return state.life == "runs" and bool(_open_calls(state))
 
 
 def _awaited(states: Mapping[int, State], rank: int, waiting: Mapping[int, str]) -> Finding:

@@ -67,6 +67,13 @@ def test_the_rank_that_has_not_come_is_late_and_its_line_is_named() -> None:
     assert found.ranks == (2,) and "waits for data at data.py:2" in found.text
 
 
+def test_a_rank_that_has_ended_is_in_no_call_whatever_its_last_state_shows() -> None:
+    states = ranks(9, 8, 9)
+    states[1] = replace(states[1], life="ended", waits=False)
+    (found,) = judge(states, {}, 3)
+    assert (found.kind, found.ranks) == ("ended", (1,)) and "rank 1 has ended; ranks 0, 2 wait for it" in found.text
+
+
 def test_a_rank_is_not_reported_late_from_a_state_older_than_the_wait(tmp_path: Path) -> None:
     teller = Teller(0, 3, ME, tmp_path / "status.json")
     for state in ranks(8, 7, 8).values():
