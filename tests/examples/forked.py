@@ -27,8 +27,8 @@ def torchrun(
         variables: of the environment, besides those that torchrun sets.
     """
     outcomes = ended(workers, script, *options, folder=folder, variables=variables)
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.trace or outcome
+    bad = {rank: outcome.trace or outcome for rank, outcome in enumerate(outcomes) if outcome.kind != "returned"}
+    assert not bad, "\n".join(f"rank {rank}: {why}" for rank, why in bad.items())
     return "".join(outcome.value for outcome in outcomes)
 
 
