@@ -24,7 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -162,7 +162,8 @@ def writable(text: str) -> str:
             with open(text, "ab"):
                 pass
             if not known:
-                os.unlink(text)
+                with suppress(FileNotFoundError):  # all ranks try it at the same time
+                    os.unlink(text)
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
     return text

@@ -189,7 +189,7 @@ def check_file(path: str | Path, flag: str) -> None:
         with path.open("ab"):
             pass
         if not known:
-            path.unlink()
+            path.unlink(missing_ok=True)  # ranks try it at the same time
     except OSError as error:
         raise _unwritable(path, flag, error) from error
 

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from fusionlayer.cli import fusionrun, main
+from fusionlayer.cli.arguments import check_file
 from tests.cli.test_trace import step_spans
 from tests.planning.profiles import write_example
 
@@ -232,3 +234,16 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(simulate, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "fusionlayer simulate: output: No space left on device\n")
+
+
+@pytest.mark.short
+def test_ranks_that_try_a_file_at_the_same_time_can_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def removed_meanwhile(self: Path, mode: str) -> Any:
+        file = opened(self, mode)
+        self.unlink()
+        return file
+
+    monkeypatch.setattr(Path, "open", removed_meanwhile)
+    check_file(tmp_path / "profile.yaml", "--out")
