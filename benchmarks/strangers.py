@@ -1,4 +1,4 @@
-"""A flood of callers, who are no followers, from a process of its own: for benchmarks and tests of publishers."""
+"""Opens many connections to a publisher from a separate process; none of them is a follower's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 __all__ = ["flood"]
 
-# Keeps `count` connections, opens another one for each that is closed, and says on each what it is told to.
+# Holds `count` connections, replaces each that is closed, and sends the given bytes on each.
 _FLOOD = """
 import resource, selectors, socket, sys
 port, count, says = int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])

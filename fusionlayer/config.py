@@ -89,7 +89,7 @@ class Config:
         "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
     )
     authenticate: bool | None = _setting(
-        "each frame of `sockets` carries a tag that only the job's ranks can make, so that nobody between them can "
+        "each frame of `sockets` carries a tag that only the job's ranks can make, so that no program between them can "
         "change or repeat what they send; null: where ranks are on several hosts",
         None,
     )
