@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import drawing
 from fusionlayer.cli.arguments import check_folder
 from fusionlayer.cli.progress import follow
-from fusionlayer.errors import ConfigError
 
 from .plots import save
 from .quiet import refuse_if_busy

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import driver
 from benchmarks.lab.network import seconds_of
-from fusionlayer.errors import ConfigError, FusionLayerError
+from fusionlayer.base.errors import ConfigError, FusionLayerError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import parse_rate
 from fusionlayer.planning.profile import Profile, Validation

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import fusionlayer as fl
-from fusionlayer import records
+from fusionlayer.base import records
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.registry import nearest
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import ConfigError
 from fusionlayer.planning.codec_rules import AUTO, FIDELITIES
-from fusionlayer.registry import nearest
 from fusionlayer.transport import C10dTransport
 from fusionlayer.transport._socket_options import SocketOptions
 

@@ -37,7 +37,7 @@ from train_gpt import (
 import fusionlayer as fl
 
 # In a model that is pipelined already, this import is the difference.
-from fusionlayer.integrations.pipeline import PipelineStage
+from fusionlayer.parallel.pipeline import PipelineStage
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 

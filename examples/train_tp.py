@@ -40,7 +40,7 @@ from train_gpt import (
 import fusionlayer as fl
 
 # In a model that is tensor-parallel already, this import is the difference.
-from fusionlayer.integrations.tensor_parallel import Channel, ColwiseParallel, RowwiseParallel, SequenceParallel
+from fusionlayer.parallel.tensor_parallel import Channel, ColwiseParallel, RowwiseParallel, SequenceParallel
 
 
 def main() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import _fusionlayer_autoload
 
 # Its exit handlers, and those of forks, are registered before the program's, so they run after them.
-from . import bounded as _bounded  # noqa: F401
+from .process import bounded as _bounded  # noqa: F401
 
 if TYPE_CHECKING:
-    from . import backend, codecs, collectives, libraries, metrics, transport
-    from .context import init, is_initialized, local_rank, local_size, membership, rank, shutdown, size
-    from .errors import (
+    from . import backend, codecs, collectives, transport
+    from .base.errors import (
         ConfigError,
         FusionLayerError,
         PlanMismatch,
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
         UsageError,
         WireError,
     )
+    from .base.plan import FusionPlan
+    from .context import init, is_initialized, local_rank, local_size, membership, rank, shutdown, size
+    from .frameworks import deepspeed, megatron
     from .functional import (
         Average,
         ReduceOp,
@@ -35,18 +41,21 @@ if TYPE_CHECKING:
         reduce_scatter,
         switcher,
     )
-    from .integrations import checkpoint, ddp, deepspeed, fsdp, megatron, moe, pipeline, tensor_parallel
-    from .integrations.distributed import Distributed
-    from .integrations.local import Local
-    from .integrations.onebit_adam import OneBitAdam
-    from .integrations.optimizer import DistributedOptimizer
-    from .integrations.publication import Publisher, publish
-    from .integrations.sends import FollowsSyncs, SendsItsOwn
-    from .integrations.sharded import ShardedOptimizer
-    from .plan import FusionPlan
+    from .native import libraries
+    from .observe import metrics
+    from .parallel import moe, pipeline, tensor_parallel
     from .planning.codec_rules import CodecRule, CodecRules
     from .publishing import TLS, Follower, subscribe
     from .scheduler import planners
+    from .sharded import fsdp
+    from .sharded.sharded import ShardedOptimizer
+    from .training import checkpoint, ddp
+    from .training.distributed import Distributed
+    from .training.optimizer import DistributedOptimizer
+    from .training.policies.local import Local
+    from .training.policies.onebit_adam import OneBitAdam
+    from .training.publication import Publisher, publish
+    from .training.sends import FollowsSyncs, SendsItsOwn
     from .watching import watch
 
 __version__ = "0.1.0"
@@ -113,33 +122,68 @@ __all__ = [
 ]
 
 _HOMES = {
+    "base": "config errors plan",
+    "base.errors": "ConfigError FusionLayerError PlanMismatch ReplicaMismatch TransportError UsageError WireError",
+    "base.plan": "FusionPlan",
     "context": "init is_initialized local_rank local_size membership rank shutdown size",
-    "errors": "ConfigError FusionLayerError PlanMismatch ReplicaMismatch TransportError UsageError WireError",
     "functional": "Average ReduceOp Sum all_gather all_reduce "
     "all_to_all broadcast_object broadcast_optimizer_state broadcast_parameters reduce_scatter switcher",
-    "integrations": "checkpoint ddp deepspeed fsdp megatron moe pipeline tensor_parallel",
-    "integrations.distributed": "Distributed",
-    "integrations.local": "Local",
-    "integrations.onebit_adam": "OneBitAdam",
-    "integrations.optimizer": "DistributedOptimizer",
-    "integrations.publication": "Publisher publish",
-    "integrations.sends": "FollowsSyncs SendsItsOwn",
-    "integrations.sharded": "ShardedOptimizer",
-    "plan": "FusionPlan",
+    "frameworks": "deepspeed megatron",
+    "native": "libraries wire",
+    "observe": "metrics",
+    "parallel": "moe pipeline tensor_parallel",
     "planning.codec_rules": "CodecRule CodecRules",
     "publishing": "Follower TLS subscribe",
     "scheduler": "planners",
+    "sharded": "fsdp",
+    "sharded.sharded": "ShardedOptimizer",
+    "training": "checkpoint ddp",
+    "training.distributed": "Distributed",
+    "training.optimizer": "DistributedOptimizer",
+    "training.policies.local": "Local",
+    "training.policies.onebit_adam": "OneBitAdam",
+    "training.publication": "Publisher publish",
+    "training.sends": "FollowsSyncs SendsItsOwn",
     "watching": "watch",
 }
 """The public names by their modules, which are imported when a name is first used: torch alone takes seconds."""
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
+_IMPORTED = {name: f"{__name__}.{_HOME[name]}.{name}" for name in ["errors", "metrics", "plan", "wire"]} | {
+    f"integrations.{name}": f"{__name__}.{_HOME[name]}.{name}"
+    for name in ["checkpoint", "ddp", "deepspeed", "fsdp", "megatron", "moe", "pipeline", "tensor_parallel"]
+}
+"""Public modules that programs import by a name without their package, by that name."""
+
+
+class _PublicModules(MetaPathFinder, Loader):
+    """Imports ``_IMPORTED``: ``import fusionlayer.errors`` gives the module ``fusionlayer.base.errors`` itself."""
+
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        short = name.removeprefix(f"{__name__}.")
+        is_package = short == "integrations"
+        return ModuleSpec(name, self, is_package=is_package) if is_package or short in _IMPORTED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        home = _IMPORTED.get(spec.name.removeprefix(f"{__name__}."))
+        if home is None:
+            return None  # an empty package
+        module = importlib.import_module(home)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None and module.__spec__.loader_state is not None:
+            module.__spec__ = module.__spec__.loader_state  # the import system has replaced it
+
+
+sys.meta_path.append(_PublicModules())
 _fusionlayer_autoload.register_with_torch()
 
 
 def build_info() -> libraries.BuildInfo:
     """Return how this installation was built: version, instruction sets, compiler, CUDA architectures."""
-    from . import libraries
+    from .native import libraries
 
     return libraries.build_info(__version__)
 

@@ -12,10 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from . import config, forks, interfaces, job_key, launch, libraries, watching
+from . import launch, watching
+from .base import config
+from .base.errors import ConfigError, UsageError, require
 from .elastic import Members
-from .errors import ConfigError, UsageError, require
-from .last_error import leave_to_launcher
+from .launch import job_key
+from .launch.last_error import leave_to_launcher
+from .native import libraries
+from .process import forks, interfaces
 from .transport import Transport, local
 from .transport._socket_options import chosen
 from .transport.c10d import C10dTransport, make_default_group
@@ -95,7 +99,7 @@ def init(
         if _is_parents and dist.is_initialized():
             raise forks.refuse("torch.distributed and fusionlayer belong to its parent")
         if settings is not None:
-            require(settings, config.Config, "settings", "a fusionlayer.config.Config")
+            require(settings, config.Config, "settings", "a fusionlayer.base.config.Config")
         settings = settings or config.load()
         given = {"timeout": timeout, "transport": transport}
         settings = config.Config(**vars(settings) | {name: value for name, value in given.items() if value is not None})

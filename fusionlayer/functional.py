@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import codecs, collectives, config, context
+from . import codecs, collectives, context
+from .base import config
+from .base.errors import ConfigError, PlanMismatch, kind_of, require, whole_numbers
+from .base.registry import nearest
+from .base.seeds import derive_seed
 from .codecs import Codec, CodecOptions, Part, PartsCodec
 from .collectives import Scaling, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
-from .errors import ConfigError, PlanMismatch, kind_of, require, whole_numbers
-from .registry import nearest
-from .seeds import derive_seed
+from .native.wire import DTYPE_CODES, digest
 from .transport import Transport
 from .transport._announced import pass_on, take_in
-from .wire import DTYPE_CODES, digest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from fusionlayer.clock import Clock
+from fusionlayer.process.clock import Clock
 from fusionlayer.scheduler.buffers import Buffer
 from fusionlayer.scheduler.course import Course
 

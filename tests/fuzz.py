@@ -21,17 +21,19 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from fusionlayer import codecs, native, records
+from fusionlayer import codecs, native
+from fusionlayer.base import records
+from fusionlayer.base.errors import ConfigError, TransportError, WireError
+from fusionlayer.base.plan import FusionPlan, TensorInfo
 from fusionlayer.cli import main
 from fusionlayer.coordination import requests
 from fusionlayer.elastic import generation
-from fusionlayer.errors import ConfigError, TransportError, WireError
-from fusionlayer.integrations import checkpoint
-from fusionlayer.plan import FusionPlan, TensorInfo
-from fusionlayer.processes import Identity
+from fusionlayer.native.wire import Header
+from fusionlayer.process.processes import Identity
 from fusionlayer.publishing import folder, frames, greeting, signing, update
 from fusionlayer.publishing.address import Place
 from fusionlayer.publishing.snapshot import Snapshot
+from fusionlayer.training import checkpoint
 from fusionlayer.transport import _device_memory, _states, star
 from fusionlayer.transport._calls import Call
 from fusionlayer.watching import _report
@@ -39,7 +41,6 @@ from fusionlayer.watching._judge import judge
 from fusionlayer.watching._states import Channel, Noted, State
 from fusionlayer.watching._states import decode as decode_state
 from fusionlayer.watching._states import encode as encode_state
-from fusionlayer.wire import Header
 from tests.cli.test_trace import step_spans
 from tests.codecs.conformance import encoded
 from tests.synthetic import gradient
@@ -352,7 +353,7 @@ def _texts() -> Iterator[tuple[str, Parser]]:
             data_or_error: object = records.parse(data.decode("utf-8", "replace"))
         except yaml.YAMLError as error:
             raise ConfigError(str(error)) from None
-        from fusionlayer.plan import _PlanFile
+        from fusionlayer.base.plan import _PlanFile
 
         made = records.build(_PlanFile, data_or_error, "plan").plan
         return made.check([TensorInfo("a", 9, "float32", 4)], 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionlayer.clock import HOST, DeviceClock, clock_of
+from fusionlayer.process.clock import HOST, DeviceClock, clock_of
 
 pytestmark = pytest.mark.short
 

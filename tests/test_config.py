@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import codecs, config, context
-from fusionlayer.config import Config, load
-from fusionlayer.errors import ConfigError
+from fusionlayer import codecs, context
+from fusionlayer.base import config
+from fusionlayer.base.config import Config, load
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.scheduler import planners
 from tests.loops import looped
 

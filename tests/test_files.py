@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import fusionlayer as fl
-from fusionlayer import files, meeting
-from fusionlayer.config import Config
+from fusionlayer.base import files
+from fusionlayer.base.config import Config
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.elastic.members import Members
-from fusionlayer.errors import ConfigError
-from fusionlayer.launch import Place
-from fusionlayer.processes import Identity
+from fusionlayer.launch import Place, meeting
+from fusionlayer.process.processes import Identity
 from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.transport import local
 from fusionlayer.watching import _report

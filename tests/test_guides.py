@@ -19,8 +19,8 @@ from torch.distributed.run import get_args_parser
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.cli import fusionrun, main
-from fusionlayer.plan import TensorInfo
 from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._base import registry

@@ -91,7 +91,11 @@ def answer(code: str) -> list[object]:
 @pytest.mark.parametrize("every", tiered([False, True], lambda every: not every), ids=["packages", "modules"])
 def test_every_module_can_be_the_first(every: bool, tmp_path: Path) -> None:
     names, tried, failed = answer(EVERY_MODULE.replace("CACHE", str(tmp_path)).replace("EVERY", str(every)))
-    known = {"fusionlayer.wire", "fusionlayer.codecs.integer"} if every else {"fusionlayer.codecs", "fusionlayer.torch"}
+    known = (
+        {"fusionlayer.native.wire", "fusionlayer.codecs.integer"}
+        if every
+        else {"fusionlayer.codecs", "fusionlayer.torch"}
+    )
     assert isinstance(names, list) and known < set(names)
     assert not failed
     assert isinstance(tried, list) and sorted(tried) == sorted(names)
@@ -108,7 +112,7 @@ def test_import_brings_nothing_optional_and_starts_nothing() -> None:
 def test_the_last_calls_of_exit_come_after_those_of_the_program() -> None:
     """Even those that the program registers before it uses fusionlayer, and with it the threads that are ended."""
     code = "import atexit, fusionlayer; atexit.register(print, 'program')"
-    code += "; fusionlayer.forks.at_exit(lambda: print('last'), last=True)"
+    code += "; fusionlayer.process.forks.at_exit(lambda: print('last'), last=True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout.split() == ["program", "last"], done.stderr
 

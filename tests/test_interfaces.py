@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from fusionlayer import context, interfaces, stores
+from fusionlayer import context
+from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import desk, members
-from fusionlayer.errors import TransportError
-from fusionlayer.meeting import HorovodBoard
+from fusionlayer.launch import stores
+from fusionlayer.launch.meeting import HorovodBoard
+from fusionlayer.process import interfaces
 from fusionlayer.transport import _side_store, star
 from tests.harness import run_ranks
 from tests.ports import free_port

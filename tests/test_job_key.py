@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from fusionlayer import context, job_key
+from fusionlayer import context
+from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.cli import environment
-from fusionlayer.errors import ConfigError, TransportError
-from fusionlayer.stores import SealedStore
+from fusionlayer.launch import job_key
+from fusionlayer.launch.stores import SealedStore
 
 pytestmark = pytest.mark.short
 

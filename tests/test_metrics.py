@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
-from fusionlayer import metrics, timeline
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.observe import metrics, timeline
 from fusionlayer.transport import local
 from fusionlayer.watching._links import Counters, Links
 from tests.tiers import needs

@@ -49,7 +49,9 @@ def test_the_record_names_defects_and_tests_that_exist() -> None:
 def test_what_does_not_stand_there_once_is_refused() -> None:
     for old in ("no such text", "def "):
         with pytest.raises(ValueError, match="expected once"):
-            mutants.mutated(Mutant("fusionlayer/seeds.py" if old[0] == "n" else "fusionlayer/plan.py", old, "", ""))
+            mutants.mutated(
+                Mutant("fusionlayer/base/seeds.py" if old[0] == "n" else "fusionlayer/base/plan.py", old, "", "")
+            )
 
 
 def test_tests_with_rare_words_of_a_defect_are_the_nearest(tmp_path: Path) -> None:

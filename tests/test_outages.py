@@ -10,7 +10,7 @@ import pytest
 
 from fusionlayer import TransportError, launch
 from fusionlayer.launch import Place, make_store
-from fusionlayer.outages import Outage, explain
+from fusionlayer.process.outages import Outage, explain
 
 pytestmark = pytest.mark.short
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import Bucket, FusionPlan, Slot, TensorInfo
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import Bucket, FusionPlan, Slot, TensorInfo
 from tests.codecs.variants import every
 from tests.loops import looped
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import doctor, main
 from fusionlayer.collectives import gathers
-from fusionlayer.errors import ConfigError
 from fusionlayer.scheduler import planners
 from tests.planning.profiles import EXAMPLE
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fusionlayer import config, records
+from fusionlayer.base import config, records
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.cli.arguments import key_value
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import FusionPlan
 from fusionlayer.planning.codec_rules import CodecRules
 from fusionlayer.planning.losses import LossCosts
 from fusionlayer.planning.profile import Profile

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from fusionlayer import codecs, collectives
-from fusionlayer.errors import ConfigError
-from fusionlayer.registry import Registry, nearest
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.registry import Registry, nearest
 from fusionlayer.scheduler import planners
 
 pytestmark = pytest.mark.short
 
 PACKAGE = {
-    "__init__.py": "from fusionlayer.registry import Registry\nregistry = Registry('animal', __name__, 'animals')",
+    "__init__.py": "from fusionlayer.base.registry import Registry\nregistry = Registry('animal', __name__, 'animals')",
     "cat.py": "from . import registry\nregistry.add('cat', lambda legs=4: f'cat on {legs} legs')",
     "dog.py": "from . import registry\nregistry.add_preset('kitten', 'cat', legs=3)",
 }

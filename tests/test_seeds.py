@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionlayer.seeds import derive_seed
+from fusionlayer.base.seeds import derive_seed
 
 pytestmark = pytest.mark.short
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from docs.site.pages import PAGES
-from fusionlayer import errors
+from fusionlayer.base import errors
 from tests.loops import looped
 from tests.tiers import exhaustive
 
@@ -29,13 +29,13 @@ PUBLIC = {
     "fusionlayer.collectives": "fusionlayer.collectives",
     "fusionlayer.transport": "fusionlayer.transport",
     "fusionlayer.planners": "fusionlayer.scheduler.planners",
-    "fusionlayer.ddp": "fusionlayer.integrations.ddp",
-    "fusionlayer.fsdp": "fusionlayer.integrations.fsdp",
-    "fusionlayer.deepspeed": "fusionlayer.integrations.deepspeed",
-    "fusionlayer.megatron": "fusionlayer.integrations.megatron",
-    "fusionlayer.moe": "fusionlayer.integrations.moe",
-    "fusionlayer.pipeline": "fusionlayer.integrations.pipeline",
-    "fusionlayer.tensor_parallel": "fusionlayer.integrations.tensor_parallel",
+    "fusionlayer.ddp": "fusionlayer.training.ddp",
+    "fusionlayer.fsdp": "fusionlayer.sharded.fsdp",
+    "fusionlayer.deepspeed": "fusionlayer.frameworks.deepspeed",
+    "fusionlayer.megatron": "fusionlayer.frameworks.megatron",
+    "fusionlayer.moe": "fusionlayer.parallel.moe",
+    "fusionlayer.pipeline": "fusionlayer.parallel.pipeline",
+    "fusionlayer.tensor_parallel": "fusionlayer.parallel.tensor_parallel",
     "fusionlayer.torch": "fusionlayer.torch",
     "fusionlayer.torch.elastic": "fusionlayer.torch.elastic",
 }

@@ -17,9 +17,9 @@ import torch
 
 import fusionlayer
 from fusionlayer import native
-from fusionlayer.clock import HOST
-from fusionlayer.errors import ConfigError
-from fusionlayer.timeline import Timeline, hear, unhear
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.observe.timeline import Timeline, hear, unhear
+from fusionlayer.process.clock import HOST
 from fusionlayer.transport import LocalTransport, Transport
 from tests.disk import room_for
 from tests.fake_device import FakeDevice
@@ -180,7 +180,9 @@ def test_without_a_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_process_that_forgets_to_close_leaves_a_whole_file(tmp_path: Path) -> None:
-    code = "import sys; from fusionlayer.timeline import Timeline\nwith Timeline(sys.argv[1], 0).span('A'): pass"
+    code = (
+        "import sys; from fusionlayer.observe.timeline import Timeline\nwith Timeline(sys.argv[1], 0).span('A'): pass"
+    )
     subprocess.run([sys.executable, "-c", code, tmp_path / "trace"], check=True)
     assert [span["name"] for span in spans_of(tmp_path / "trace.0")] == ["A"]
 
@@ -244,7 +246,7 @@ def test_encoding_is_not_taken_for_sending(
     algorithm: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ClockOfWork()
-    monkeypatch.setattr("fusionlayer.timeline.time", clock)
+    monkeypatch.setattr("fusionlayer.observe.timeline.time", clock)
     for verb, milliseconds in (("encode", 5), ("recode", 30), ("decode", 200)):
         monkeypatch.setattr(native, verb, clock.works(milliseconds, getattr(native, verb)))
     monkeypatch.setattr(LocalTransport, "_begin", clock.works(7000, LocalTransport._begin))
@@ -273,7 +275,7 @@ def test_torchs_profiler_sees_what_is_done_for_which_bucket(
 ) -> None:
     """Also with a torch that does not tell whether a profiler is active."""
     if not tells:
-        monkeypatch.setattr("fusionlayer.timeline.profiler", SimpleNamespace())
+        monkeypatch.setattr("fusionlayer.observe.timeline.profiler", SimpleNamespace())
 
     def body(transport: Transport) -> None:
         timeline = Timeline(None, transport.rank)

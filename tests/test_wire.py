@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusionlayer import native, wire
+from fusionlayer import native
+from fusionlayer.base.errors import WireError
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import WireError
-from fusionlayer.wire import ALIGN, WIRE_VERSION, Header, Plane, aligned, digest, lay_out
+from fusionlayer.native import wire
+from fusionlayer.native.wire import ALIGN, WIRE_VERSION, Header, Plane, aligned, digest, lay_out
 from tests.codecs.variants import every
 from tests.loops import looped
 from tests.synthetic import gradient

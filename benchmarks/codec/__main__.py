@@ -29,8 +29,8 @@ import fusionlayer as fl
 from benchmarks import driver
 from benchmarks.codec.rows import Row, change_rows, codec_rows, dynamiq_rows, sparse_rows, two_level_rows
 from fusionlayer import native
-from fusionlayer.clock import DeviceClock
 from fusionlayer.codecs import NativeCodec
+from fusionlayer.process.clock import DeviceClock
 
 Maker = Callable[[], Iterable["Row"]]
 """Makes the rows of a group: of a codec and type, or of what stands beside them."""

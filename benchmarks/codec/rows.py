@@ -18,8 +18,8 @@ from fusionlayer.codecs import Codec
 from fusionlayer.codecs.delta import Delta
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.collectives.two_shot import summing
-from fusionlayer.integrations.weights import Weights
-from fusionlayer.wire import aligned
+from fusionlayer.native.wire import aligned
+from fusionlayer.training.weights import Weights
 
 FAN_IN = 8
 

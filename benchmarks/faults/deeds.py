@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fusionlayer.errors import TransportError
+from fusionlayer.base.errors import TransportError
 from fusionlayer.transport import _gloo
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from benchmarks import driver
 from benchmarks.arguments import count, one_of
 from benchmarks.faults.isolation import leave
 from benchmarks.training.workloads import MODELS
-from fusionlayer.processes import Identity
+from fusionlayer.process.processes import Identity
 
 from .summary import row_of, scaled
 from .worker import FIRST

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks import peers
 from benchmarks.variants import OVERLAP, SEPARATOR, Variant, codec_presets
-from fusionlayer.registry import nearest
+from fusionlayer.base.registry import nearest
 
 __all__ = ["ALWAYS", "BASELINE", "COMPUTE", "NULL", "PEERS", "about", "all_methods", "missing", "select"]
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.functional import make_codec
-from fusionlayer.integrations.weights import Weights, both_ways
+from fusionlayer.training.weights import Weights, both_ways
 
 from .replicas import Trainee
 from .workloads import Workload

@@ -14,10 +14,12 @@ from textwrap import dedent
 import torch
 import yaml
 
-from fusionlayer import allocations, cli, codecs, collectives, config, launch
+from fusionlayer import cli, codecs, collectives, launch
+from fusionlayer.base import config
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import environment, fusionrun
 from fusionlayer.codecs import Codec, PartsCodec, StatefulCodec, TensorState, VariableSizeCodec
-from fusionlayer.errors import ConfigError
+from fusionlayer.launch import allocations
 
 ROOT = Path(__file__).resolve().parents[2]
 _ELEMENTS = 1 << 20  # of the tensor whose bits are counted
@@ -66,7 +68,7 @@ SLURM = (
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID"),
     *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 )
-"""What fusionlayer.slurm reads."""
+"""What fusionlayer.launch.slurm reads."""
 
 
 def variables() -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from ..errors import FusionLayerError
+from ..base.errors import FusionLayerError
 from ..scheduler.worker import Job, Worker
 from ..transport import Transport
 from ..transport._base import URGENT

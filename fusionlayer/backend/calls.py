@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.errors import ConfigError
+from ..base.seeds import derive_seed
 from ..codecs import Codec
 from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
-from ..errors import ConfigError
-from ..seeds import derive_seed
 from ..transport import Transport
 from .hints import Differences
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from ..wire import DTYPE_CODES
+from ..native.wire import DTYPE_CODES
 from . import hints
 from .policy import CallPolicy
 

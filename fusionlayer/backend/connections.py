@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .. import config
+from ..base import config
 from ..transport import Transport
 from ..transport._socket_options import chosen
 from ..transport.c10d import C10dTransport

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import config, counts
-from ..errors import ConfigError
-from ..seeds import derive_seed
+from ..base import config
+from ..base.errors import ConfigError
+from ..base.seeds import derive_seed
+from ..observe import counts
 from ..watching import Watcher
 from . import arguments, calls, hints, profiling
 from .call_queue import CallQueue

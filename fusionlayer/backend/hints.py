@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..base.errors import UsageError
 from ..codecs import Codec
-from ..errors import UsageError
 
 __all__ = ["NONE", "Differences", "Hint", "clear_padding", "current", "differences_of", "hint", "residual_of"]
 

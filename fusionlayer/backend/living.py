@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from .policy import CallPolicy
 from .registration import use
 

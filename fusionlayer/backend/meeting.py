@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import TransportError
-from ..stores import EndingStore
+from ..base.errors import TransportError
+from ..launch.stores import EndingStore
 
 __all__ = ["Meeting", "part"]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import Codec
-from ..seeds import derive_seed
 from .work import DecodedWork, JoinedWork
 
 __all__ = ["PointToPoint"]

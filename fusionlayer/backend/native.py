@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import PlanMismatch, TransportError
+from ..base.errors import PlanMismatch, TransportError
+from ..native.wire import digest
 from ..transport._gloo_store import GlooStore
 from ..transport._link import LinkError
 from ..transport._proof import prove
-from ..wire import digest
 from .meeting import Meeting
 
 __all__ = ["Native"]

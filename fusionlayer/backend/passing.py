@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ..errors import ConfigError, FusionLayerError, TransportError
-from ..outages import first_line
+from ..base.errors import ConfigError, FusionLayerError, TransportError
+from ..process.outages import first_line
 
 __all__ = ["PassedWork", "explained"]
 

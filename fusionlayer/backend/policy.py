@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from .. import codecs, collectives, records
+from .. import codecs, collectives
+from ..base import records
+from ..base.errors import ConfigError, require
+from ..base.registry import nearest
 from ..codecs import Codec
-from ..errors import ConfigError, require
-from ..registry import nearest
-from ..wire import DTYPE_CODES, WIRE_VERSION
+from ..native.wire import DTYPE_CODES, WIRE_VERSION
 
 __all__ = ["OPS", "CallPolicy", "CallRule"]
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 import _fusionlayer_autoload
 
-from .. import config, context, watching
-from ..errors import UsageError, kind_of
+from .. import context, watching
+from ..base import config
+from ..base.errors import UsageError, kind_of
 from . import arguments
 from .policy import CallPolicy
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from .passing import explained
 
 __all__ = ["Copies", "in_place", "into"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.futures import Future
 
-from ..errors import FusionLayerError, TransportError
+from ..base.errors import FusionLayerError, TransportError
 from ..scheduler.worker import Job
 
 __all__ = ["BackgroundWork", "DecodedWork", "JoinedWork", "Ticket"]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import ConfigError, FusionLayerError, printable
+from ..base.errors import ConfigError, FusionLayerError, printable
 from .arguments import Parser
 from .outputs import drop_output
 from .parsers import COMMANDS
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
 def _print_version() -> None:
     from importlib import metadata  # slow, and only needed here
 
-    from .. import libraries
+    from ..native import libraries
 
     info = libraries.build_info(__version__)
     print(f"fusionlayer {info.version}, torch {metadata.version('torch')}")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from .arguments import REPORT
 
 __all__ = ["Agent", "run"]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
-from ..registry import nearest
+from ..base.errors import ConfigError
+from ..base.registry import nearest
 
 __all__ = [
     "REPORT",
@@ -162,7 +162,7 @@ def key_value(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r}; expected key=value")
     import yaml  # takes longer than all else of --help, as records does, which imports it
 
-    from .. import records
+    from ..base import records
 
     try:
         return key, records.parse(value)

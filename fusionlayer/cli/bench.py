@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import codecs, collectives, context, functional, launch
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..transport import Transport
 from .arguments import check_file
 from .outputs import check_picture, keep, keep_picture, tell

@@ -21,16 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import __version__, codecs, config, launch, libraries
+from .. import __version__, codecs, launch
+from ..base import config
+from ..base.errors import FusionLayerError
+from ..base.registry import Registry
 from ..codecs import Codec
 from ..codecs._base import registry as codecs_known
 from ..collectives._base import gathers as gathers_known
 from ..collectives._base import registry as collectives_known
-from ..errors import FusionLayerError
 from ..functional import Sum, all_reduce
-from ..interfaces import addresses
+from ..native import libraries
 from ..planning.profiler import describe_machine
-from ..registry import Registry
+from ..process.interfaces import addresses
 from ..scheduler.planners._base import registry as planners_known
 from ..transport import local
 from . import environment

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .. import config
-from ..job_key import looks_secret
-from ..registry import nearest
+from ..base import config
+from ..base.registry import nearest
+from ..launch.job_key import looks_secret
 from ..torch.environment import VARIABLES
 
 __all__ = ["HOROVOD", "HOROVOD_UNUSED", "OTHERS", "Variable", "report"]

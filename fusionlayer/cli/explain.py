@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from .. import codecs
-from ..plan import FusionPlan
+from ..base.plan import FusionPlan
 from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of, short_name
 from ..planning.cluster import Scenario
 from ..planning.prediction import plan_costs, predict_plan

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import __version__, job_key
-from ..errors import ConfigError, FusionLayerError, printable
-from ..interfaces import addresses, reachable_names, with_port
+from .. import __version__
+from ..base.errors import ConfigError, FusionLayerError, printable
+from ..launch import job_key
 from ..planning.fidelities import AUTO
+from ..process.interfaces import addresses, reachable_names, with_port
 from . import horovodrun
 from .agents import Agent, run
 from .arguments import Parser, check_file, check_folder, count, positive
@@ -264,7 +265,7 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
 
         codecs.get(options.codec)
     if options.plan is not None:
-        from ..plan import FusionPlan
+        from ..base.plan import FusionPlan
 
         FusionPlan.from_yaml(options.plan)
     threshold = options.fusion_threshold_mb

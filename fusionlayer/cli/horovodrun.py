@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 __all__ = ["add_flags", "refuse"]
 

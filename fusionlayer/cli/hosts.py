@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..interfaces import addresses
+from ..base.errors import ConfigError
+from ..process.interfaces import addresses
 from .forwarded import exports
 
 __all__ = ["Host", "assign", "parse_hosts", "read_hostfile", "remote_command"]

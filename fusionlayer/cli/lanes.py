@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..plan import FusionPlan
+from ..base.plan import FusionPlan
 from ..planning.bucket_costs import BucketCosts
 from ..planning.prediction import backward_seconds
 from ..planning.profile import Profile

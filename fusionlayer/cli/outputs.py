@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, FusionLayerError
+from ..base.errors import ConfigError, FusionLayerError
 from . import drawing
 from .arguments import check_file
 from .spawn import RANKS_PREFIX

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from ..base.errors import ConfigError
+from ..base.plan import FusionPlan
 from ..codecs import Codec
-from ..errors import ConfigError
-from ..plan import FusionPlan
 from ..planning.bucket_costs import short_name
 from ..planning.cluster import Scenario
 from ..planning.codec_rules import AUTO, LOCAL, CodecRule, CodecRules

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from .. import __version__, codecs, context
-from ..clock import clock_of
 from ..codecs import Codec
 from ..planning.cost_model import parse_rate
 from ..planning.profiler import describe_machine, device_name, file_name, measure_profile
 from ..planning.sizes import Sizes
+from ..process.clock import clock_of
 from ..transport import Transport, local
 from .arguments import check_folder
 from .outputs import keep

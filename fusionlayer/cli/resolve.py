@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .. import codecs, context
+from ..base.errors import ConfigError
 from ..codecs import Codec
-from ..errors import ConfigError
 from ..planning.cluster import Scenario
 from ..planning.profile import Profile
 from .arguments import as_options

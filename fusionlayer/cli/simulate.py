@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..planning.cluster import Scenario
 from ..planning.cost_model import parse_rate
 from ..planning.profile import Profile

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from ..errors import FusionLayerError
+from ..base.errors import FusionLayerError
 
 __all__ = ["LAUNCHER_PREFIXES", "RANKS_PREFIX", "RankError", "run_on_ranks", "without_launcher"]
 

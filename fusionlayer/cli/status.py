@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from ..errors import FusionLayerError
+from ..base.errors import FusionLayerError
 from ..watching import Report, read
 from ..watching import reports as known
 from ..watching._states import State

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import printable
+from ..base.errors import printable
 from .arguments import some_of
 
 __all__ = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from .breakdown import Span, exchanges
 
 __all__ = ["Recording", "files", "latest_exchanges", "merge", "read"]

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ..errors import ConfigError, printable
+from ..base.errors import ConfigError, printable
 from . import timelines
 from .arguments import check_file
 from .breakdown import CODEC, KINDS, LATE, NETWORK, OTHER, PACKING, Breakdown, break_down

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .. import codecs
-from ..clock import HOST, clock_of
+from ..base.errors import ConfigError
 from ..codecs import Codec
-from ..errors import ConfigError
 from ..planning.recorded import MODELLED, Forecast, RecordedBucket, RecordedStep, forecast
+from ..process.clock import HOST, clock_of
 from .breakdown import CODEC, KINDS, LATE, NETWORK, OTHER, PACKING, Breakdown, BucketTimes
 
 __all__ = ["TRIED", "predicted", "told", "verdict"]

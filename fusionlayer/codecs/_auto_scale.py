@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..wire import WireFormat
+from ..native.wire import WireFormat
 from ._base import Codec
 from ._block import BlockCodec
 from ._capabilities import AgreeingCodec, StatefulCodec

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError, WireError
-from ..registry import Registry
-from ..timeline import here
-from ..wire import ALIGN, DTYPE_CODES, Plane, WireFormat, lay_out
+from ..base.errors import ConfigError, WireError
+from ..base.registry import Registry
+from ..native.wire import ALIGN, DTYPE_CODES, Plane, WireFormat, lay_out
+from ..observe.timeline import here
 from ._encoding import Encoding, piece
 from ._header import seal, verify
 from ._state import TensorState

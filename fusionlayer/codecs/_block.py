@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import native
-from ..wire import Plane
+from ..native.wire import Plane
 from ._native import NativeCodec
 
 __all__ = ["BlockCodec"]

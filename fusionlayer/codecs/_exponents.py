@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import WireError
-from ..wire import Plane, WireFormat
+from ..base.errors import WireError
+from ..native.wire import Plane, WireFormat
 from ._base import Codec
 from ._capabilities import ZippedCodec
 from ._encoding import Encoding

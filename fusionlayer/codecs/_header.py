@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import WireError
-from ..wire import Header, WireFormat
+from ..base.errors import WireError
+from ..native.wire import Header, WireFormat
 
 if TYPE_CHECKING:
     from ._base import Codec

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..wire import aligned
+from ..base.errors import ConfigError
+from ..native.wire import aligned
 from ._base import Codec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..seeds import derive_seed
+from ..base.seeds import derive_seed
 
 __all__ = ["orthonormal", "product", "random_factor", "square_shape"]
 

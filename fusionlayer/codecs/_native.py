@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..wire import WireFormat
+from ..native.wire import WireFormat
 from ._base import Codec, remember
 from ._encoding import Encoding
 

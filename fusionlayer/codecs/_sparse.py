@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError, WireError
-from ..seeds import derive_seed
-from ..wire import Plane, WireFormat, aligned
+from ..base.errors import ConfigError, WireError
+from ..base.seeds import derive_seed
+from ..native.wire import Plane, WireFormat, aligned
 from ._capabilities import VariableSizeCodec
 from ._encoding import Encoding
 from ._state import TensorState

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..wire import WireFormat
+from ..native.wire import WireFormat
 from ._base import Codec
 from ._encoding import Encoding
 

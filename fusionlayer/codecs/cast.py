@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from .. import native
-from ..wire import Plane
+from ..native.wire import Plane
 from ._native import NativeCodec
 
 __all__ = ["BF16", "FP16", "Raw"]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
-from ..timeline import here
-from ..wire import Plane
+from ..base.errors import ConfigError
+from ..native.wire import Plane
+from ..observe.timeline import here
 from ._encoding import Encoding
 from ._native import NativeCodec
 from ._state import TensorState

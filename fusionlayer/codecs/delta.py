@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
-from ..timeline import here
-from ..wire import WireFormat, aligned
+from ..base.errors import ConfigError
+from ..native.wire import WireFormat, aligned
+from ..observe.timeline import here
 from ._capabilities import ChangeCodec
 from ._encoding import Encoding
 from ._exponents import ROW_ALIGNMENT, ExponentCodec, copying, rounded

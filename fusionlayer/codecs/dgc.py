@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
-from ..wire import WireFormat
+from ..base.errors import ConfigError
+from ..native.wire import WireFormat
 from ._base import Codec
 from ._encoding import Encoding
 from ._sparse import ThresholdSparsifier

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
-from ..wire import Plane, WireFormat
+from ..base.errors import ConfigError
+from ..native.wire import Plane, WireFormat
 from ._arrangement import Arrangement
 from ._base import Codec
 from ._capabilities import AgreeingCodec

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from .. import native
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ._block import BlockCodec
 
 __all__ = ["FP8", "FP8Block"]

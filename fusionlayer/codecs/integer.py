@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
-from ..timeline import here
-from ..wire import Plane, WireFormat
+from ..base.errors import ConfigError
+from ..native.wire import Plane, WireFormat
+from ..observe.timeline import here
 from ._base import Codec, registry
 from ._capabilities import TransformCodec
 from ._encoding import Encoding

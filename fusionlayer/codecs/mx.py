@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ._auto_scale import AutoScaled
 
 if TYPE_CHECKING:

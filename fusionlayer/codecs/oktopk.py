@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ._base import Codec
 from ._capabilities import PartsCodec
 from ._sparse import ThresholdSparsifier

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..wire import Plane
+from ..base.errors import ConfigError
+from ..native.wire import Plane
 from ._torch import TorchCodec
 
 __all__ = ["OmniReduce"]

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from .. import native
-from ..errors import ConfigError
-from ..wire import Plane
+from ..base.errors import ConfigError
+from ..native.wire import Plane
 from ._base import Codec, registry
 from ._native import NativeCodec
 

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..wire import Plane
+from ..base.errors import ConfigError
+from ..native.wire import Plane
 from ._base import Codec, registry
 from ._capabilities import PartsCodec
 from ._low_rank import orthonormal, product, random_factor, square_shape

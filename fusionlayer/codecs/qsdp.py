@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from .. import native
-from ..errors import ConfigError
-from ..wire import Plane
+from ..base.errors import ConfigError
+from ..native.wire import Plane
 from ._base import registry
 from ._native import NativeCodec
 

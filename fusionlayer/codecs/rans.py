@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..wire import WireFormat, aligned
+from ..native.wire import WireFormat, aligned
 from ._exponents import ROW_ALIGNMENT, ExponentCodec, copying
 
 __all__ = ["Rans"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ._sparse import MEMORY, ThresholdSparsifier
 from ._state import TensorState
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from .. import native
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ._base import Codec
 from ._block import BlockCodec
 from ._capabilities import TransformCodec

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
-from ..wire import Plane, WireFormat
+from ..base.errors import ConfigError
+from ..native.wire import Plane, WireFormat
 from ._base import Codec, registry
 from ._encoding import Encoding
 from ._native import RUN, NativeCodec

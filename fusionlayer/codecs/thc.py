@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import ConfigError
-from ..seeds import derive_seed
-from ..wire import Plane, WireFormat
+from ..base.errors import ConfigError
+from ..base.seeds import derive_seed
+from ..native.wire import Plane, WireFormat
 from ._base import Codec
 from ._encoding import Encoding
 from ._homomorphic import HomomorphicCodec

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ._base import Codec, registry
 from ._capabilities import TwoLevelCodec
 from .integer import FullRangeInt, Int

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from .. import native
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ._exponents import ExponentCodec
 
 __all__ = ["Zip", "window_base"]

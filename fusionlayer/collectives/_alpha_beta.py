@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 __all__ = ["AlphaBeta"]
 

@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..base.errors import ConfigError
+from ..base.registry import Registry
 from ..codecs import Codec
-from ..errors import ConfigError
-from ..registry import Registry
 from ..transport import Transport
 
 __all__ = [

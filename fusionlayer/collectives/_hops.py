@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec
-from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import check_pair
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline

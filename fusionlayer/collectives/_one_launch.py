@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..base.seeds import derive_seed
 from ..codecs import Codec, NativeCodec
-from ..libraries import MAX_PEERS
-from ..seeds import derive_seed
+from ..native.libraries import MAX_PEERS
 from ..transport import Transport
 from ..transport._peer_memory import OutOfReach, PeerMemory
 from ._base import split_evenly

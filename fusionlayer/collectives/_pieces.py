@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from ..timeline import carried
+from ..observe.timeline import carried
 from ..transport import Transport
 from ..transport._base import URGENT
 

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
+from ..base.errors import ConfigError
+from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec
-from ..errors import ConfigError
-from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import AllReduce, get
 from ._pieces import cut

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import Codec
-from ..seeds import derive_seed
+from ..native.wire import DTYPE_CODES
 from ..transport import Transport
-from ..wire import DTYPE_CODES
 from . import zipped
 
 __all__ = ["all_to_all"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..base.errors import WireError
 from ..codecs import Codec, VariableSizeCodec
-from ..errors import WireError
 from ..transport import Transport
 from ._base import MessageSpan, gather_collective
 

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, ChangeCodec, Codec
-from ..seeds import derive_seed
+from ..native.wire import DTYPE_CODES
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
-from ..wire import DTYPE_CODES
 from . import two_level, zipped
 from ._hops import send_and_receive
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline

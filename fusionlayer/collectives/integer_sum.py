@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import Codec, HomomorphicCodec
-from ..seeds import derive_seed
-from ..timeline import here
+from ..observe.timeline import here
 from ..transport import Transport
 from ._base import check_pair, collective, split_evenly
 

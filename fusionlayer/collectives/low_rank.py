@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import codecs
+from ..base.seeds import derive_seed
 from ..codecs import Codec, Part
 from ..codecs._low_rank import orthonormal, product, random_factor, square_shape
 from ..codecs.powersgd import PowerSGD
-from ..seeds import derive_seed
-from ..timeline import here
+from ..observe.timeline import here
 from ..transport import Transport
 from ._base import check_pair, collective
 from .one_shot import one_shot

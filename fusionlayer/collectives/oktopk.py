@@ -10,10 +10,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec, TensorState
 from ..codecs._sparse import MEMORY
 from ..codecs.oktopk import BALANCE, OkTopk
-from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import check_pair, collective
 

@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec
-from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import collective
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..base.errors import require
 from ..codecs import Codec
-from ..errors import require
+from ..native.wire import DTYPE_CODES
 from ..transport import Transport
-from ..wire import DTYPE_CODES
 from . import halves
 from ._base import AllReduce, check_pair, get, get_gather, instead_of, is_gather
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from .. import codecs
-from ..clock import Clock, Stamp, clock_of
+from ..base.errors import ConfigError
 from ..codecs import Codec
-from ..errors import ConfigError
+from ..native.wire import DTYPE_CODES
+from ..process.clock import Clock, Stamp, clock_of
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
-from ..wire import DTYPE_CODES
 from . import zipped as zipping
 from ._alpha_beta import AlphaBeta
 from ._base import check_pair, collective

@@ -10,8 +10,8 @@ from operator import or_
 import torch
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec, TransformCodec, TwoLevelCodec
-from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import check_pair, collective, split_evenly, sums_anew
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline

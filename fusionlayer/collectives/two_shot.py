@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
+from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec, TransformCodec
-from ..seeds import derive_seed
 from ..transport import Transport
 from ._base import collective, split_evenly
 from ._one_launch import sum_in_one_launch

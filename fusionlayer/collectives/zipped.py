@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..base.errors import ConfigError, WireError
 from ..codecs import ChangeCodec, Codec, ZippedCodec
-from ..errors import ConfigError, WireError
+from ..native.wire import DTYPE_CODES
 from ..transport import Transport
-from ..wire import DTYPE_CODES
 from ._base import check_pair, collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
+from ..base.errors import UsageError
 from ..collectives import Scaling
-from ..errors import UsageError
 from ..transport import Transport
 from .operation import Operation, Reduce
 from .pages import by_large_pages

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import again
 from ..collectives import Scaling
-from ..errors import again
 from ..transport import Transport
 from .requests import Key, Signature
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.errors import WireError
 from ..collectives import Scaling
-from ..errors import WireError
 
 __all__ = [
     "ALL_RANKS",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
-from ..timeline import Timeline
+from ..base.errors import ConfigError
+from ..observe.timeline import Timeline
 from ..transport import Transport
 from ..transport._base import URGENT
 from .execution import OperationPart, execute

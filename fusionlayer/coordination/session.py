@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, again
-from ..timeline import Timeline
+from ..base.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, again
+from ..observe.timeline import Timeline
 from ..transport import Transport
 from ..transport.star import Center, Connection, connect, damaged
 from .central import fits, hand_out, to_bytes

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore
 
-from ..bounded import Aside, bounded
-from ..errors import TransportError
-from ..interfaces import own_address, reachable_names
-from ..processes import node_name
-from ..stores import SealedStore, dial, mark, serve
+from ..base.errors import TransportError
+from ..launch.stores import SealedStore, dial, mark, serve
+from ..process.bounded import Aside, bounded
+from ..process.interfaces import own_address, reachable_names
+from ..process.processes import node_name
 from .generation import Address
 
 __all__ = ["DistantStore", "is_reachable", "is_refused", "open_store", "reach", "sealed"]

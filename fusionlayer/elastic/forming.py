@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
-from .. import outages
-from ..errors import TransportError
-from ..processes import Identity
+from ..base.errors import TransportError
+from ..process import outages
+from ..process.processes import Identity
 from .desk import DistantStore, is_reachable, is_refused
 from .generation import Address, Generation, Member, Report, decode_member, encode_member
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import TransportError
-from ..processes import Identity
+from ..base.errors import TransportError
+from ..process.processes import Identity
 
 __all__ = ["Address", "Generation", "Member", "Report"]
 

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
-from .. import files, outages
-from ..bounded import bounded
-from ..config import Config
-from ..errors import ConfigError, PlanMismatch, TransportError, kind_of
-from ..interfaces import is_loopback, with_port
+from ..base import files
+from ..base.config import Config
+from ..base.errors import ConfigError, PlanMismatch, TransportError, kind_of
 from ..launch import Place
-from ..processes import Identity, node_name
-from ..stores import SealedStore
+from ..launch.stores import SealedStore
+from ..process import outages
+from ..process.bounded import bounded
+from ..process.interfaces import is_loopback, with_port
+from ..process.processes import Identity, node_name
 from ..transport import Transport, local
 from ..transport.c10d import C10dTransport
 from .desk import DistantStore, open_store, reach, sealed

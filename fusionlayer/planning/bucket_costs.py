@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import codecs, collectives
+from ..base.plan import Bucket
 from ..codecs import Codec, TwoLevelCodec
-from ..plan import Bucket
 from ..scheduler.planners import StepCosts
 from .cluster import Cluster, Scenario
 from .collective_phases import BETWEEN, Phase, message_phases

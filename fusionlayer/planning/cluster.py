@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..registry import nearest
+from ..base.errors import ConfigError
+from ..base.registry import nearest
 from .connections import CONGESTION_CONTROLS, Connections, way_name
 from .cost_model import AlphaBeta, Cost, LinkCost, parse_rate
 from .profile import Profile

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from .. import codecs, records
+from .. import codecs
+from ..base import records
+from ..base.errors import ConfigError
+from ..base.plan import TensorInfo
+from ..base.registry import nearest
 from ..codecs import Codec
-from ..errors import ConfigError
-from ..plan import TensorInfo
-from ..registry import nearest
 from .fidelities import AUTO, FIDELITIES, LOCAL
 
 __all__ = ["AUTO", "FIDELITIES", "LOCAL", "CodecChoice", "CodecRules", "CodecRule"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..base.errors import ConfigError
 from ..collectives._hops import segments
 from ..collectives.integer_sum import LARGEST
-from ..errors import ConfigError
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, LinkCost
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..registry import nearest
+from ..base.errors import ConfigError
+from ..base.registry import nearest
 
 __all__ = ["CONGESTION_CONTROLS", "Connections", "tcp_rate", "way_name"]
 

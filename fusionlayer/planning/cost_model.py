@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..base.errors import ConfigError
 from ..collectives._alpha_beta import AlphaBeta
-from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from scipy.interpolate import interp1d

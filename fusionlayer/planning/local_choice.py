@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..scheduler.planners import Planner
 from .bucket_costs import short_name
 from .cluster import Scenario

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from .codec_rules import FIDELITIES, LOCAL
 from .collective_phases import BETWEEN, Phase
 from .simulation import Compute, Load, run_local_steps

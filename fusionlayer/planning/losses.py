@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from .. import codecs, records
-from ..errors import ConfigError
+from .. import codecs
+from ..base import records
+from ..base.errors import ConfigError
 from .bucket_costs import short_name
 
 __all__ = ["LossCost", "LossCosts"]

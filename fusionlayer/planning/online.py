@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 import torch
 
 from .. import codecs
-from ..clock import HOST, Clock
+from ..base.errors import ConfigError
+from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
-from ..errors import ConfigError
-from ..plan import FusionPlan, TensorInfo
+from ..process.clock import HOST, Clock
 from ..scheduler.engine import Engine
 from ..scheduler.plan_controller import PlanController, StepSeconds
 from ..scheduler.planners import Planner

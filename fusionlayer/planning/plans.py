@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
-from ..plan import FusionPlan, TensorInfo
 from ..scheduler.fusing import fuse
 from ..scheduler.planners import Planner, StepCosts
 from .bucket_costs import costs_of

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import collectives
-from ..errors import ConfigError
-from ..plan import FusionPlan
+from ..base.errors import ConfigError
+from ..base.plan import FusionPlan
 from ..scheduler.order import send_order
 from .bucket_costs import BucketCosts, codec_of, costs_of
 from .cluster import Scenario

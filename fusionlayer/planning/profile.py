@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from .. import records
-from ..errors import ConfigError
-from ..plan import TensorInfo
-from ..registry import nearest
+from ..base import records
+from ..base.errors import ConfigError
+from ..base.plan import TensorInfo
+from ..base.registry import nearest
 from .cost_model import CodecCost, Cost, LinkCost, parse_rate
 
 __all__ = ["PROFILE_VERSION", "Gradient", "Machine", "Model", "Profile", "Validation"]

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Protocol
 
 from .. import codecs, collectives
-from ..config import Config
-from ..errors import ConfigError
-from ..plan import TensorInfo
-from ..registry import nearest
+from ..base.config import Config
+from ..base.errors import ConfigError
+from ..base.plan import TensorInfo
+from ..base.registry import nearest
 from ..scheduler import planners
 from ..scheduler.lane import LANES
 from ..scheduler.planners import StepCosts

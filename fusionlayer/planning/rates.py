@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..transport import Transport
 from .cost_model import parse_rate
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .. import codecs, collectives
-from ..clock import HOST, Clock
 from ..codecs import Codec
 from ..collectives._alpha_beta import AlphaBeta
+from ..process.clock import HOST, Clock
 from .bucket_costs import BucketCosts
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, Curve, LinkCost

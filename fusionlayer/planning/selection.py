@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .. import codecs, collectives
+from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
-from ..plan import FusionPlan, TensorInfo
 from ..scheduler.planners import Planner
 from .bucket_costs import BucketCosts, costs_of
 from .cluster import Scenario

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ..errors import ConfigError, kind_of
+from ..base.errors import ConfigError, kind_of
 
 __all__ = ["Place", "parse", "seconds_of"]
 

@@ -7,7 +7,7 @@ import ssl
 import threading
 from contextlib import suppress
 
-from ..errors import ConfigError, TransportError, WireError
+from ..base.errors import ConfigError, TransportError, WireError
 from .address import Place
 from .frames import BEAT, DATA, GONE, Channel, guard
 from .greeting import greet

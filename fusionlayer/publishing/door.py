@@ -11,7 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..transport._introduction import is_exhausted
 from .address import Place
 from .frames import guard

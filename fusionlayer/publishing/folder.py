@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import files
-from ..errors import ConfigError, FusionLayerError, UsageError, WireError
+from ..base import files
+from ..base.errors import ConfigError, FusionLayerError, UsageError, WireError
 from .address import Place
 from .outlet import Outlet
 from .signing import SIGNED_BYTES, checks, seal, sign

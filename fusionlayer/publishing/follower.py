@@ -11,8 +11,8 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
-from .. import forks
-from ..errors import ConfigError, FusionLayerError, TransportError, UsageError, WireError, again
+from ..base.errors import ConfigError, FusionLayerError, TransportError, UsageError, WireError, again
+from ..process import forks
 from .address import Place, parse, seconds_of
 from .client import TcpSource
 from .folder import FolderSource

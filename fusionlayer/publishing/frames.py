@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 
-from ..errors import WireError
+from ..base.errors import WireError
 from ..transport._secrets import TAG_BYTES, Keys, Seal
 from .snapshot import Snapshot
 from .update import Update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from ..errors import ConfigError, TransportError, WireError
+from ..base.errors import ConfigError, TransportError, WireError
 from ..transport._secrets import NONCE_BYTES, PROOF_BYTES, Keys, is_proof, make_nonce, prove
 from .frames import receive
 from .keyring import NAME_BYTES, Keyring, is_name, key

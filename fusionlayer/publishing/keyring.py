@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import ConfigError, kind_of
+from ..base.errors import ConfigError, kind_of
 from ..transport._secrets import make_nonce, slow_key
 
 __all__ = ["Keyring", "check_name", "common_of", "is_name", "keyring_of"]

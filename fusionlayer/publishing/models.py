@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, kind_of
-from ..plan import plain_name
+from ..base.errors import ConfigError, kind_of
+from ..base.plan import plain_name
 from .snapshot import digest_of, identity
 
 __all__ = ["check_model", "load", "named_tensors"]

@@ -8,8 +8,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from .. import forks
-from ..errors import FusionLayerError, again
+from ..base.errors import FusionLayerError, again
+from ..process import forks
 from .address import Place
 from .keyring import Keyring
 from .snapshot import Snapshot

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import WireError
+from ..base.errors import WireError
 from ..transport._secrets import TAG_BYTES, Seal
 from .frames import BEAT, GONE, HAVE, PREFIX_BYTES, Parcel, check_tag, frame, read_frame
 from .greeting import HELLO_BYTES, Greeting

@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 from queue import SimpleQueue
 
-from .. import counts
-from ..errors import WireError
+from ..base.errors import WireError
+from ..observe import counts
 from .address import Place
 from .door import Door, Refusals, share
 from .frames import Parcel, guard

@@ -6,7 +6,7 @@ import hmac
 import json
 from collections.abc import Callable, Sequence
 
-from ..errors import WireError
+from ..base.errors import WireError
 
 __all__ = ["SIGNED_BYTES", "checks", "seal", "sign"]
 

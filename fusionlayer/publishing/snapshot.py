@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, kind_of
+from ..base.errors import ConfigError, kind_of
 from .tensors import memory
 
 __all__ = ["Snapshot", "check_tensor", "copied", "digest_of", "identity", "tied"]

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.errors import WireError, kind_of
 from ..codecs.delta import Delta
 from ..codecs.zip import Zip
-from ..errors import WireError, kind_of
-from ..wire import DTYPE_CODES
+from ..native.wire import DTYPE_CODES
 
 __all__ = ["DTYPES", "Message", "decode", "encode", "expected_bytes", "memory", "shape_of"]
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, kind_of
+from ..base.errors import ConfigError, kind_of
 from .address import Place
 from .keyring import Keyring, key
 

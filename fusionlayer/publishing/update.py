@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import WireError
-from ..wire import WIRE_VERSION
+from ..base.errors import WireError
+from ..native.wire import WIRE_VERSION
 from .snapshot import Snapshot, digest_of, tied
 from .tensors import DTYPES, Message, decode, encode, expected_bytes, memory, shape_of
 

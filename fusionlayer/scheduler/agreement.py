@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..base.errors import PlanMismatch
+from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
 from ..collectives import TAKES_SHARES
-from ..errors import PlanMismatch
-from ..plan import FusionPlan, TensorInfo
-from ..timeline import Timeline
+from ..observe.timeline import Timeline
 from ..transport import Transport
 from .failure import tensors_that_differ
 from .fusing import check_pairs, fuse

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base.plan import Bucket
+from ..base.seeds import derive_seed
 from ..codecs import Codec, TensorState
 from ..collectives import Gather, MessageSpan
-from ..plan import Bucket
-from ..seeds import derive_seed
-from ..timeline import Timeline
+from ..native.wire import aligned
+from ..observe.timeline import Timeline
 from ..transport import Transport
-from ..wire import aligned
 from .buffers import PACKING, Buffer
 
 __all__ = ["AheadBuffer"]

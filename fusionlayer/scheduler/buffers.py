@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from ..base.plan import Bucket
+from ..base.seeds import derive_seed
 from ..codecs import Codec, PackedResidual
 from ..collectives import AllReduce, Scaling, reduce_flat
-from ..plan import Bucket
-from ..seeds import derive_seed
-from ..timeline import Timeline
+from ..observe.timeline import Timeline
 from ..transport import Transport
 
 __all__ = ["PACKING", "Buffer", "FlatBuffer"]

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from ..errors import ConfigError, UsageError
-from ..plan import FusionPlan, TensorInfo
+from ..base.errors import ConfigError, UsageError
+from ..base.plan import FusionPlan, TensorInfo
 from .plan_controller import PlanController
 
 __all__ = ["Cadence"]

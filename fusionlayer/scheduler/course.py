@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..clock import Clock
+from ..base.errors import UsageError
+from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec
-from ..errors import UsageError
-from ..plan import Bucket, FusionPlan, TensorInfo
-from ..timeline import Timeline
+from ..observe.timeline import Timeline
+from ..process.clock import Clock
 from ..transport import Transport
 from .agreement import Agreement
 from .cadence import Cadence

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from ..clock import Clock, clock_of
+from ..base.errors import UsageError
+from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec
 from ..collectives import UNSCALED, Scaling
-from ..errors import UsageError
-from ..plan import Bucket, FusionPlan, TensorInfo
-from ..timeline import Timeline
+from ..observe.timeline import Timeline
+from ..process.clock import Clock, clock_of
 from ..transport import Transport
 from .agreement import Agreement
 from .cadence import Cadence

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..errors import FusionLayerError, TransportError
-from ..plan import Bucket, TensorInfo
+from ..base.errors import FusionLayerError, TransportError
+from ..base.plan import Bucket, TensorInfo
 from ..transport import Transport
 
 __all__ = ["located", "tensors_that_differ"]

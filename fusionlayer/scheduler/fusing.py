@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .. import codecs, collectives
+from ..base.errors import ConfigError
+from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec
-from ..errors import ConfigError
-from ..plan import Bucket, FusionPlan, TensorInfo
 from .planners import Planner, StepCosts
 
 __all__ = ["check_pairs", "fuse", "slot_alignment"]

@@ -9,10 +9,10 @@ from functools import cache
 import torch
 
 from .. import codecs, collectives
+from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec, PartsCodec
 from ..collectives import Scaling
-from ..plan import Bucket, FusionPlan, TensorInfo
-from ..timeline import Timeline
+from ..observe.timeline import Timeline
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
 from .memory import Memory

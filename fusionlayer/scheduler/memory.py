@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import ConfigError
+from ..base.plan import Bucket
 from ..codecs import Codec, PackedPart, PackedResidual, Part, StatefulCodec, TensorState
-from ..errors import ConfigError
-from ..plan import Bucket
 
 __all__ = ["FEEDBACK_BITS", "Memory", "merged_residuals"]
 
@@ -21,8 +21,7 @@ FEEDBACK_BITS = (32, 8)
 """The bits that an element of a residual may take between two steps."""
 
 
-memories: weakref.WeakSet[Memory] = weakref.WeakSet()
-"""All that this process has."""
+_memories: weakref.WeakSet[Memory] = weakref.WeakSet()  # all that this process has
 
 
 class Memory:
@@ -47,7 +46,7 @@ class Memory:
         self._before: dict[str, dict[str, Any]] = {}
         self._spare: dict[str, Tensor] = {}
         self._states: dict[str, TensorState] = {}
-        memories.add(self)
+        _memories.add(self)
         # With 8 bits: the residuals, in place of those of the states; views of what a bucket keeps, if there is one.
         self._packed: dict[str, PackedPart] = {}
         self._codecs: dict[str, StatefulCodec] = {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..clock import HOST, Clock, Stamp
+from ..process.clock import HOST, Clock, Stamp
 from ..transport import Transport
 
 __all__ = ["SendOrder", "send_order"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..clock import HOST, Clock, Stamp
-from ..plan import FusionPlan
+from ..base.plan import FusionPlan
+from ..process.clock import HOST, Clock, Stamp
 from ..transport import Transport
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..clock import Clock
-from ..errors import ConfigError, UsageError
-from ..plan import FusionPlan
-from ..timeline import Timeline
+from ..base.errors import ConfigError, UsageError
+from ..base.plan import FusionPlan
+from ..observe.timeline import Timeline
+from ..process.clock import Clock
 from .buffers import Buffer
 from .layout import Layout
 from .plan_controller import StepTimer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..clock import Clock, Stamp
-from ..seeds import derive_seed
-from ..timeline import Timeline
+from ..base.seeds import derive_seed
+from ..observe.timeline import Timeline
+from ..process.clock import Clock, Stamp
 from ..transport import Transport
 from .buffers import Buffer
 from .failure import located

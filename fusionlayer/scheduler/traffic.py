@@ -9,11 +9,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .. import counts
-from ..clock import Clock
-from ..errors import again
-from ..plan import FusionPlan
-from ..timeline import Timeline
+from ..base.errors import again
+from ..base.plan import FusionPlan
+from ..observe import counts
+from ..observe.timeline import Timeline
+from ..process.clock import Clock
 from ..transport import Transport
 from ..transport._capture import refuse_capture
 from ..transport._clocks import measure_clock

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from weakref import WeakSet
 
-from .. import forks
-from ..bounded import settle
-from ..errors import FusionLayerError, again, forget
+from ..base.errors import FusionLayerError, again, forget
+from ..process import forks
+from ..process.bounded import settle
 
 __all__ = ["Job", "Jobs", "Worker"]
 

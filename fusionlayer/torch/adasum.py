@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..transport import Transport
 
 __all__ = ["all_reduce", "check_world"]

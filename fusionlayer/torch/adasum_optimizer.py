@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ConfigError, UsageError
-from ..integrations.averaging import claim, refuse_averaged, refuse_wrapper
-from ..integrations.enrolment import Roster
-from ..integrations.live import refuse_twice
+from ..base.errors import ConfigError, UsageError
+from ..training.averaging import claim, refuse_averaged, refuse_wrapper
+from ..training.enrolment import Roster
+from ..training.live import refuse_twice
 from . import mpi_ops as ops
 from .adasum import check_world
 from .basics import size

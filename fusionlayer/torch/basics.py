@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import context
+from ..base.errors import ConfigError, FusionLayerError, require
 from ..coordination import Session
-from ..errors import ConfigError, FusionLayerError, require
-from ..timeline import Timeline
+from ..observe.timeline import Timeline
 from ..transport import Transport, local
 from . import environment
 

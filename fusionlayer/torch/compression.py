@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import codecs
+from ..base.errors import ConfigError
 from ..codecs import Codec
-from ..errors import ConfigError
 
 __all__ = ["CodecCompressor", "Compression", "Compressor", "codec_of"]
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import config
+from ..base import config
+from ..base.errors import ConfigError
 from ..coordination import Patience
-from ..errors import ConfigError
 
 __all__ = ["VARIABLES", "Settings", "elastic_timeout", "is_set", "read"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from ..errors import ConfigError, kind_of, require
+from ..base.errors import ConfigError, kind_of, require
 from ..functional import pickled
 from ..transport._announced import pass_on, take_in
 from . import mpi_ops as ops

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
+from ..base.errors import FusionLayerError
 from ..coordination import Session
-from ..errors import FusionLayerError
-from ..integrations.step_state import StepState
 from ..scheduler.worker import Job, Worker
+from ..training.step_state import StepState
 from .basics import HorovodInternalError, session
 
 __all__ = ["enlist", "join"]

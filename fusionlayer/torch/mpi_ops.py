@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FusionLayerError, UsageError, require, whole_numbers
+from ..base.errors import ConfigError, FusionLayerError, UsageError, require, whole_numbers
 from .basics import HorovodInternalError, session
 from .compression import Compression, codec_of
 from .process_sets import ProcessSet, global_process_set, number_of

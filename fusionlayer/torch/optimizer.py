@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import codecs, functional
+from ..base.errors import ConfigError, require
 from ..codecs import Codec
-from ..errors import ConfigError, require
-from ..integrations import optimizer as _optimizer
-from ..integrations.sparse import ByName
+from ..training import optimizer as _optimizer
+from ..training.sparse import ByName
 from ..transport import Transport, local
 from .adasum_optimizer import adasum_optimizer
 from .basics import session, size

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..base.errors import ConfigError, FusionLayerError, require
 from ..coordination.requests import ALL_RANKS
-from ..errors import ConfigError, FusionLayerError, require
 from ..transport import Transport
 from .basics import HorovodInternalError, rank, session, size
 

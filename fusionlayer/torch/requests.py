@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..base.deprecations import deprecated
+from ..base.errors import ConfigError, FusionLayerError, UsageError, require
+from ..base.seeds import derive_seed
 from ..codecs import Codec, Part, PartsCodec
 from ..collectives import Scaling, reduce_flat
 from ..coordination import Reduce
 from ..coordination.operation import DTYPES
-from ..deprecations import deprecated
-from ..errors import ConfigError, FusionLayerError, UsageError, require
-from ..seeds import derive_seed
 from ..transport import Transport
 from .basics import HorovodInternalError, session
 from .process_sets import ProcessSet, global_process_set, number_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import WireError
+from ..base.errors import WireError
 
 __all__ = ["pass_on", "take_in"]
 

@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, PlanMismatch, TransportError
-from ..wire import digest
+from ..base.errors import ConfigError, PlanMismatch, TransportError
+from ..native.wire import digest
 
 __all__ = ["URGENT", "Transport"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..processes import Identity
+from ..process.processes import Identity
 from ._signs import Diagnosis
 from ._states import UNREADABLE, decode_cause, decode_state, encode_cause
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 __all__ = ["Call", "peers"]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 
 __all__ = ["DRIVER", "beside_captures", "refuse_capture"]
 

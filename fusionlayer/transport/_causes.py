@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..processes import Identity
+from ..process.processes import Identity
 from ._signs import Diagnosis
 
 __all__ = ["Cause"]

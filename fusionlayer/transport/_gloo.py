@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..bounded import Aside, Overdue
+from ..process.bounded import Aside, Overdue
 from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
 from ._gloo_store import GlooStore

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, UsageError
+from ..base.errors import ConfigError, UsageError
 from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage

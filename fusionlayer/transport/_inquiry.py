@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..processes import Identity
+from ..process.processes import Identity
 from ._board import Board
 from ._calls import Call
 from ._signs import EVIDENT, Diagnosis, Sign

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import forks
-from ..errors import PlanMismatch, TransportError, UsageError, again
-from ..processes import node_name
-from ..timeline import here
+from ..base.errors import PlanMismatch, TransportError, UsageError, again
+from ..observe.timeline import here
+from ..process import forks
+from ..process.processes import node_name
 from ._base import Transport
 from ._calls import Call, peers
 from ._capture import refuse_capture

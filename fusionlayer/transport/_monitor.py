@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .. import forks
+from ..process import forks
 from ._calls import Call
 from ._causes import Cause
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .. import forks
-from ..errors import ConfigError, UsageError
+from ..base.errors import ConfigError, UsageError
+from ..process import forks
 from ._checks import compare, room, seal
 from ._exchange_link import ExchangeLink
 from ._link import LinkError, LinkMessage

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..bounded import Overdue, bounded
+from ..process.bounded import Overdue, bounded
 from ._link import LinkMessage, RowLink
 from ._queueing_link import QueueingLink
 

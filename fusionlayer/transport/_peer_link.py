@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from ._copy_engines import CopyEngines
 from ._link import Link, LinkError, LinkMessage
 from ._peer_memory import Counter, Counters, Gather, OutOfReach, PeerMemory, together

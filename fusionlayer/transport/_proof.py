@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import job_key
+from ..launch import job_key
 from ._gloo import GlooLink
 from ._link import LinkError, LinkMessage
 

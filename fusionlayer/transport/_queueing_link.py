@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ..errors import again
+from ..base.errors import again
 from ._capture import beside_captures
 from ._link import DeviceError, Link, LinkError
 

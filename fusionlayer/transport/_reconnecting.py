@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from ..interfaces import family_of
+from ..process.interfaces import family_of
 from ._introduction import PATIENCE, Keys, Reception, introduce
 from ._link import LinkError
 from ._socket_options import Place, Told, ways

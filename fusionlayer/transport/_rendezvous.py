@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from .. import outages
-from ..bounded import Overdue, bounded
-from ..errors import TransportError
-from ..processes import Identity
-from ..stores import EndingStore
+from ..base.errors import TransportError
+from ..launch.stores import EndingStore
+from ..process import outages
+from ..process.bounded import Overdue, bounded
+from ..process.processes import Identity
 from ._calls import Call
 from ._link import LinkError
 from ._signs import Diagnosis

@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ..processes import Identity
+from ..process.processes import Identity
 from ._link import LinkError
 from ._sum import sum_in_rank_order
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import TransportError
-from ..interfaces import own_address, reachable_names
-from ..processes import node_name
-from ..stores import dial, mark, serve
+from ..base.errors import TransportError
+from ..launch.stores import dial, mark, serve
+from ..process.interfaces import own_address, reachable_names
+from ..process.processes import node_name
 
 __all__ = ["open_store"]
 

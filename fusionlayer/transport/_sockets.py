@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from .. import forks, libraries
-from ..job_key import shared_secret
-from ..processes import node_name
+from ..launch.job_key import shared_secret
+from ..native import libraries
+from ..process import forks
+from ..process.processes import node_name
 from ._exchange_link import ExchangeLink
 from ._introduction import Keys
 from ._link import DamagedMessage, LinkError, LinkMessage

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import printable
+from ..base.errors import printable
 from ._calls import Call
 
 __all__ = ["UNREADABLE", "decode_cause", "decode_state", "encode_cause", "encode_state"]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import TransportError, UsageError, require
-from ..processes import Identity
+from ..base.errors import TransportError, UsageError, require
+from ..process.processes import Identity
 from ._faster import is_faster
 from ._gloo import GlooLink
 from ._link import Link, LinkError

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..processes import Identity
+from ..process.processes import Identity
 from ._board import Board
 from ._calls import Call
 from ._causes import Cause

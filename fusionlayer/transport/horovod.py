@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import TransportError, UsageError
+from ..base.errors import TransportError, UsageError
 from ._horovod_link import HorovodLink, import_horovod, load_horovod
 from ._link import Link
 from ._linked import LinkedTransport

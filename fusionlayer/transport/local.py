@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, TransportError
-from ..timeline import here
+from ..base.errors import ConfigError, TransportError
+from ..observe.timeline import here
 from ._base import Transport
 from ._calls import Call
 from ._sum import sum_in_rank_order

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import TransportError
+from ..base.errors import TransportError
 from ._link import Link
 from ._linked import LinkedTransport
 from ._mpi_link import MpiLink, load_mpi

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TransportError
-from ..interfaces import is_loopback, own_address, reachable_names
-from ..job_key import shared_secret
-from ..processes import node_name
-from ..stores import listen
+from ..base.errors import TransportError
+from ..launch.job_key import shared_secret
+from ..launch.stores import listen
+from ..process.interfaces import is_loopback, own_address, reachable_names
+from ..process.processes import node_name
 from ._base import Transport
 from ._introduction import PATIENCE, Reception, introduce
 from ._link import damaged

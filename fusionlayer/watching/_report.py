@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from .. import files, records
-from ..errors import ConfigError
-from ..processes import Identity
+from ..base import files, records
+from ..base.errors import ConfigError
+from ..process.processes import Identity
 from ._judge import Finding
 from ._states import State
 

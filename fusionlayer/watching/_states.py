@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from .. import records
-from ..errors import ConfigError
-from ..processes import Identity
+from ..base import records
+from ..base.errors import ConfigError
+from ..process.processes import Identity
 
 __all__ = ["BLOCK", "Channel", "Link", "Noted", "State", "decode", "encode"]
 

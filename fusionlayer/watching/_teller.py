@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import printable
-from ..processes import Identity
+from ..base.errors import printable
+from ..process.processes import Identity
 from . import _report
 from ._judge import Finding, judge
 from ._states import State, decode

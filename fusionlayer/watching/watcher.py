@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +15,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .. import config, counts, forks
-from ..errors import FusionLayerError, UsageError
-from ..processes import Identity
+from ..base import config
+from ..base.errors import FusionLayerError, UsageError
+from ..observe import counts
+from ..process import forks
+from ..process.processes import Identity
 from ..transport._monitor import monitor
 from . import _places, _report
 from ._judge import Finding
@@ -26,7 +29,7 @@ from ._recorder import Recorder
 from ._states import Channel, State, encode
 from ._teller import Teller
 
-__all__ = ["Watcher", "begin", "counted", "follow", "leave", "watch"]
+__all__ = ["Watcher", "begin", "follow", "leave", "watch"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -407,8 +410,8 @@ def _is_file(store: dist.Store) -> bool:
     return isinstance(store, dist.FileStore)
 
 
-def counted() -> dict[str, float]:
-    """Return the ``counts`` of this process's watcher; empty without one."""
+@counts.add_gauges
+def _gauges() -> Mapping[str, float]:
     return {} if _watcher is None else _watcher.counts()
 
 

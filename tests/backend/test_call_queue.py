@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from fusionlayer.backend import work
 from fusionlayer.backend.call_queue import CallQueue
-from fusionlayer.errors import FusionLayerError
+from fusionlayer.base.errors import FusionLayerError
 from fusionlayer.transport import Transport
 from tests.scheduler.test_streams import Echo
 from tests.streams import DEVICE, Gpu, Stream, planted

@@ -23,7 +23,7 @@ from fusionlayer import backend
 from fusionlayer.backend import calls
 from fusionlayer.backend.call_queue import CallQueue
 from fusionlayer.backend.group import CompressingGroup
-from fusionlayer.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
+from fusionlayer.base.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
 from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.ranks import over_threads

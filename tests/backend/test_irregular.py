@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusionlayer import backend
 from fusionlayer.backend.regular import Copies, _overlaps
-from fusionlayer.errors import UsageError
+from fusionlayer.base.errors import UsageError
 from tests.harness import run_ranks
 from tests.loops import looped
 

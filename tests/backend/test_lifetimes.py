@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fusionlayer as fl
-from fusionlayer.errors import TransportError
+from fusionlayer.base.errors import TransportError
 from tests.harness import run_ranks
 from tests.tiers import exhaustive, long
 

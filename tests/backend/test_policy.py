@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusionlayer.backend import OPS, CallPolicy, CallRule
 from fusionlayer.backend.choices import CallChoices
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from tests.loops import looped
 
 pytestmark = pytest.mark.short

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulate import compare, main, read_cells, summarize
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW
 
 from benchmarks.training.methods import about, select
 from benchmarks.variants import Variant
-from fusionlayer.plan import FusionPlan
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

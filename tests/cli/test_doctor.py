@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import fusionlayer
-from fusionlayer import codecs, libraries
+from fusionlayer import codecs
+from fusionlayer.base.errors import FusionLayerError
 from fusionlayer.cli import doctor, environment, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.cast import Raw
-from fusionlayer.errors import FusionLayerError
-from fusionlayer.interfaces import addresses
+from fusionlayer.native import libraries
+from fusionlayer.process.interfaces import addresses
 from tests.mpi import mpirun
 from tests.tiers import exhaustive
 

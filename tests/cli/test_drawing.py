@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import drawing
-from fusionlayer.errors import ConfigError
 from tests.tiers import needs
 
 pytestmark = pytest.mark.short

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fusionlayer import config
+from fusionlayer.base import config
+from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.cli import agent, agents, doctor, forwarded, fusionrun
 from fusionlayer.cli.agents import Agent
 from fusionlayer.cli.fusionrun import main
 from fusionlayer.cli.hosts import Host, assign, parse_hosts, read_hostfile, remote_command
-from fusionlayer.errors import ConfigError, TransportError
-from fusionlayer.interfaces import addresses
-from fusionlayer.last_error import leave_to_launcher
+from fusionlayer.launch.last_error import leave_to_launcher
+from fusionlayer.process.interfaces import addresses
 from tests.loops import looped
 from tests.mpi import ROOT
 from tests.ports import free_port

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from fusionlayer.base.errors import ConfigError, FusionLayerError
 from fusionlayer.cli import bench, main, outputs
 from fusionlayer.cli.spawn import RANKS_PREFIX
-from fusionlayer.errors import ConfigError, FusionLayerError
 from tests.cli.test_bench import measure
 from tests.tiers import DRAWS
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fusionlayer import context
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.cli import main
 from fusionlayer.collectives.switching import KINDS
-from fusionlayer.plan import FusionPlan
 from fusionlayer.planning.profile import Profile
 from fusionlayer.scheduler import planners
 from tests.cli.test_simulate import table_rows

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fusionlayer as fl
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import main
 from fusionlayer.cli.breakdown import break_down
 from fusionlayer.cli.verdict import told, verdict
-from fusionlayer.errors import ConfigError
 from fusionlayer.planning.recorded import Forecast, RecordedBucket, RecordedStep, forecast
 from tests.integrations.training import make_model, train
 from tests.loops import looped

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusionlayer.base.errors import ConfigError, WireError
+from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import Codec, Sparsifier, VariableSizeCodec, ZippedCodec
 from fusionlayer.codecs.integer import Int
 from fusionlayer.codecs.omnireduce import OmniReduce
 from fusionlayer.codecs.taco import Taco
-from fusionlayer.errors import ConfigError, WireError
-from fusionlayer.seeds import derive_seed
-from fusionlayer.wire import ALIGN
+from fusionlayer.native.wire import ALIGN
 from tests.synthetic import bit_patterns, gradient, noise
 
 from . import block_reference, int_reference

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import native
-from fusionlayer.errors import WireError
+from fusionlayer.base.errors import WireError
 
 from . import int_reference, threshold_oracle
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.codecs import Codec, TorchCodec
 from fusionlayer.codecs._base import registry
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import TensorInfo
+from fusionlayer.native.wire import Plane
 from fusionlayer.scheduler import Engine, planners
 from fusionlayer.transport import Transport
-from fusionlayer.wire import Plane
 from tests.collectives.conformance import conform, pairs
 from tests.loops import looped
 from tests.ranks import over_threads

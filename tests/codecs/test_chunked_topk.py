@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.chunked_topk import ChunkedTopK
-from fusionlayer.errors import ConfigError, WireError
 from tests.loops import looped
 from tests.synthetic import awkward, gradient
 from tests.tiers import tiered

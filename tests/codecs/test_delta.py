@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, native
+from fusionlayer.base.errors import ConfigError, FusionLayerError, WireError
 from fusionlayer.codecs.delta import Delta
-from fusionlayer.errors import ConfigError, FusionLayerError, WireError
 from tests.codecs.conformance import as_bits, same_bits
 from tests.loops import looped
 from tests.synthetic import bit_patterns, gradient, mixed

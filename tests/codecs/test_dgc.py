@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.dgc import DGC, clipping, warm_up_density
-from fusionlayer.errors import ConfigError
 from tests.loops import looped
 from tests.synthetic import gradient
 

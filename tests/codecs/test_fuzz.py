@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import WireError
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import WireError
 from tests.codecs.conformance import DTYPES, encoded, same_bits
 from tests.synthetic import gradient
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs.integer import FullRangeInt, Int
-from fusionlayer.errors import ConfigError
-from fusionlayer.seeds import derive_seed
 from tests.loops import looped
 from tests.synthetic import awkward, gradient
 

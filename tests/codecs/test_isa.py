@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fusionlayer
 from fusionlayer import native
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import ConfigError
 from tests.cores import all_cores
 from tests.synthetic import awkward
 from tests.tiers import exhaustive
@@ -134,7 +134,7 @@ def test_an_unknown_instruction_set_is_refused(restored: None) -> None:
 @pytest.mark.parametrize("given, expected", [("baseline", "baseline"), ("sparc", "FUSIONLAYER_ISA='sparc' cannot")])
 def test_the_environment_chooses_the_instruction_set(given: str, expected: str) -> None:
     code = (
-        "from fusionlayer import native\nfrom fusionlayer.errors import ConfigError\n"
+        "from fusionlayer import native\nfrom fusionlayer.base.errors import ConfigError\n"
         "try: print(native.isa())\nexcept ConfigError as error: print(error)"
     )
     environment = {**os.environ, "FUSIONLAYER_ISA": given}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs._low_rank import _gram, orthonormal, product, random_factor, square_shape
-from fusionlayer.errors import ConfigError
 from tests.loops import looped
 from tests.synthetic import gradient
 

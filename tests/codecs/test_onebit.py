@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import make_model, train, weights
 from tests.loops import looped

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError
-from fusionlayer.integrations.weights import both_ways
-from fusionlayer.seeds import derive_seed
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.seeds import derive_seed
+from fusionlayer.training.weights import both_ways
 from tests.loops import looped
 from tests.synthetic import gradient
 

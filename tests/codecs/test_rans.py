@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import native
+from fusionlayer.base.errors import WireError
 from fusionlayer.codecs.rans import Rans
 from fusionlayer.codecs.zip import Zip
-from fusionlayer.errors import WireError
 from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
 from tests.codecs.test_zip import NAMED, exponents, gaussian
 from tests.loops import looped

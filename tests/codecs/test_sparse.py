@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusionlayer import codecs, native
+from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import Sparsifier, TensorState
 from fusionlayer.codecs._sparse import Choice, ThresholdSparsifier, _layout
-from fusionlayer.errors import ConfigError, WireError
 from tests.loops import looped
 from tests.synthetic import gradient
 from tests.tiers import tiered

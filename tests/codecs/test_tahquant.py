@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs.tahquant import TAHQuant
-from fusionlayer.errors import ConfigError
 from tests.loops import looped
 from tests.synthetic import gradient
 

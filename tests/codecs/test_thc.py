@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, native
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs.thc import THC
-from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

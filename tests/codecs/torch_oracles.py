@@ -15,7 +15,7 @@ from fusionlayer.codecs import TorchCodec
 from fusionlayer.codecs._native import RUN
 from fusionlayer.codecs.tahquant import TAHQuant
 from fusionlayer.codecs.thc import THC
-from fusionlayer.wire import Plane
+from fusionlayer.native.wire import Plane
 
 from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.integer import Int
-from fusionlayer.errors import ConfigError
 from tests.synthetic import awkward, gradient
 
 KINDS = ("raw", "int4", "topk", "zip", "thc", "dynamiq", "powersgd", "tlq")

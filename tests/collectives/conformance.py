@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import collectives
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import AgreeingCodec, Codec, HomomorphicCodec, TwoLevelCodec
-from fusionlayer.errors import ConfigError
-from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
 from tests.synthetic import gradient

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives import MessageSpan
-from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests import samples
 from tests.codecs.variants import defaults, every, is_kind

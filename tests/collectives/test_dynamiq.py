@@ -10,13 +10,13 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError, TransportError
+from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.collectives import butterfly, ring
 from fusionlayer.collectives._hops import balanced
 from fusionlayer.collectives.halves import ring_reduce_scatter
-from fusionlayer.errors import ConfigError, TransportError
-from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
 from tests import samples
 from tests.integrations.training import make_model, reference, train, weights

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import WireError
 from fusionlayer.collectives._base import MessageSpan
 from fusionlayer.collectives.gather import gather_v
-from fusionlayer.errors import WireError
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

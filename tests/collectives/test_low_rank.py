@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Part
 from fusionlayer.codecs._low_rank import product, random_factor
 from fusionlayer.codecs.powersgd import PowerSGD
-from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.collectives.conformance import same_everywhere
 from tests.loops import looped

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import TransportError, WireError
+from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import AgreeingCodec, Codec, HomomorphicCodec
 from fusionlayer.collectives import _hops, butterfly, ring
 from fusionlayer.collectives._hops import HopSchedule, balanced
-from fusionlayer.errors import TransportError, WireError
-from fusionlayer.seeds import derive_seed
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped

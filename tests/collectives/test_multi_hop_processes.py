@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
-from fusionlayer.errors import TransportError
+from fusionlayer.base.errors import TransportError
 from fusionlayer.transport.c10d import C10dTransport
 from tests.harness import checkpoint, outcomes_of
 

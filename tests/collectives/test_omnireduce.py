@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs.omnireduce import OmniReduce, Share
-from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs, collectives, libraries, native
+from fusionlayer import codecs, collectives, native
+from fusionlayer.native import libraries
 from fusionlayer.transport import C10dTransport, _peer_memory
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._link import LinkError

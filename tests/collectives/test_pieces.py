@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import TransportError
 from fusionlayer.codecs import Codec, HomomorphicCodec
 from fusionlayer.collectives._pieces import IN_FLIGHT, cut, pipeline
 from fusionlayer.collectives.halves import all_gather, reduce_scatter
 from fusionlayer.collectives.one_shot import one_shot
 from fusionlayer.collectives.two_shot import two_shot
-from fusionlayer.errors import TransportError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped

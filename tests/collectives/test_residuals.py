@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusionlayer import collectives
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
 from tests.loops import looped

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 import fusionlayer as fl
-from fusionlayer import clock as clocks
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs.zip import Zip
 from fusionlayer.collectives import switching
 from fusionlayer.collectives._alpha_beta import AlphaBeta
 from fusionlayer.collectives.switching import Costs, Switcher, describe, switcher_of
-from fusionlayer.errors import ConfigError
+from fusionlayer.process import clock as clocks
 from fusionlayer.transport import Transport, local
 from tests.codecs.conformance import same_bits
 from tests.fake_device import FakeDevice

@@ -10,7 +10,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives import halves
 from fusionlayer.collectives.two_level import grid
-from fusionlayer.integrations.weights import PRESETS
+from fusionlayer.training.weights import PRESETS
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
 from tests.harness import run_ranks

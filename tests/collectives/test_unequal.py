@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives import _unequal
 from fusionlayer.collectives._unequal import parts_of, two_shot_by_shares
 from fusionlayer.collectives.two_shot import two_shot
-from fusionlayer.errors import ConfigError
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
 from tests.loops import looped

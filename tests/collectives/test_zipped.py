@@ -11,9 +11,9 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import Codec
 from fusionlayer.collectives import halves, zipped
-from fusionlayer.errors import ConfigError, WireError
 from fusionlayer.transport import Transport, local
 from fusionlayer.transport._sum import sum_in_rank_order
 from tests.codecs.conformance import as_bits, same_bits

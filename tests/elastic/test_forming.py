@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import forming as elastic_forming
 from fusionlayer.elastic.desk import open_store
 from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former, ask_to_join
 from fusionlayer.elastic.generation import Address, Generation, Member, Report, encode_member
-from fusionlayer.errors import TransportError
-from fusionlayer.processes import Identity
+from fusionlayer.process.processes import Identity
 from tests.loops import looped
 from tests.transport.relays import Relay
 

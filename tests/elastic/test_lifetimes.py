@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
-from fusionlayer.errors import TransportError
+from fusionlayer.base.errors import TransportError
 from tests.harness import checkpoint, outcomes_of
 
 from .worker import begin

@@ -18,7 +18,7 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer.elastic import Generation, Members
-from fusionlayer.integrations import handover
+from fusionlayer.training.policies import handover
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._linked import LinkedTransport
 from fusionlayer.transport.c10d import C10dTransport

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fusionlayer as fl
-from fusionlayer.integrations import handover
+from fusionlayer.training.policies import handover
 from fusionlayer.transport import Transport
 from tests.harness import run_ranks
 

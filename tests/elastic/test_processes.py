@@ -17,9 +17,9 @@ from torch import nn
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
-from fusionlayer import metrics
-from fusionlayer.errors import TransportError
-from fusionlayer.integrations import elastic_optimizer
+from fusionlayer.base.errors import TransportError
+from fusionlayer.observe import metrics
+from fusionlayer.training.policies import elastic_optimizer
 from fusionlayer.transport import Transport
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
 from tests.synthetic import gradient

@@ -12,7 +12,7 @@ import pytest
 
 import fusionlayer as fl
 from fusionlayer.launch import Place, find_place
-from fusionlayer.slurm import meeting_point
+from fusionlayer.launch.slurm import meeting_point
 from tests.test_guides import blocks, check_losses
 from tests.tiers import exhaustive, long
 

@@ -39,7 +39,7 @@ import torch
 from benchmarks import driver
 from benchmarks.report import Environment, write
 from fusionlayer import native
-from fusionlayer.errors import FusionLayerError
+from fusionlayer.base.errors import FusionLayerError
 from tests.gpu.conftest import LOG, UNTIL
 
 __all__ = ["LACKS", "SELECTIONS", "STAGES", "Stage", "main"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import fusionlayer as fl
+from fusionlayer.base.errors import WireError
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.delta import Delta
 from fusionlayer.codecs.thc import THC
-from fusionlayer.errors import WireError
 from tests.codecs.test_delta import moved
 from tests.gpu.place import GPU, needs_device
 from tests.synthetic import awkward, bit_patterns, gradient

@@ -11,7 +11,7 @@ import torch
 from fusionlayer import codecs, native
 from fusionlayer.codecs.dynamiq import DynamiQ
 from fusionlayer.codecs.integer import Int
-from fusionlayer.integrations.weights import Weights
+from fusionlayer.training.weights import Weights
 from tests.gpu.place import GPU, SMALL
 from tests.gpu.test_codec_gpu import DTYPES, LARGE, LENGTHS, same
 from tests.synthetic import awkward, gradient

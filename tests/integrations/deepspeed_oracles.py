@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 import fusionlayer as fl
-from fusionlayer.integrations.weights import Weights
+from fusionlayer.training.weights import Weights
 
 from . import deepspeed_training as training
 from .test_onebit_adam import signs_of

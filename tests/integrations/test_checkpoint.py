@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, WireError
+from fusionlayer.base.errors import ConfigError, WireError
 from tests.codecs.conformance import same_bits
 from tests.codecs.test_delta import moved
 from tests.synthetic import bit_patterns, gradient

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 
 pytestmark = pytest.mark.short
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fusionlayer import ConfigError, codecs
-from fusionlayer.integrations.deepspeed.gradients import padding_of
-from fusionlayer.integrations.deepspeed.one_bit import options_of
-from fusionlayer.integrations.deepspeed.section import ROUTERS, DeepSpeedSection, RoleCodec
-from fusionlayer.integrations.deepspeed.spans import GradientSpan, Spans
-from fusionlayer.integrations.weights import PRESETS, Weights
+from fusionlayer.frameworks.deepspeed.gradients import padding_of
+from fusionlayer.frameworks.deepspeed.one_bit import options_of
+from fusionlayer.frameworks.deepspeed.section import ROUTERS, DeepSpeedSection, RoleCodec
+from fusionlayer.frameworks.deepspeed.spans import GradientSpan, Spans
+from fusionlayer.training.weights import PRESETS, Weights
 from tests.loops import looped
 
 pytestmark = pytest.mark.short

@@ -19,9 +19,9 @@ from torch.optim import SGD
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
-from fusionlayer.config import Config
-from fusionlayer.integrations.moe import Dispatcher
-from fusionlayer.integrations.tensor_parallel import Channel
+from fusionlayer.base.config import Config
+from fusionlayer.parallel.moe import Dispatcher
+from fusionlayer.parallel.tensor_parallel import Channel
 from fusionlayer.transport import C10dTransport
 from tests.flips import Flips
 from tests.harness import outcomes_of, run_ranks

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn import functional
 
 import fusionlayer as fl
+from fusionlayer.base.errors import ConfigError, PlanMismatch
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import ConfigError, PlanMismatch
-from fusionlayer.integrations.fsdp_collectives import AllGather, ReduceScatter, ReplicaGather, _scale
-from fusionlayer.integrations.parameters import all_finite, local_part
+from fusionlayer.sharded.fsdp_collectives import AllGather, ReduceScatter, ReplicaGather, _scale
+from fusionlayer.training.parameters import all_finite, local_part
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.training import fill, weights
 from tests.synthetic import gradient

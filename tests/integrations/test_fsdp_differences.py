@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, UsageError
-from fusionlayer.integrations.fsdp import FSDPCompression
-from fusionlayer.integrations.weights import Weights
+from fusionlayer.base.errors import ConfigError, UsageError
+from fusionlayer.sharded.fsdp import FSDPCompression
+from fusionlayer.training.weights import Weights
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_fsdp import BF16, FEATURES, WIDTH, Layer, batch, same_on_all_ranks, train
 from tests.integrations.training import fill

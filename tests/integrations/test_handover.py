@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.errors import WireError
-from fusionlayer.integrations import handover
+from fusionlayer.base.errors import WireError
+from fusionlayer.training.policies import handover
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

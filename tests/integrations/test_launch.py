@@ -25,9 +25,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import fusionlayer as fl
 from fusionlayer import launch
-from fusionlayer.errors import TransportError
+from fusionlayer.base.errors import TransportError
 from fusionlayer.launch import Place, find_place, make_store
-from fusionlayer.slurm import meeting_point
+from fusionlayer.launch.slurm import meeting_point
 from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.loops import looped

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, PlanMismatch
-from fusionlayer.integrations.moe import Dispatcher, Experts
+from fusionlayer.base.errors import ConfigError, PlanMismatch
+from fusionlayer.parallel.moe import Dispatcher, Experts
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer import collectives, context
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import Codec, Part, PartsCodec
-from fusionlayer.errors import ConfigError
-from fusionlayer.integrations.tensor_parallel import Channel
-from fusionlayer.seeds import derive_seed
+from fusionlayer.parallel.tensor_parallel import Channel
 from fusionlayer.torch.compression import CodecCompressor
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind

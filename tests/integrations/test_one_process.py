@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError
-from fusionlayer.integrations.moe import Dispatcher
-from fusionlayer.integrations.tensor_parallel.channel import Channel
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.parallel.moe import Dispatcher
+from fusionlayer.parallel.tensor_parallel.channel import Channel
 from tests.loops import looped
 from tests.ranks import over_threads
 

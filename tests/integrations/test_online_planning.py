@@ -13,14 +13,14 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer import context
-from fusionlayer.clock import DeviceClock
-from fusionlayer.config import Config
-from fusionlayer.errors import ConfigError
-from fusionlayer.integrations import construction
-from fusionlayer.integrations.construction import GradientOptions, make_planning
+from fusionlayer.base.config import Config
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.prediction import plan_costs
 from fusionlayer.planning.profile import Profile
+from fusionlayer.process.clock import DeviceClock
+from fusionlayer.training import construction
+from fusionlayer.training.construction import GradientOptions, make_planning
 from fusionlayer.transport import local
 from tests.fake_device import FakeDevice
 from tests.harness import run_ranks

@@ -15,10 +15,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import fusionlayer as fl
+from fusionlayer.base.errors import ConfigError, UsageError
 from fusionlayer.collectives._base import registry
-from fusionlayer.errors import ConfigError, UsageError
-from fusionlayer.integrations.overlap import SEPARABLE
 from fusionlayer.scheduler.order import MEASURED, WARM_UP
+from fusionlayer.training.overlap import SEPARABLE
 from fusionlayer.transport import local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped

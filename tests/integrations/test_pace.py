@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import fusionlayer as fl
-from fusionlayer.clock import HostClock
-from fusionlayer.errors import ConfigError
-from fusionlayer.integrations import optimizer as fronts
-from fusionlayer.integrations.pace import Pace
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.local_steps import EveryRules
+from fusionlayer.process.clock import HostClock
+from fusionlayer.training import optimizer as fronts
+from fusionlayer.training.policies.pace import Pace
 from fusionlayer.transport import local
 from tests.integrations.training import train, weights
 from tests.loops import looped

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, PlanMismatch
+from fusionlayer.base.errors import ConfigError, PlanMismatch
 from tests.harness import run_ranks
 from tests.integrations.training import fill
 from tests.synthetic import gradient

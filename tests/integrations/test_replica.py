@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import fusionlayer as fl
-from fusionlayer.integrations.replica import Replica
-from fusionlayer.integrations.weights import Weights
+from fusionlayer.sharded.replica import Replica
+from fusionlayer.training.weights import Weights
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

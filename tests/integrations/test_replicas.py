@@ -14,9 +14,9 @@ from torch.optim import SGD
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
-from fusionlayer.config import Config
-from fusionlayer.integrations import replicas
-from fusionlayer.integrations.replicas import Replicas, broadcast_from_0, sum_of_bits
+from fusionlayer.base.config import Config
+from fusionlayer.training import replicas
+from fusionlayer.training.replicas import Replicas, broadcast_from_0, sum_of_bits
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped

@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 import fusionlayer as fl
 from fusionlayer import codecs
 from fusionlayer.collectives import halves
-from fusionlayer.integrations.sharded import ShardedOptimizer
-from fusionlayer.integrations.weights import Weights
+from fusionlayer.sharded.sharded import ShardedOptimizer
+from fusionlayer.training.weights import Weights
 from fusionlayer.transport import Transport
 from tests.harness import run_ranks
 from tests.loops import looped

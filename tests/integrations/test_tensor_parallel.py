@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError, PlanMismatch, UsageError
-from fusionlayer.integrations.tensor_parallel import Channel
+from fusionlayer.base.errors import ConfigError, PlanMismatch, UsageError
+from fusionlayer.parallel.tensor_parallel import Channel
 from fusionlayer.transport import Transport, local
 from tests.codecs.variants import defaults
 from tests.collectives.conformance import same_everywhere

@@ -15,8 +15,8 @@ from torch.distributed.tensor import parallel as stock
 from torch.nn import functional
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, TransportError
-from fusionlayer.integrations import tensor_parallel as ours
+from fusionlayer.base.errors import ConfigError, TransportError
+from fusionlayer.parallel import tensor_parallel as ours
 from tests.harness import run_ranks
 from tests.integrations.training import fill
 from tests.synthetic import gradient

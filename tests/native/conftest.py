@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import libraries
+from fusionlayer.native import libraries
 from tests.cores import all_cores
 from tests.native.cuda_build import build_script
 from tests.tiers import long

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fusionlayer import libraries
+from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs._native import NativeCodec
 from fusionlayer.collectives._base import split_evenly
-from fusionlayer.seeds import derive_seed
+from fusionlayer.native import libraries
 
 __all__ = ["WARPS", "Devices", "devices"]
 

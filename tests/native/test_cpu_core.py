@@ -20,8 +20,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fusionlayer import libraries, native
-from fusionlayer.errors import ConfigError, FusionLayerError, WireError
+from fusionlayer import native
+from fusionlayer.base.errors import ConfigError, FusionLayerError, WireError
+from fusionlayer.native import libraries
 from tests.loops import looped
 from tests.native.abi import (
     BAD_ARGUMENT,

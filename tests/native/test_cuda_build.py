@@ -15,7 +15,8 @@ import pytest
 import torch
 from setuptools.errors import SetupError
 
-from fusionlayer import libraries, native
+from fusionlayer import native
+from fusionlayer.native import libraries
 from tests.native.cuda_build import ARCH, CSRC, Build, build_script, built, compiled
 from tests.tiers import exhaustive, long
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusionlayer import libraries, native
+from fusionlayer import native
 from fusionlayer.codecs.zip import Zip
+from fusionlayer.native import libraries
 from tests.loops import looped
 from tests.native.abi import (
     BF16,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusionlayer import native
 from fusionlayer.codecs.rans import Rans
-from fusionlayer.wire import WireFormat
+from fusionlayer.native.wire import WireFormat
 from tests.native.abi import GUARD, Area
 from tests.synthetic import bit_patterns, gradient
 from tests.tiers import exhaustive

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusionlayer import native
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from tests.tiers import long
 
 pytestmark = pytest.mark.medium

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusionlayer import native
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from tests.native.conftest import CSRC, find_compiler
 from tests.native.test_fuzz import MARCH
 

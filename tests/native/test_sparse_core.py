@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusionlayer import native
-from fusionlayer.errors import FusionLayerError, WireError
+from fusionlayer.base.errors import FusionLayerError, WireError
 from tests.codecs import sparse_oracle as formulas
 from tests.loops import looped
 from tests.native import sparse_oracle as oracle

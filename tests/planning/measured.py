@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from fusionlayer.clock import Clock
 from fusionlayer.codecs import Codec
 from fusionlayer.planning.profiler import training
+from fusionlayer.process.clock import Clock
 from fusionlayer.transport import Transport
 
 __all__ = ["costs_measured"]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import TensorInfo
 from fusionlayer.planning import online
 from fusionlayer.planning.codec_rules import FIDELITIES, CodecRule, CodecRules
 from tests.loops import looped

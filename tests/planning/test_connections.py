@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Cluster, Scenario
 from fusionlayer.planning.collective_phases import exchange_phases, message_phases
 from fusionlayer.planning.connections import Connections, tcp_rate, way_name

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import AlphaBeta, Curve, LinkCost, parse_rate
 from tests.loops import looped

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusionlayer.clock import DeviceClock
-from fusionlayer.plan import FusionPlan
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.planning.bucket_costs import BucketCosts
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.collective_phases import ALGORITHMS
@@ -28,6 +27,7 @@ from fusionlayer.planning.profiler import (
     measure_step,
 )
 from fusionlayer.planning.simulation import Compute, Load, run_step
+from fusionlayer.process.clock import DeviceClock
 from fusionlayer.scheduler import StepSeconds
 from fusionlayer.transport import Transport
 from tests.fake_device import FakeDevice

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from fusionlayer.planning.local_choice import LocalChoice, choose_local

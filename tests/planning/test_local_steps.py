@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import FIDELITIES
 from fusionlayer.planning.collective_phases import Phase

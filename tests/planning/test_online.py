@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError, PlanMismatch
-from fusionlayer.plan import FusionPlan, TensorInfo
+from fusionlayer.base.errors import ConfigError, PlanMismatch
+from fusionlayer.base.plan import FusionPlan, TensorInfo
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import CodecRule, CodecRules
 from fusionlayer.planning.online import OnlinePlanner, ReplanSchedule

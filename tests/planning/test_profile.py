@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cost_model import AlphaBeta, Curve
 from fusionlayer.planning.profile import Profile, Validation
 from tests.loops import looped

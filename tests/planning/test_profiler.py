@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import TensorInfo
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.profiler import (
     BUILT_IN,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import TensorInfo
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning import prediction
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile, Validation

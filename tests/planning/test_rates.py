@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning import rates
 from fusionlayer.planning.rates import least_time, measure_rates, shares_by, shares_of
 from fusionlayer.transport import Transport

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.bucket_costs import short_name
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import CodecRule, CodecRules

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionlayer import collectives
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.collective_phases import ALGORITHMS, Phase, message_phases
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost

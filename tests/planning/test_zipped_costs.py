@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.collectives.switching import KINDS
-from fusionlayer.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.zipped_costs import expected_costs

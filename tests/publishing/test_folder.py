@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, FusionLayerError, TransportError, UsageError
+from fusionlayer.base.errors import ConfigError, FusionLayerError, TransportError, UsageError
 from fusionlayer.publishing.folder import File, files_of, newest_of, way
 from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, until

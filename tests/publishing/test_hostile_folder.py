@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, WireError
+from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.publishing.address import Place
 from fusionlayer.publishing.folder import FolderSource, files_of
 from fusionlayer.publishing.signing import seal

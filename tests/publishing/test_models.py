@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError
-from fusionlayer.integrations import publication
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.training import publication
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.publishing.states import bits, until

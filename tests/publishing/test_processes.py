@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.publishing.snapshot import Snapshot
 from tests.harness import checkpoint, outcomes_of
 from tests.publishing.gateway import Gateway

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, WireError
+from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.publishing import keyring
 from fusionlayer.publishing.frames import receive
 from fusionlayer.publishing.greeting import Greeting, greet

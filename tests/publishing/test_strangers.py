@@ -13,7 +13,7 @@ import pytest
 
 import fusionlayer as fl
 from benchmarks.strangers import flood
-from fusionlayer import metrics
+from fusionlayer.observe import metrics
 from fusionlayer.publishing import door
 from fusionlayer.publishing.address import parse
 from fusionlayer.publishing.door import Door, Refusals, share

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, FusionLayerError, TransportError, UsageError
+from fusionlayer.base.errors import ConfigError, FusionLayerError, TransportError, UsageError
 from tests.publishing.gateway import Gateway
 from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.publishing.trainer import LONG, Trainer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusionlayer as fl
-from fusionlayer.errors import ConfigError, TransportError
+from fusionlayer.base.errors import ConfigError, TransportError
 from tests.publishing.gateway import Gateway
 from tests.publishing.states import plain_state, until
 from tests.publishing.trainer import LONG, Trainer

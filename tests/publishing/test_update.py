@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusionlayer import native
-from fusionlayer.errors import WireError
+from fusionlayer.base.errors import WireError
 from fusionlayer.publishing.snapshot import Snapshot, digest_of
 from fusionlayer.publishing.update import Source, make, read
 from tests.loops import looped

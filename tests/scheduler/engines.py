@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.collectives import AllReduce
 from fusionlayer.collectives._base import registry
-from fusionlayer.plan import TensorInfo
 from fusionlayer.scheduler import Engine, planners
 from fusionlayer.transport import Transport
 from tests.synthetic import gradient

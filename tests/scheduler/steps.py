@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fusionlayer.plan import TensorInfo
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.bucket_costs import BucketCosts
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, Cost, LinkCost

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
-from fusionlayer.errors import ConfigError, PlanMismatch
-from fusionlayer.plan import FusionPlan, TensorInfo
+from fusionlayer.base.errors import ConfigError, PlanMismatch
+from fusionlayer.base.plan import FusionPlan, TensorInfo
+from fusionlayer.observe.timeline import Timeline
 from fusionlayer.scheduler import Engine, Memory, Scaling, planners
-from fusionlayer.timeline import Timeline
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
 from tests.codecs.toy_sparse import toy_sparse

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import FusionPlan, TensorInfo
 from fusionlayer.codecs import Codec, HomomorphicCodec
 from fusionlayer.codecs.onebit import OneBit
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import FusionPlan, TensorInfo
+from fusionlayer.observe.timeline import Timeline
 from fusionlayer.scheduler import Memory, Scaling, planners
-from fusionlayer.timeline import Timeline
 from fusionlayer.transport import Transport
 from tests.codecs.conformance import coarsest
 from tests.codecs.variants import defaults

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
-from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import Scaling, planners
 from fusionlayer.transport import Transport
 from tests.loops import looped

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import FusionLayerError, PlanMismatch, UsageError
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import FusionLayerError, PlanMismatch, UsageError
 from fusionlayer.scheduler import Engine, planners
 from fusionlayer.scheduler.order import MEASURED, WARM_UP
 from fusionlayer.transport import Transport

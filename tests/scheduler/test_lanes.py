@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import collectives
+from fusionlayer.base.errors import PlanMismatch, TransportError
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.codecs import Codec
-from fusionlayer.errors import PlanMismatch, TransportError
-from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import Engine, order
 from fusionlayer.scheduler.order import MEASURED, WARM_UP
 from fusionlayer.transport import Transport

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionlayer import codecs, native
+from fusionlayer.base.plan import Bucket, Slot
 from fusionlayer.codecs import TensorState
 from fusionlayer.collectives import get, halves
-from fusionlayer.plan import Bucket, Slot
+from fusionlayer.observe.timeline import Timeline
 from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import FlatBuffer
-from fusionlayer.timeline import Timeline
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.errors import ConfigError, PlanMismatch, UsageError
-from fusionlayer.plan import FusionPlan
+from fusionlayer.base.errors import ConfigError, PlanMismatch, UsageError
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.scheduler import Engine, Memory
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads

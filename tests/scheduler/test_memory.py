@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import Bucket, FusionPlan, TensorInfo
 from fusionlayer.codecs import PackedPart, PackedResidual
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import Bucket, FusionPlan, TensorInfo
 from fusionlayer.scheduler import Memory
 from tests.loops import looped
 

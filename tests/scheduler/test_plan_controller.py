@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusionlayer import clock, codecs
-from fusionlayer.errors import ConfigError, PlanMismatch
-from fusionlayer.plan import FusionPlan
+from fusionlayer import codecs
+from fusionlayer.base.errors import ConfigError, PlanMismatch
+from fusionlayer.base.plan import FusionPlan
+from fusionlayer.process import clock
 from fusionlayer.scheduler import Engine, Memory, PlanController, StepSeconds, planners
 from fusionlayer.scheduler.plan_controller import _UNREAD, StepTimer
 from fusionlayer.transport import Transport

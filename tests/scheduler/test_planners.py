@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import TensorInfo
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.planning.simulation import Span, Step
 from fusionlayer.scheduler import planners

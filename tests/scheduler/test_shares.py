@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fusionlayer import codecs
-from fusionlayer.errors import ConfigError
-from fusionlayer.plan import Bucket, FusionPlan, Slot
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.base.plan import Bucket, FusionPlan, Slot
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
+from fusionlayer.base.errors import TransportError, UsageError
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.collectives import _pieces
-from fusionlayer.errors import TransportError, UsageError
-from fusionlayer.plan import FusionPlan
 from fusionlayer.scheduler import Engine, layout, memory
 from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import Buffer, FlatBuffer

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from fusionlayer.errors import FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
-from fusionlayer.plan import Bucket, Slot
+from fusionlayer.base.errors import FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
+from fusionlayer.base.plan import Bucket, Slot
 from fusionlayer.scheduler import Worker, located
 from fusionlayer.scheduler.lane import Lane
 from fusionlayer.transport import Transport

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.torch import elastic
 from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.torch.elastic.torch_state import StateHandler, merge_feedback

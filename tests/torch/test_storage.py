@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.torch.elastic.storage import Storage, _own_folder
 from tests.loops import looped
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.errors import ConfigError, PlanMismatch, TransportError
+from fusionlayer.base.errors import ConfigError, PlanMismatch, TransportError
 from fusionlayer.transport import Transport
 
 # One more and one less than each length at which a message may be cut or handled another way.

@@ -11,7 +11,7 @@ import torch
 
 import fusionlayer as fl
 from fusionlayer import context
-from fusionlayer.errors import TransportError, UsageError
+from fusionlayer.base.errors import TransportError, UsageError
 from fusionlayer.transport.horovod import HorovodTransport
 from tests.transport import conformance
 from tests.transport.conformance import send_and_recv_by_tag, wrong_arguments_are_refused_and_harmless

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import fusionlayer as fl
 from fusionlayer import context
-from fusionlayer.errors import ConfigError, TransportError
+from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.transport.mpi import MpiTransport
 from tests.transport.conformance import all_gather_and_all_to_all, conform
 

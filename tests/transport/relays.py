@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusionlayer.interfaces import family_of
+from fusionlayer.process.interfaces import family_of
 from fusionlayer.transport import _sockets
 from fusionlayer.transport._reconnecting import Keeper
 from fusionlayer.transport._socket_options import SocketOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionlayer import interfaces
+from fusionlayer.process import interfaces
 from fusionlayer.transport import _socket_options, _sockets
 from fusionlayer.transport._link import LinkError
 from fusionlayer.transport._reconnecting import Keeper

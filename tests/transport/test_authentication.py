@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusionlayer import libraries
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.native import libraries
 from fusionlayer.transport import _introduction, _sockets
 from fusionlayer.transport._link import DamagedMessage, LinkError
 from fusionlayer.transport._socket_options import SocketOptions

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionlayer import stores
-from fusionlayer.errors import ConfigError, TransportError, UsageError
+from fusionlayer.base.errors import ConfigError, TransportError, UsageError
+from fusionlayer.launch import stores
 from fusionlayer.transport import C10dTransport, Transport, _linked
 from fusionlayer.transport._board import Board
 from fusionlayer.transport._monitor import STORE_PATIENCE

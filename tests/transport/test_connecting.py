@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer import context, launch, stores
-from fusionlayer.errors import TransportError
+from fusionlayer import context, launch
+from fusionlayer.base.errors import TransportError
+from fusionlayer.launch import stores
 from fusionlayer.transport import _shared_memory, star
 from fusionlayer.transport.c10d import C10dTransport
 from fusionlayer.transport.heartbeat import Watch

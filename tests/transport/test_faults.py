@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer.errors import TransportError, UsageError
-from fusionlayer.processes import Identity
+from fusionlayer.base.errors import TransportError, UsageError
+from fusionlayer.process.processes import Identity
 from fusionlayer.transport import C10dTransport, _inquiry
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._link import LinkError

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer import context
-from fusionlayer.errors import UsageError
+from fusionlayer.base.errors import UsageError
 
 torch.set_num_threads(1)  # a pool of threads would not be there in the child
 def ended(child):

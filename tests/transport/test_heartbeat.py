@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer.processes import Identity
+from fusionlayer.process.processes import Identity
 from fusionlayer.transport._board import Board
 from fusionlayer.transport._calls import Call
 from fusionlayer.transport._causes import Cause

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.transport._horovod_link import load_horovod
 from tests.mpi import ROOT
 

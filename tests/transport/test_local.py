@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fusionlayer.errors import TransportError, WireError
+from fusionlayer.base.errors import TransportError, WireError
 from fusionlayer.transport import LocalTransport, Transport, local
 from tests.loops import looped
 from tests.tiers import tiered

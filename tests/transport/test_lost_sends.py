@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionlayer.bounded import Aside
+from fusionlayer.process.bounded import Aside
 from fusionlayer.transport import C10dTransport
 from fusionlayer.transport._gloo import _LOOK, GlooLink
 from tests.harness import outcomes_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusionlayer.errors import ConfigError, TransportError
+from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.transport._mpi_link import load_mpi
 from fusionlayer.transport.mpi import _finish
 from tests.mpi import attempt, needs_mpi, start, version

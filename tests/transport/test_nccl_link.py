@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer.errors import UsageError
+from fusionlayer.base.errors import UsageError
 from fusionlayer.transport import _capture, _nccl, _queueing_link
 from fusionlayer.transport._link import DeviceError, LinkError
 from fusionlayer.transport._nccl import NcclLink

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.errors import UsageError
+from fusionlayer.base.errors import UsageError
 from fusionlayer.transport import _copy_engines, _peer_memory
 from fusionlayer.transport._copy_engines import CopyEngines
 from fusionlayer.transport._link import DeviceError, Link, LinkError, LinkMessage

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionlayer.errors import TransportError
+from fusionlayer.base.errors import TransportError
 from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered

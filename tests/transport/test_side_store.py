@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.errors import TransportError
-from fusionlayer.interfaces import ipv4_addresses, reachable_names
+from fusionlayer.base.errors import TransportError
+from fusionlayer.process.interfaces import ipv4_addresses, reachable_names
 from fusionlayer.transport import _side_store
 from fusionlayer.transport._side_store import open_store
 from fusionlayer.transport._waiting import wait_until

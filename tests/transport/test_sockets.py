@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.transport import Transport, _faster, _introduction
 from fusionlayer.transport._link import DamagedMessage, LinkError, LinkMessage
 from fusionlayer.transport._socket_options import SocketOptions

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fusionlayer as fl
-from fusionlayer.config import Config
-from fusionlayer.errors import PlanMismatch, TransportError
+from fusionlayer.base.config import Config
+from fusionlayer.base.errors import PlanMismatch, TransportError
 from fusionlayer.transport import C10dTransport
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._socket_options import SocketOptions

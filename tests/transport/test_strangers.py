@@ -22,14 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer import context, launch, meeting, stores
+from fusionlayer import context, launch
+from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import forming
 from fusionlayer.elastic.desk import open_store, reach, sealed
 from fusionlayer.elastic.forming import KNOCKS, PATIENCE, ROSTER, TICKETS, Former
 from fusionlayer.elastic.generation import Generation, Member, Report, encode_member
-from fusionlayer.errors import TransportError
-from fusionlayer.launch import Place
-from fusionlayer.processes import Identity
+from fusionlayer.launch import Place, meeting, stores
+from fusionlayer.process.processes import Identity
 from fusionlayer.transport import Transport, _proof, _reconnecting, c10d, star
 from tests.harness import outcomes_of, run_ranks, stay_last
 from tests.ports import free_port

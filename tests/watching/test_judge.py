@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fusionlayer.processes import Identity
+from fusionlayer.process.processes import Identity
 from fusionlayer.watching._judge import judge
 from fusionlayer.watching._links import Counters, Links
 from fusionlayer.watching._pace import Pace

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import main
-from fusionlayer.errors import ConfigError
-from fusionlayer.processes import Identity
+from fusionlayer.process.processes import Identity
 from fusionlayer.watching import _report
 from fusionlayer.watching._judge import Finding
 from fusionlayer.watching._report import Report

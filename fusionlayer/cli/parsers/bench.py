@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from ..arguments import add_device, join, names, positive, some_of
 from ..outputs import add_plot
 from ..rows import FORMATS, table

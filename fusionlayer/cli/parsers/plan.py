@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from ...planning.fidelities import BUDGET, FIDELITIES
 from ..arguments import add_cluster, key_value, names, planner, positive
 from ..tables import add_columns

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from ...planning.connections import CONGESTION_CONTROLS
 from ..arguments import above_zero, chance, join, names, numbers, planner, positive, seconds
 from ..outputs import add_plot

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...clock import HOST, Clock
 from ...codecs import Codec
+from ...process.clock import HOST, Clock
 from ...transport import Transport
 from ..cost_model import LinkCost
 from ..profile import PROFILE_VERSION, Machine, Profile

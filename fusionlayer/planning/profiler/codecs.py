@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...clock import HOST, Clock
 from ...codecs import Codec, TensorState, TwoLevelCodec
+from ...process.clock import HOST, Clock
 from .averages import Points
 
 __all__ = ["busy_seconds", "measure_codecs", "measure_copy", "measure_staging"]

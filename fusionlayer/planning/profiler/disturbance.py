@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import codecs
-from ...clock import HOST, Clock
-from ...plan import TensorInfo
+from ...base.plan import TensorInfo
+from ...process.clock import HOST, Clock
 from ...scheduler import planners
 from ...scheduler.engine import Engine
 from ...scheduler.lane import LANES

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...clock import HOST, Clock
+from ...process.clock import HOST, Clock
 from ...transport import Transport
 from .averages import Points
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 
 __all__ = ["cpu_name", "describe_machine", "device_name", "file_name"]
 

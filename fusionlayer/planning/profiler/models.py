@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 
 __all__ = ["BUILT_IN", "load_model"]
 

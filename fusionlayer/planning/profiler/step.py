@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...clock import HOST, Clock, Stamp
-from ...errors import ConfigError
-from ...plan import plain_name
+from ...base.errors import ConfigError
+from ...base.plan import plain_name
+from ...process.clock import HOST, Clock, Stamp
 from ..profile import Gradient, Model
 
 __all__ = ["as_model", "measure_step"]

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...clock import HOST, Clock
+from ...base.plan import TensorInfo
 from ...codecs import Codec
-from ...plan import TensorInfo
+from ...process.clock import HOST, Clock
 from ...scheduler.plan_controller import StepSeconds
 from ...transport import Transport
 from ..cost_model import LinkCost

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...errors import ConfigError
-from ...plan import TensorInfo
-from ...registry import Registry
+from ...base.errors import ConfigError
+from ...base.plan import TensorInfo
+from ...base.registry import Registry
 from ._costs import Pipeline, StepCosts
 
 __all__ = ["Planner", "registry"]

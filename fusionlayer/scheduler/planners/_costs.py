@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from ...plan import TensorInfo
+from ...base.plan import TensorInfo
 
 __all__ = ["Pipeline", "StepCosts"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import ConfigError
-from ...plan import TensorInfo
+from ...base.errors import ConfigError
+from ...base.plan import TensorInfo
 from ._base import Planner, registry
 from ._costs import StepCosts
 

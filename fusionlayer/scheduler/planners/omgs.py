@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...plan import TensorInfo
+from ...base.plan import TensorInfo
 from ._base import Planner, split_at
 from ._costs import StepCosts
 

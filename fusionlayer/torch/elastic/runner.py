@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from ... import context, launch
-from ...errors import ConfigError, TransportError, kind_of, require
+from ...base.errors import ConfigError, TransportError, kind_of, require
 from .. import mpi_ops as ops
 from ..basics import HorovodInternalError, init, rank, shutdown
 from ..environment import elastic_timeout

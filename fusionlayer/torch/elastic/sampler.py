@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils.data
 
 from ... import context
-from ...errors import require
+from ...base.errors import require
 from .. import basics
 
 __all__ = ["ElasticSampler"]

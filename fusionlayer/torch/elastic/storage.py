@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 import torch
 
-from ...errors import ConfigError
-from ...files import Folder
+from ...base.errors import ConfigError
+from ...base.files import Folder
 
 __all__ = ["Storage"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...base.plan import FusionPlan
 from ...codecs import TensorState
-from ...integrations.local_steps import beginning
-from ...plan import FusionPlan
 from ...scheduler.memory import merged_residuals
+from ...training.policies.local_steps import beginning
 from ..basics import rank, size
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .sampler import ElasticSampler

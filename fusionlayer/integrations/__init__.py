@@ -1,1 +1,0 @@
-"""Integrations: where a user's training code meets the engine."""

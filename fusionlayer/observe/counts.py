@@ -1,0 +1,59 @@
+"""What this process counts: each part counts for itself, and is asked only when somebody wants to know."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+__all__ = ["Counted", "add_gauges", "gauges", "read", "register", "retire"]
+
+
+class Counted(Protocol):
+    """A part of this process that counts."""
+
+    def counts(self) -> Mapping[str, float]:
+        """Return what it has counted so far, by the names of ``fusionlayer.metrics``. Any thread may call it."""
+
+
+# Guards both: parts come and go on any thread. Of those that have gone the last numbers stay, so that no sum falls.
+# Reentrant, as the garbage collector may end a part on the thread that holds it.
+_lock = threading.RLock()
+_parts: weakref.WeakSet[Counted] = weakref.WeakSet()
+_past: Counter[str] = Counter()
+_gauges: list[Callable[[], Mapping[str, float]]] = []
+
+
+def register(part: Counted) -> None:
+    """Ask this part too, as long as it lives."""
+    with _lock:
+        _parts.add(part)
+
+
+def retire(part: Counted) -> None:
+    """Keep what a part has counted, which ends; a second call does nothing."""
+    with _lock:
+        if part in _parts:
+            _parts.discard(part)
+            _past.update(part.counts())
+
+
+def read() -> dict[str, float]:
+    """Return the sums over all parts that have been and are."""
+    with _lock:
+        parts, total = list(_parts), Counter(_past)
+    for part in parts:
+        total.update(part.counts())
+    return dict(total)
+
+
+def add_gauges(of: Callable[[], Mapping[str, float]]) -> None:
+    """Ask this function too for values by the names of ``metrics``. Modules call it while they are imported."""
+    _gauges.append(of)
+
+
+def gauges() -> dict[str, float]:
+    """Return the present values of all functions that were added."""
+    return {name: value for of in _gauges for name, value in of().items()}

@@ -1,0 +1,442 @@
+"""Records what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto) and in torch's profiler.
+
+Code that works for a bucket without knowing it, such as a codec, says what it does by ``with here.doing(...)``. While
+nothing records, that makes one C object and calls nothing in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TextIO
+
+import torch
+from torch.autograd import profiler
+
+from ..base.errors import ConfigError
+from ..process import forks
+from ..process.clock import Clock, Stamp
+
+__all__ = ["Timeline", "carried", "here", "hear", "unhear"]
+
+_logger = logging.getLogger("fusionlayer")
+
+_NOTHING = nullcontext()
+_PREFIX = "fusionlayer: "
+_IN_PROFILES = {
+    "ALLREDUCE": "all-reduce",
+    "MEMCPY_IN_FUSION_BUFFER": "pack",
+    "MEMCPY_OUT_FUSION_BUFFER": "unpack",
+    "NEGOTIATE_ALLREDUCE": "compare plans",
+}
+"""What torch's profiler calls spans whose name in the timeline is Horovod's."""
+_encode = json.JSONEncoder(default=str).encode
+# Where torch says whether its profiler is active. One that does not say may have it active at any time.
+_ACTIVE = ("_is_profiler_enabled", True)
+# A context that torch's profiler sees, by its name. It costs a fifth of a microsecond while no profiler is active.
+_profiled: Callable[[str], AbstractContextManager[object]] = getattr(
+    getattr(torch._C, "_profiler", None), "_RecordFunctionFast", nullcontext
+)
+
+
+class _CountsBytes(Protocol):
+    bytes_sent: int
+
+
+class _Here(threading.local):
+    """What records the work of the calling thread.
+
+    Attributes:
+        doing: returns a context for a piece of work: "fusionlayer: encode", "decode", "recode" or "wire". Only torch's
+            profiler sees it, unless the thread works for a bucket whose timeline is enabled. Contexts within another
+            one are not recorded in timelines.
+    """
+
+    def __init__(self) -> None:
+        self.doing: Callable[[str], AbstractContextManager[object]] = _profiled
+
+
+here = _Here()
+
+
+def carried(work: Callable[[], None]) -> Callable[[], None]:
+    """Return ``work`` for another thread, where it is recorded as work for the calling thread's bucket."""
+    doing = here.doing
+    if not isinstance(doing, _Parts):
+        return work
+    parts = doing
+
+    def run() -> None:
+        here.doing = _Parts(parts.timeline, parts.transport, parts.details)
+        try:
+            work()
+        finally:
+            here.doing = _profiled
+
+    return run
+
+
+_LONG_AGO = 4.0
+"""Seconds from which on single precision is coarser than the half microsecond that a device resolves."""
+
+
+class _TimedSpan(NamedTuple):
+    """A span whose beginning and end a device has yet to reach."""
+
+    name: str
+    start: Stamp
+    end: Stamp
+    row: str
+    details: Mapping[str, Any]
+
+
+class _Device:
+    """The moments of a device on the time axis of the host, and the spans that wait for them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        clock.finish()
+        self._origin, self._at = clock.stamp(), time.perf_counter_ns()
+        self.pending: deque[_TimedSpan] = deque()
+
+    def place(self, span: _TimedSpan) -> tuple[int, int] | None:
+        """Return beginning and end of a span in ``perf_counter_ns``; None if the device has not reached both."""
+        before, until = (self.clock.seconds(self._origin, moment) for moment in (span.start, span.end))
+        if before is None or until is None:
+            return None
+        start, end = self._at + round(before * 1e9), self._at + round(until * 1e9)
+        # A device tells milliseconds in single precision, so they are counted from a moment that is not long ago.
+        if before > _LONG_AGO:
+            self._origin, self._at = span.start, start
+        return start, end
+
+
+Listener = Callable[[str, float, Mapping[str, Any]], object]
+_listeners: tuple[Listener, ...] = ()
+_timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
+# Guards both: any thread makes timelines and listens to them.
+_listeners_lock = threading.Lock()
+
+
+def hear(listener: Listener) -> None:
+    """Call ``listener(name, seconds, details)`` at the end of each span of any timeline, on the span's thread."""
+    global _listeners
+    with _listeners_lock:
+        _listeners = (*_listeners, listener)
+        for timeline in _timelines:
+            timeline.enabled = timeline.is_open
+
+
+def unhear(listener: Listener) -> None:
+    """Call a listener no more; spans that nobody hears and no file keeps are not made."""
+    global _listeners
+    with _listeners_lock:
+        _listeners = tuple(other for other in _listeners if other != listener)
+        for timeline in _timelines:
+            timeline.enabled = timeline.is_open and (timeline.has_file or bool(_listeners))
+
+
+class Timeline:
+    """Writes one event for each span. Any thread may record.
+
+    After ``time_by`` with a device's clock the times of spans are those of the device. Such spans are written when the
+    device has reached them.
+
+    All timelines of a process with the same path share one file. Where the file can no longer be written, as on a full
+    disk, a warning says so once, and nothing more is recorded: what is timed goes on. While torch's profiler is active
+    it gets the spans too, with or without a file.
+
+    Args:
+        path: file to write, with ``.rank`` appended, so that each rank has its own. None: there is no file.
+        rank: this rank, the process id in the trace.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+
+    Attributes:
+        enabled: whether spans are written, or somebody hears of them.
+        is_open: whether it has not been closed.
+    """
+
+    def __init__(self, path: str | None, rank: int) -> None:
+        self._rank = rank
+        self._file = _File.join(f"{path}.{rank}", rank) if path else None
+        self._device: _Device | None = None
+        self.is_open = True
+        with _listeners_lock:
+            _timelines.add(self)
+            self.enabled = self.has_file or bool(_listeners)
+        if self.has_file:
+            forks.at_exit(self.close)
+
+    @property
+    def has_file(self) -> bool:
+        """Whether spans are written to a file."""
+        return self._file is not None
+
+    def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Return a context that records the time and CPU time of its body, on the calling thread's row.
+
+        Details that JSON cannot hold, such as a codec, are written as strings. Within ``bucket_span`` the details of
+        the bucket are added.
+        """
+        if not (self.enabled or getattr(profiler, *_ACTIVE)):
+            return _NOTHING
+        doing = here.doing
+        return _Span(self, name, {**doing.details, **details} if isinstance(doing, _Parts) else details)
+
+    def bucket_span(self, transport: _CountsBytes, **details: Any) -> AbstractContextManager[None]:
+        """Return the context ALLREDUCE, in which codecs and ``transport`` record what they do, with its details."""
+        return _BucketSpan(self, transport, details) if self.enabled or getattr(profiler, *_ACTIVE) else _NOTHING
+
+    def part(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        """Return the context of a part of the bucket that this thread works for; codecs record nothing within it."""
+        doing = here.doing
+        return doing(name, details) if isinstance(doing, _Parts) else _NOTHING
+
+    def time_by(self, clock: Clock) -> None:
+        """Let spans have the times of a device, if its ``clock`` is one's; this waits for the device."""
+        if self.enabled and clock.lags:
+            self._device = _Device(clock)
+            if self._file is not None:
+                self._file.write(_metadata("device", self._rank, 0, name=str(clock.device)))
+
+    def now(self) -> Stamp:
+        """Return the present moment for ``record``: ``perf_counter_ns``, or a stamp of the device's clock."""
+        return time.perf_counter_ns() if self._device is None else self._device.clock.stamp()
+
+    def record(self, name: str, start: Stamp, end: Stamp, *, row: str | None = None, **details: Any) -> None:
+        """Record a span that is over, from ``start`` to ``end`` of ``now``; ``row``: None is the calling thread's."""
+        self._write(name, start, end, row or threading.current_thread().name, details)
+
+    def settle(self) -> None:
+        """Write the spans that the device has reached; called by one thread at a time, and it does not wait."""
+        device = self._device
+        while device is not None and device.pending:
+            span = device.pending[0]
+            times = device.place(span)
+            if times is None:
+                break
+            device.pending.popleft()
+            self._put(span.name, *times, span.row, span.details)
+
+    def note_clock(self, offset: int, error: int, ranks: int) -> None:
+        """Write by how many nanoseconds rank 0's clock is ahead of this one, and how wrong that may be."""
+        if self._file is not None:
+            # The stamps of spans stay as they are: whoever reads several files adds the offset.
+            args = {"offset_us": offset / 1000, "error_us": error / 1000, "ranks": ranks}
+            self._file.write(_metadata("clock", self._rank, 0, **args))
+
+    def _write(
+        self, name: str, start: Stamp, end: Stamp, row: str, details: Mapping[str, Any], busy: int | None = None
+    ) -> None:
+        if self._device is not None and not isinstance(start, int):
+            # What the thread itself was busy with says nothing about the device.
+            self._device.pending.append(_TimedSpan(name, start, end, row, details))
+        else:
+            self._put(name, start, end, row, details, busy)
+
+    def _put(
+        self, name: str, start: int, end: int, row: str, details: Mapping[str, Any], busy: int | None = None
+    ) -> None:
+        for listener in _listeners:
+            listener(name, (end - start) / 1e9, details)
+        file = self._file
+        if file is not None:
+            cpu = "" if busy is None else f', "tdur": {busy / 1000}'
+            file.write_span(
+                row,
+                f'{{"name": {_encode(name)}, "ph": "X", "ts": {start / 1000}, "dur": {(end - start) / 1000}{cpu}, '
+                f'"pid": {self._rank}, "args": {_encode(details)}',
+            )
+
+    def close(self) -> None:
+        """End this timeline; complete the file if no other timeline writes to it. A second call does nothing.
+
+        Spans that a device has not reached are left out.
+        """
+        self.settle()
+        self._device = None
+        file, self._file = self._file, None
+        self.enabled = self.is_open = False
+        if file is not None:
+            file.leave()
+            forks.not_at_exit(self.close)
+
+
+class _Span:
+    """Records its body in the timeline, if that is enabled, and in torch's profiler, if one is active."""
+
+    __slots__ = ("_cpu", "_details", "_name", "_profile", "_start", "_timeline")
+
+    def __init__(self, timeline: Timeline, name: str, details: dict[str, Any]) -> None:
+        self._timeline, self._name, self._details = timeline, name, details
+        title = _PREFIX + _IN_PROFILES.get(name, name.lower())
+        self._profile = _profiled(f"{title} bucket {details['bucket']}" if "bucket" in details else title)
+
+    def __enter__(self) -> None:
+        self._profile.__enter__()
+        self._start, self._cpu = self._timeline.now(), time.thread_time_ns()
+
+    def __exit__(self, *error: Any) -> None:
+        busy, end = time.thread_time_ns() - self._cpu, self._timeline.now()
+        row = threading.current_thread().name
+        self._timeline._write(self._name, self._start, end, row, self._details, busy)
+        self._profile.__exit__(*error)
+
+
+class _BucketSpan(_Span):
+    """The work for one bucket. On this thread ``here.doing`` records its parts."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, timeline: Timeline, transport: _CountsBytes, details: dict[str, Any]) -> None:
+        super().__init__(timeline, "ALLREDUCE", details)
+        self._parts = _Parts(timeline, transport, details)
+
+    def __enter__(self) -> None:
+        here.doing = self._parts
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        here.doing = _profiled
+
+
+class _Parts:
+    """Makes the spans of what a thread does for a bucket; it stands in ``here.doing`` meanwhile."""
+
+    def __init__(self, timeline: Timeline, transport: _CountsBytes, details: dict[str, Any]) -> None:
+        self.timeline, self.transport, self.details = timeline, transport, details
+        self.inside = False
+
+    def __call__(self, name: str, more: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+        return _NOTHING if self.inside else _Part(self, name.removeprefix(_PREFIX).upper(), more or {})
+
+
+class _Part(_Span):
+    """A span that no other span of ``here.doing`` lies in."""
+
+    __slots__ = ("_parts", "_sent")
+
+    def __init__(self, parts: _Parts, name: str, more: Mapping[str, Any]) -> None:
+        super().__init__(parts.timeline, name, {**parts.details, **more})
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        self._parts.inside = True
+        self._sent = self._parts.transport.bytes_sent
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._parts.inside = False
+        if self._name == "WIRE":
+            self._details["bytes"] = self._parts.transport.bytes_sent - self._sent
+        super().__exit__(*error)
+
+
+def _metadata(kind: str, rank: int, row: int = 0, **args: object) -> str:
+    return _encode({"name": kind, "ph": "M", "pid": rank, "tid": row, "args": args}) + ",\n"
+
+
+class _File:
+    """A trace file that is complete whenever no timeline uses it. A later timeline continues it."""
+
+    _all: dict[str, _File] = {}
+    # Guards _all, and every file's _text, _users, _rows and _end: several threads write to one file.
+    _lock = threading.Lock()
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._path = path
+        self._rank = rank
+        self._users = 0
+        self._rows: dict[str, int] = {}
+        self._text: TextIO | None = None
+        self._end = 0
+        self._failed = False
+
+    @classmethod
+    def join(cls, path: str, rank: int) -> _File:
+        """Return the open file for a path, with one more user."""
+        with cls._lock:
+            file = cls._all.setdefault(path, cls(path, rank))
+            if file._text is None and not file._failed:
+                # Cut off what leave() has appended, and go on from there; start anew if the file was removed.
+                file._end = file._end if Path(path).exists() else 0
+                try:
+                    file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
+                except OSError as error:
+                    raise ConfigError(f"timeline {path} cannot be written: {error.strerror}; name a file") from None
+                try:
+                    if file._end:
+                        file._text.seek(file._end)
+                        file._text.truncate()
+                    else:
+                        file._rows.clear()
+                        file._text.write("[\n" + _metadata("process_name", rank, name=f"rank {rank}"))
+                except OSError as error:
+                    file._give_up(file._text, error)
+            file._users += 1
+            return file
+
+    def write(self, text: str) -> None:
+        """Append ``text``, whole lines. It does nothing once the file is closed."""
+        with self._lock:
+            self._append(text)
+
+    def write_span(self, row: str, text: str) -> None:
+        """Append an event that lacks its row and its end. Rows are numbered as they appear, and named before that."""
+        with self._lock:
+            number = self._rows.get(row)
+            if number is None:
+                number = self._rows[row] = len(self._rows) + 1
+                self._append(_metadata("thread_name", self._rank, number, name=row))
+            self._append(f'{text}, "tid": {number}}},\n')
+
+    def _append(self, text: str) -> None:
+        if self._text is not None:
+            try:
+                self._text.write(text)
+            except OSError as error:
+                self._give_up(self._text, error)
+
+    def leave(self) -> None:
+        """Give up one use. After the last one, complete the file and close it."""
+        with self._lock:
+            self._users -= 1
+            file = self._text
+            if self._users == 0 and file is not None:
+                try:
+                    self._end = file.tell()
+                    # JSON takes no comma before the bracket, so an event ends the list.
+                    file.write(_metadata("process_name", self._rank, name=f"rank {self._rank}").rstrip(",\n") + "\n]\n")
+                    file.close()
+                    self._text = None
+                except OSError as error:
+                    self._give_up(file, error)
+
+    def _give_up(self, text: TextIO, error: OSError) -> None:
+        """Record nothing more in this file. The caller holds the lock."""
+        self._text, self._failed = None, True
+        with suppress(OSError):  # it fails again on what it has not written, and closes the file all the same
+            text.close()
+        _logger.warning("timeline %s ends here: %s; training goes on without it", self._path, error.strerror)
+
+    @classmethod
+    def begin_child(cls) -> None:
+        """Leave the files to the parent: this process was forked, and would write once more what is buffered."""
+        cls._lock = threading.Lock()
+        for file in cls._all.values():
+            forks.keep(file._text)
+            file._text = None
+
+
+os.register_at_fork(after_in_child=_File.begin_child)

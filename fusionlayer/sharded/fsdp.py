@@ -1,0 +1,315 @@
+"""Lets FSDP2 send weights and gradients compressed, by custom communication objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from .. import context
+from ..base.errors import ConfigError, require
+from ..base.plan import plain_name
+from ..codecs import ChangeCodec, Codec
+from ..functional import AUTO
+from ..training.codec_or_auto import CodecOrAuto
+from ..training.replicas import Replicas
+from ..training.weights import NAMES, Weights, both_ways
+from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
+from .fsdp_shards import Shards
+
+__all__ = ["FSDPCompression", "compress"]
+
+
+class _Given(Enum):
+    """Marks an argument that the user left out, since None has a meaning of its own."""
+
+    NOT = "not given"
+
+
+class _Module:
+    """The collectives that replace those of torch in one sharded module."""
+
+    def __init__(self, shards: Shards, gather: AllGather | ReplicaGather | None, scatter: ReduceScatter | None) -> None:
+        self.shards = shards
+        self.gather = gather
+        self.scatter = scatter
+
+    @property
+    def replica(self) -> ReplicaGather | None:
+        return self.gather if isinstance(self.gather, ReplicaGather) else None
+
+
+class FSDPCompression:
+    """The collectives with which ``compress`` has replaced those of torch.
+
+    It is ``Stateful`` in the sense of ``torch.distributed.checkpoint``. Save it beside the model and the optimizer:
+    after all three are loaded, training continues bit for bit.
+
+    Attributes:
+        weights: description of what all-gathers of weights carry; None: torch's own all-gather.
+        gradients: description of what reduce-scatters of gradients carry; None: torch's own reduce-scatter.
+    """
+
+    def __init__(self, modules: Sequence[_Module], gathering: Direction | None, reducing: Direction | None) -> None:
+        self.weights = str(gathering) if gathering else None
+        self.gradients = str(reducing) if reducing else None
+        self._modules = modules
+        self._directions = [direction for direction in (gathering, reducing) if direction]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent in these collectives so far; torch's own are not counted."""
+        return sum(direction.bytes_sent for direction in self._directions)
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes of this rank's copies of all weights; 0 unless weights travel as differences."""
+        return sum(module.replica.replica.nbytes for module in self._modules if module.replica)
+
+    def weights_changed(self, whole: bool = False) -> None:
+        """Tell the collectives that something other than an optimizer's step changed weights.
+
+        All ranks call it together. Steps of torch's optimizers are noticed without it.
+
+        Args:
+            whole: send whole weights once. Set it after a large change, such as loading other weights. Otherwise the
+                difference travels, as after a step.
+        """
+        for module in self._modules:
+            module.shards.changed()
+            module.shards.unsee()
+            if whole and module.replica:
+                module.replica.forget()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state that determines messages and that neither the model nor the optimizer saves.
+
+        It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counts from which
+        seeds are made; they are the same on all ranks.
+
+        Raises:
+            TransportError: a step has failed; the last state that was saved before it is the one to go on from.
+        """
+        for direction in self._directions:
+            direction.drain()
+        counts = torch.zeros(len(self._modules), 3, dtype=torch.int64, device="cpu")
+        parts: dict[str, Tensor] = {}
+        for row, module in zip(counts, self._modules, strict=True):
+            travelled = -1
+            if module.replica:
+                travelled, of_module = module.replica.state()
+                # Copies, as parts of one row would share a storage, which torch.save does not take in DTensors.
+                parts |= {f"replica.{name}": part.clone() for name, part in of_module.items()}
+            row.copy_(
+                torch.tensor(
+                    [module.shards.version, travelled, module.scatter.sums if module.scatter else 0], device="cpu"
+                )
+            )
+        rows = self._rows() if parts else None
+        return {"counts": counts, **({} if rows is None else {"rows": rows}), **parts}
+
+    def _rows(self) -> DTensor | None:
+        found = [rows for module in self._modules if (rows := module.shards.rows()) is not None]
+        return max(found, key=len, default=None)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` has returned in a job of the same size, before or after the weights are loaded.
+
+        Raises:
+            ConfigError: the state is of another model, of other codecs, or of another rank.
+        """
+        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        if missing or len(state_dict["counts"]) != len(self._modules):
+            raise ConfigError(
+                f"the state of fsdp.compress lacks {missing[:3] or 'modules'}; load what was saved of the same model, "
+                "compressed alike"
+            )
+        rows, theirs = self._rows(), state_dict.get("rows")
+        if isinstance(theirs, DTensor) and rows is not None and not torch.equal(rows.to_local(), theirs.to_local()):
+            raise ConfigError(
+                f"the state of fsdp.compress is that of another rank: it has rows {_span(theirs)} of the longest "
+                f"weight, this rank {_span(rows)}; save with torch.distributed.checkpoint, or on every rank its own"
+            )
+        for row, module in zip(state_dict["counts"].tolist(), self._modules, strict=True):
+            module.shards.version, travelled, sums = row
+            module.shards.unsee()
+            if module.scatter:
+                module.scatter.sums = sums
+            if module.replica:
+                module.replica.load(travelled, {n: state_dict[f"replica.{n}"] for n in module.shards.names})
+
+
+def compress(
+    model: nn.Module,
+    weights: str | Codec | None = AUTO,
+    gradients: str | Codec | None = AUTO,
+    *,
+    nodes: int | None = None,
+    all_gather: str | Codec | None | _Given = _Given.NOT,
+    reduce_scatter: str | Codec | None | _Given = _Given.NOT,
+    broadcast: bool = True,
+    baseline: Literal["exact", "native"] = "exact",
+) -> FSDPCompression:
+    """Compress the weights and gradients that ``model`` sends, after ``fully_shard`` has been applied to it.
+
+    Every module to which ``fully_shard`` was applied sends its weights by an all-gather before it is used, and its
+    gradients by a reduce-scatter after backward. Both keep torch's order and prefetching. Call ``compress`` on all
+    ranks alike, after the last ``fully_shard``. A second call, on the model or a part of it, replaces what the first
+    set.
+
+    Weights are quantised once, and every rank gets the same bits, the owner of a shard too. The shard that the
+    optimizer updates does not change. Gradients are quantised once, or twice with a two-level codec, and summed in rank
+    order in f32, without error feedback. Two kinds of elements travel as they are: those of types other than f32, bf16
+    and f16, and weights of several types that torch sends together.
+
+    With weights="qwd" (SDP4Bit, section 3.1) every rank keeps a copy of all weights, in the type of the computation.
+    After each optimizer step, the owners' weights minus the copies travel once, in int4. The first gather after a step
+    sends this. Later gathers, such as those of backward, of a second forward or of an evaluation, send nothing.
+
+    With weights="delta" every rank keeps such a copy too, and the differences lose no bit: training has the bits of
+    torch's own collectives. The lower the learning rate, the fewer weights change in bf16, and the less travels.
+
+    Args:
+        model: contains modules to which ``fully_shard`` was applied, or is one.
+        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights travel as they are, or by
+            ``zip`` where measurements say that this takes less time (see ``fusionlayer.switcher`` of the group). None
+            keeps torch's all-gather. "delta": differences that lose no bit. "qwd": differences in int4. "qw", "qwz":
+            weights in int4 or int8. "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz",
+            "qsdp" is that codec with gradients "qsdp_gradients", unless they name another.
+        gradients: name or codec of what reduce-scatters carry, as for ``weights``. Lossless codecs send values in bf16
+            that were widened to f32 only for the sum, as gradients of a bf16 model are.
+        nodes: ranks of each node, in the order of ranks, for two-level codecs and two-level collectives. None: as
+            configured, or found by host and network.
+        all_gather: another name of ``weights``.
+        reduce_scatter: another name of ``gradients``.
+        broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
+            replicas that differ. What is equal already does not travel. False leaves weights as they are.
+        baseline: what zipped gradients have to beat with "auto". "exact": rows that travel as they are and are summed
+            in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
+            more than two ranks torch adds in another order, so last bits depend on what was measured.
+
+    Raises:
+        ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
+        PlanMismatch: from the first forward or backward, ranks disagree on codecs, or on parameters: their names,
+            shapes or types.
+        UsageError: from forward, something other than an optimizer's step changed weights that travel as differences.
+        TransportError: from forward and backward, a peer was lost, stopped or late.
+    """
+    _check_nodes(nodes)
+    context.refuse_elastic("fsdp.compress", "with a rank its shards would be lost; use DistributedOptimizer")
+    if not isinstance(broadcast, bool):
+        raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
+    if baseline not in ("exact", "native"):
+        raise ConfigError(f"fsdp.compress got baseline={baseline!r}; expected 'exact' or 'native'")
+    require(model, nn.Module, "fsdp.compress", "the model, after fully_shard()")
+    modules = _sharded_modules(model)
+    weights = _one_of("weights", weights, "all_gather", all_gather)
+    gradients = _one_of("gradients", gradients, "reduce_scatter", reduce_scatter)
+    weights, gradients = both_ways(weights, gradients, default=AUTO)
+    named = Weights.of(weights) if isinstance(weights, str) and weights in NAMES else None
+    differences = False
+    gathering = reducing = None
+    if weights is not None:
+        choice = _choice("weights", named.codec if named else weights)
+        differences = named.differences if named else isinstance(choice.codec, ChangeCodec)
+        gathering = Direction("weights", choice, differences, nodes)
+    if gradients is not None:
+        native = baseline == "native"
+        reducing = Direction("gradients", _choice("gradients", gradients), ranks_per_node=nodes, native=native)
+    names = {
+        (m, p): plain_name(f"{n}.{p}".lstrip("."))
+        for n, m in model.named_modules()
+        for p, _ in m.named_parameters(recurse=False)
+    }
+    known: dict[int, Shards] = {}
+    by_shards: dict[Shards, _Module] = {}
+    for module in modules:
+        shards = Shards.of(module, names, known)
+        if shards is None:
+            continue
+        if shards not in by_shards:
+            number = len(by_shards)
+            kind = ReplicaGather if differences else AllGather
+            gather = kind(gathering, shards, number) if gathering else None
+            scatter = ReduceScatter(reducing, shards, number) if reducing else None
+            by_shards[shards] = _Module(shards, gather, scatter)
+            for direction in filter(None, (gathering, reducing)):
+                direction.parameters += map(_describe, shards.names, shards.parameters)
+        ours = by_shards[shards]
+        if ours.gather:
+            module.set_custom_all_gather(ours.gather)  # type: ignore[arg-type]
+        if ours.scatter:
+            module.set_custom_reduce_scatter(ours.scatter)  # type: ignore[arg-type]
+    if broadcast:
+        _unite(by_shards)
+    return FSDPCompression(list(by_shards.values()), gathering, reducing)
+
+
+def _span(rows: DTensor) -> str:
+    local = rows.to_local().tolist()
+    return f"{local[0]} to {local[-1]}" if local else "none"
+
+
+def _describe(name: str, parameter: Tensor) -> str:
+    return f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+
+
+def _unite(modules: Iterable[Shards]) -> None:
+    """Give all ranks that hold copies of the same shards those of the first of them."""
+    replicated: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
+    for shards in modules:
+        for group, named in shards.replicated.items():
+            replicated.setdefault(group, {}).update(named)
+    for group, named in replicated.items():
+        Replicas(named, broadcast=True, every=0).unite(context.transport(group))
+
+
+def _check_nodes(nodes: int | None) -> None:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1 or size % nodes):
+        raise ConfigError(
+            f"fsdp.compress got nodes={nodes!r}; expected how many ranks a node has, which divides the {size} of the "
+            "job, or None to find nodes"
+        )
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "ReplicateModule" in names:
+        raise ConfigError(
+            "fsdp.compress got a model that replicate() was applied to, whose weights do not travel; wrap its "
+            "optimizer in fusionlayer.DistributedOptimizer instead of replicate()"
+        )
+    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        what = "FullyShardedDataParallel, FSDP1," if "FullyShardedDataParallel" in names else "none of its modules"
+        raise ConfigError(
+            f"fsdp.compress got a {type(model).__name__} with {what} where modules of FSDP2 are expected; apply "
+            "torch.distributed.fsdp.fully_shard to it first"
+        )
+    return modules
+
+
+def _one_of(name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _Given) -> str | Codec | None:
+    """Return the value that a user gave for an argument that has two names."""
+    if isinstance(other, _Given):
+        return value
+    if value not in (AUTO, other):
+        raise ConfigError(f"fsdp.compress got {name}={value} and {alias}={other}, which mean the same; give one")
+    return other
+
+
+def _choice(name: str, value: str | Codec) -> CodecOrAuto:
+    choice = CodecOrAuto.of(value, {})
+    if choice.codec.needs_feedback:
+        raise ConfigError(
+            f"fsdp.compress got {name}={choice}, which leaves most elements out, or most bits of each, and needs error "
+            "feedback; choose a codec that works without it"
+        )
+    return choice

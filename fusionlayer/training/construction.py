@@ -1,0 +1,302 @@
+"""Makes the engine that a user's arguments and the job's settings describe."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import codecs, collectives, context
+from ..base.config import Config, blame
+from ..base.errors import ConfigError, require
+from ..base.plan import FusionPlan, TensorInfo
+from ..codecs import Codec
+from ..functional import make_codec
+from ..observe.timeline import Timeline
+from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
+from ..planning.profile import Profile
+from ..planning.rates import shares_by
+from ..process.clock import clock_of
+from ..scheduler import LANES, Engine, Memory, PlanController, Scaling, planners
+from ..scheduler.fusing import fuse
+from ..scheduler.planners import Planner
+from ..transport import Transport
+from .policies.local import Local, state_tensors
+
+__all__ = ["GradientOptions", "Planning", "make_engine", "make_planning"]
+
+_logger = logging.getLogger("fusionlayer")
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """The arguments of ``DistributedOptimizer`` that say how to fuse and encode; None takes the configured value."""
+
+    codec: str | Codec | None = None
+    codec_options: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: str | None = None
+    ahead: bool | None = None
+    planner: str | Planner | None = None
+    plan: FusionPlan | str | Path | None = None
+    profile: Profile | str | Path | None = None
+    policy: CodecRules | str | Path | None = None
+    fidelity: str | None = None
+    replan: bool | None = None
+    error_feedback: bool | None = None
+    feedback_bits: int | None = None
+    sync: Local | None = None
+
+
+@dataclass(frozen=True)
+class Planning:
+    """By what an engine makes its plans; the attributes are arguments of ``Engine``. Some depend on the tensors."""
+
+    codec: Codec | Mapping[str, Codec]
+    algorithm: str | None
+    ahead: bool | None
+    planner: Planner
+    plan: FusionPlan | None
+    plan_controller: PlanController | None
+
+
+def make_engine(
+    options: GradientOptions,
+    tensors: Sequence[TensorInfo],
+    transport: Transport,
+    device: torch.device,
+    *,
+    scaling: Scaling,
+    timeline: Timeline,
+    overlap_forward: bool,
+    hold_results: bool = False,
+    undoable: bool = False,
+    idle: Collection[str] = (),
+) -> Engine:
+    """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
+
+    Raises:
+        ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
+    """
+    settings = context.settings()
+    for name in ("ahead", "error_feedback", "replan"):
+        if getattr(options, name) not in (None, True, False):
+            raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
+    planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
+    own = transport.duplicate()
+    with blame(settings, "rates"):
+        shares = shares_by(settings.rates, own)
+    if shares:
+        _say_where_shares_count(planning, own)
+    return Engine(
+        [*tensors, *chain.from_iterable(state_tensors(options.sync, tensors).values())],
+        own,
+        **vars(planning),
+        device=device,
+        memory=Memory(settings.feedback_bits if options.feedback_bits is None else options.feedback_bits),
+        error_feedback=options.error_feedback if options.error_feedback is not None else settings.error_feedback,
+        scaling=scaling,
+        timeline=timeline,
+        lanes=settings.lanes or LANES,
+        overlap_forward=overlap_forward,
+        hold_results=hold_results,
+        undoable=undoable,
+        shares=shares,
+        clock=clock_of(device),
+    )
+
+
+def _say_where_shares_count(planning: Planning, transport: Transport) -> None:
+    """Warn on rank 0 if no gradient travels by the collective that takes shares."""
+    if planning.plan is not None:
+        used = {bucket.algorithm for bucket in planning.plan.buckets}
+    else:
+        each = [planning.codec] if isinstance(planning.codec, Codec) else planning.codec.values()
+        used = {collectives.choose(c, transport.size, planning.algorithm, ahead=planning.ahead) for c in each}
+    if collectives.TAKES_SHARES not in used and planning.plan_controller is None and transport.rank == 0:
+        _logger.warning(
+            "the links have unequal rates, but shares count for %s alone and gradients travel by %s; choose "
+            "algorithm=%r, or a lossy codec, for it",
+            collectives.TAKES_SHARES,
+            ", ".join(sorted(used)) or "nothing",
+            collectives.TAKES_SHARES,
+        )
+
+
+def make_planning(
+    options: GradientOptions,
+    tensors: Sequence[TensorInfo],
+    rank: int,
+    size: int,
+    device: torch.device,
+    overlap_forward: bool,
+    *,
+    idle: Collection[str] = (),
+    changed: bool = False,
+) -> Planning:
+    """Return by what ``options`` and the job's settings plan the steps of these tensors.
+
+    Args:
+        options: of the optimizer.
+        tensors: every tensor of a step.
+        rank, size: this rank, and the number of ranks.
+        device: of the tensors.
+        overlap_forward: as for ``Engine``.
+        idle: names of tensors that steps lack at present; a given plan may have them.
+        changed: the tensors are others than at first. A profile was of those, so costs are measured anew.
+
+    Raises:
+        ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
+    """
+    settings = context.settings()
+    codec = _codec(options, settings)
+    algorithm = options.algorithm if options.algorithm is not None else settings.algorithm
+    ahead = options.ahead if options.ahead is not None else settings.ahead
+    planner = _planner(options.planner, settings)
+    plan = FusionPlan.from_yaml(options.plan) if isinstance(options.plan, (str, Path)) else options.plan
+    if plan is not None:
+        require(plan, FusionPlan, "plan", "a fusionlayer.FusionPlan, or the path of a file with one")
+    if plan is None and settings.plan is not None:
+        with blame(settings, "plan"):
+            plan = FusionPlan.from_yaml(settings.plan)
+            plan.without(idle).check(tensors, size)
+    if plan is not None and idle:
+        plan = plan.without(idle)
+    first = codec if isinstance(codec, Codec) else _by_rules(codec, tensors)
+    with blame(settings, *(key for key in ("algorithm", "ahead") if getattr(options, key) is None)):
+        for each in [first] if isinstance(first, Codec) else first.values():
+            collectives.choose(each, size, algorithm, ahead=ahead)
+    by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
+    if isinstance(codec, CodecRules) and plan is None and not (algorithm is None and ahead is None):
+        raise ConfigError(
+            f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, which choose both for each "
+            "codec; leave them out"
+        )
+    replan = settings.replan if options.replan is None else options.replan
+    plan_controller: PlanController | None = None
+    if plan is None and by_costs:
+        from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
+
+        plan_controller = by_measuring = OnlinePlanner(
+            tensors,
+            planner,
+            codec if isinstance(codec, CodecRules) and _has_auto(codec, tensors) else first,
+            rank,
+            size,
+            algorithm=algorithm,
+            ahead=ahead,
+            replan=replan,
+            local_size=context.local_size(),
+            clock=clock_of(device),
+        )
+        profile = options.profile if options.profile is not None else settings.profile
+        if profile is not None and not changed:
+            with blame(settings, *([] if options.profile is not None else ["profile"])):
+                measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
+                require(measured, Profile, "profile", "the path of a file that `fusionlayer profile` has written")
+                plan = by_measuring.plan_by(measured)
+    if options.sync is not None:
+        if plan_controller is not None:
+            raise ConfigError(
+                "sync=fl.Local(...) beside codec='auto' or a planner that needs costs, which measure steps in which "
+                "gradients travel; name a codec and a planner that needs no costs"
+            )
+        if (options.sync.overlaps or options.sync.states) and tensors and plan is None:
+            plan = _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
+        if plan is not None:
+            # A step of the engine is a sync of one fragment, so they take turns in its steps.
+            plan = plan.staggered(options.sync.fragments, options.sync.fragments)
+            for state, others in state_tensors(options.sync, tensors).items():
+                every = options.sync.states[state]
+                buckets = fuse([*reversed(others)], planner, codecs.get("raw"), size).buckets
+                late = tuple(replace(bucket, every=every, phase=every - 1) for bucket in buckets)
+                plan = replace(plan, buckets=plan.buckets + late)
+    return Planning(
+        codec=first,
+        algorithm=algorithm,
+        ahead=ahead,
+        planner=planners.get(Config.planner) if planner.needs_costs else planner,
+        plan=plan,
+        plan_controller=plan_controller,
+    )
+
+
+def _plan_of_fragments(
+    sync: Local,
+    tensors: Sequence[TensorInfo],
+    planner: Planner,
+    codec: Codec | Mapping[str, Codec],
+    size: int,
+    algorithm: str | None,
+    ahead: bool | None,
+) -> FusionPlan:
+    """Return the planner's plan, or one with a bucket for each fragment if that has fewer buckets."""
+    ordered = [*reversed(tensors)]
+    plan = fuse(ordered, planner, codec, size, algorithm=algorithm, ahead=ahead)
+    if len(plan.buckets) < sync.fragments:
+        count = min(sync.fragments, len(ordered))
+        grouped = [replace(tensor, group=i * count // len(ordered)) for i, tensor in enumerate(ordered)]
+        plan = fuse(grouped, planner, codec, size, algorithm=algorithm, ahead=ahead)
+    return plan
+
+
+def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
+    """Return the codec of all gradients, or the rules that give each gradient a codec."""
+    policy, fidelity = options.policy, options.fidelity
+    if options.codec is None and policy is None:
+        policy = settings.policy
+    elif options.codec is not None and policy is not None:
+        raise ConfigError("got a codec and a policy; a policy names the codecs, so leave the codec out")
+    if policy is not None:
+        if options.codec_options or fidelity is not None:
+            raise ConfigError("codec options and fidelity stand in the policy's file; leave them out of the arguments")
+        with blame(settings, *([] if options.policy is not None else ["policy"])):
+            rules = CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
+            require(rules, CodecRules, "policy", "a fusionlayer.CodecRules, or the path of a file with rules")
+            return _in_every_step(rules)
+    if (settings.codec if options.codec is None else options.codec) == AUTO:
+        if options.codec_options:
+            raise ConfigError(
+                f"codec 'auto' takes no options, got {dict(options.codec_options)}; name them in a policy"
+            )
+        with blame(settings, *([] if fidelity is not None else ["fidelity"])):
+            return _in_every_step(CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity))
+    if fidelity is not None:
+        raise ConfigError(f"fidelity={fidelity!r} is for codec='auto'; leave it out when you name a codec")
+    return make_codec(options.codec, options.codec_options).bare
+
+
+def _in_every_step(rules: CodecRules) -> CodecRules:
+    """Return rules for a trainer that sends each gradient in each step; refuse others."""
+    if rules.fidelity == LOCAL:
+        raise ConfigError(
+            "fidelity='local' is for `fusionlayer plan`, which tells how often to exchange; here expected one of: "
+            f"{', '.join(fidelity for fidelity in FIDELITIES if fidelity != LOCAL)}"
+        )
+    return rules
+
+
+def _planner(planner: str | Planner | None, settings: Config) -> Planner:
+    if isinstance(planner, Planner):
+        return planner
+    if planner is not None:
+        return planners.get(planner)
+    with blame(settings, "planner", "planner_options"):
+        return planners.get(settings.planner, **settings.planner_options)
+
+
+def _by_rules(policy: CodecRules, tensors: Sequence[TensorInfo]) -> dict[str, Codec]:
+    """Return the codec of each gradient until costs are known; "auto" gradients travel raw until then."""
+    rules = {tensor.name: policy.rule_for(tensor)[1] for tensor in tensors}
+    return {
+        name: codecs.get("raw") if rule.codec == AUTO else codecs.get(rule.codec, **rule.options).bare
+        for name, rule in rules.items()
+    }
+
+
+def _has_auto(policy: CodecRules, tensors: Sequence[TensorInfo]) -> bool:
+    return any(policy.rule_for(tensor)[1].codec == AUTO for tensor in tensors)

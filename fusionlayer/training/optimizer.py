@@ -1,0 +1,324 @@
+"""``DistributedOptimizer``: an optimizer whose gradients are reduced over ranks while backward computes them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from .. import context
+from ..base.deprecations import deprecated
+from ..base.errors import ConfigError, require
+from ..base.plan import FusionPlan
+from ..codecs import Codec, CodecOptions
+from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
+from ..observe.timeline import Timeline
+from ..planning.codec_rules import CodecRules
+from ..planning.profile import Profile
+from ..process.clock import clock_of
+from ..scheduler import Engine, Scaling
+from ..scheduler.planners import Planner
+from . import overlap
+from .averaging import refuse_averaged, refuse_wrapper
+from .construction import GradientOptions, make_engine, make_planning
+from .distributed import Distributed
+from .enrolment import Roster
+from .live import refuse_twice
+from .parameters import describe, replicated_by
+from .policies.elastic_local import ElasticallyLocal
+from .policies.elastic_optimizer import ElasticallyStepping, check_elastic
+from .policies.local import Local, check_sync, state_tensors
+from .policies.local_optimizer import LocallyStepping
+from .policies.local_steps import LocalSteps
+from .replicas import Replicas, check_interval
+from .sends import FollowsSyncs, sent_by
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["DistributedOptimizer"]
+
+
+# What options lack while an optimizer names a codec by itself: these belong to the codec that was given.
+_OF_ANOTHER_CODEC: Mapping[str, Any] = {
+    "codec_options": {},
+    "algorithm": None,
+    "ahead": None,
+    "plan": None,
+    "profile": None,
+    "policy": None,
+    "fidelity": None,
+}
+
+
+def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
+    optimizer: Optimizer,
+    named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
+    codec: str | Codec | None = None,
+    algorithm: str | None = None,
+    planner: str | Planner | None = None,
+    plan: FusionPlan | str | Path | None = None,
+    error_feedback: bool | None = None,
+    feedback_bits: int | None = None,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    overlap_forward: nn.Module | None = None,
+    ahead: bool | None = None,
+    group: Group = None,
+    profile: Profile | str | Path | None = None,
+    policy: CodecRules | str | Path | None = None,
+    fidelity: str | None = None,
+    replan: bool | None = None,
+    broadcast: bool = True,
+    check_replicas: bool | int | None = None,
+    sync: Local | None = None,
+    **codec_options: Unpack[CodecOptions],
+) -> Distributed:
+    """Return ``optimizer``, which now averages gradients over ranks during backward, fused and compressed.
+
+    It is the same object and still an instance of its class, with its parameter groups, state and learning-rate
+    schedulers. In a job of one rank its behaviour does not change, but all options
+    are checked.
+
+    Ranks begin with rank 0's parameters, whatever each of them was initialized with, and compare theirs while training
+    runs.
+
+    When backward has accumulated a gradient, a background thread takes it. The end of ``backward`` waits for the
+    results: then ``.grad`` is the average, to be clipped, logged or unscaled. The first step learns the order of the
+    gradients and makes the fusion plan. A parameter that this rank does not use counts as zeros, so ranks may take
+    different paths through the model. One that no rank uses gets no gradient and is not updated.
+
+    If ``backward`` runs several times before ``step``, each time for other parameters, the first step reduces once for
+    each. Later steps reduce once, in ``step``; to clip gradients, call ``synchronize`` before. If it runs several times
+    for the same parameters, give ``backward_passes_per_step``.
+
+    A step reduces what requires gradients when it begins: parameters may be frozen, unfrozen and added
+    (``add_param_group``) between two steps, on all ranks alike. That step makes a new plan. A frozen parameter does not
+    travel, and the optimizer leaves it alone.
+
+    Args:
+        optimizer: any optimizer over parameters of one device.
+        named_parameters: the model, or ``model.named_parameters()``; without it, the place in the optimizer names each
+            parameter. Buffers, and parameters that are neither trained nor the optimizer's, are known of a model only.
+        codec: name or codec of the gradients; None takes the configured one (``raw`` by default). "auto" measures the
+            first steps, in which gradients travel as they are. Then it chooses one codec for all gradients, or one for
+            each, by the predicted time of the step; the log says why.
+        algorithm: name of a collective; None chooses by codec and number of ranks.
+        planner: name or planner that fuses gradients into buckets; None takes the configured one. A planner that needs
+            costs begins with the plan of ``tapered``, measures the first steps and then makes its own plan (CPU only).
+        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs. It may have parameters
+            that are frozen at present, and must have those that are not.
+        error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
+            coarse. ``state_dict()`` keeps it, separately on each rank.
+        feedback_bits: bits that an element of the error feedback takes between two steps: 32, or 8, a byte and 1/32 of
+            one, rounded at random so that the mean stays. None takes the configured number, 32 by default.
+        op: ``Average`` or ``Sum``.
+        backward_passes_per_step: number of backward passes that accumulate gradients before they are reduced.
+        gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
+        num_groups: deprecated name for an integer ``groups``.
+        groups: number of buckets with about equally many tensors, or lists of tensors; each list is one bucket.
+        sparse_as_dense: make sparse gradients dense; without it they are refused.
+        overlap_forward: the model. Its next forward may begin while results are still under way: ``step`` returns at
+            once, and each module's parameters are updated just before it runs, to the same values. This pays off where
+            the network is the bottleneck. After ``step`` the gradients are gone. Between ``step`` and the next forward,
+            call ``synchronize`` before you read parameters other than by ``state_dict()``. Before you clip gradients,
+            call it between ``backward`` and ``step``. Every parameter must be used
+            in the forward of the module that owns it. The optimizer must be one of torch's that updates each parameter
+            independently of the others.
+        ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does
+            what ``algorithm`` needs, or without one what is best for the codec: ahead for those that sparsify.
+        group: process group or transport to reduce over; None means all ranks. For a DTensor model whose parameters
+            are sharded by tensor parallelism: the ranks that hold the same parts.
+        profile: measured costs of this model, or a file with them, for ``codec="auto"`` and planners that need costs.
+            With it, no steps are measured first.
+        policy: rules that give each gradient a codec, or a file with them, in place of ``codec``.
+        fidelity: for ``codec="auto"``: "lossless", "near_lossless" or "aggressive"; None takes the configured one.
+        replan: measure and plan again after drift, if the plan depends on costs; None takes the configured value.
+        broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already does not
+            travel. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves
+            parameters as they are; if they differ in the first step or later, a warning names them once.
+        check_replicas: compare all parameters in the first step, and then a part of them in each step, so that a
+            difference over ranks is found within this many steps. False: never; None takes the configured number.
+        sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average how far they have come every so many
+            steps; gradients do not travel. None: average gradients in each step.
+        codec_options: options of a codec given by name.
+
+    Raises:
+        ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
+        UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order; from ``step``
+            and ``synchronize`` for a gradient that nobody reduces, as its parameter was unfrozen within the step.
+        PlanMismatch: ranks have other parameters or options; also from ``step`` and ``synchronize``.
+        ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
+        TransportError: a peer was lost, stopped or late; also from ``step`` and ``synchronize``.
+    """
+    refuse_wrapper(optimizer)
+    require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")
+    check_op(op)
+    if sync is not None:
+        named_plan = plan if plan is not None else context.settings().plan
+        sync = check_sync(sync, optimizer, op, named_plan, overlap_forward)
+        if codec is plan is policy is None:
+            codec, codec_options = sync.codec, cast(CodecOptions, {**sync.codec_options, **dict(codec_options)})
+        if error_feedback is None:
+            error_feedback = sync.error_feedback
+    refuse_unknown(DistributedOptimizer, codec, codec_options)
+    require(gradient_predivide_factor, Real, "gradient_predivide_factor", "a number above 0")
+    require(backward_passes_per_step, Integral, "backward_passes_per_step", "a whole number, at least 1")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ConfigError("gradient_predivide_factor needs op=Average; leave it at 1.0 with op=Sum")
+    if not gradient_predivide_factor > 0:
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor}; expected a number above 0")
+    if backward_passes_per_step < 1:
+        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}; expected at least 1")
+    if num_groups:
+        deprecated("num_groups", "give groups=<number>")
+        groups = groups if groups is not None else num_groups
+    if not isinstance(broadcast, bool):
+        raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
+    roster = Roster(optimizer.param_groups, named_parameters, group)
+    names = roster.reduced(optimizer.param_groups)
+    refuse_twice(names)
+    if isinstance(optimizer, Distributed):
+        raise ConfigError("this optimizer is a DistributedOptimizer already; use it as it is, or make a new one")
+    refuse_averaging = partial(refuse_averaged, group=group, gradients=sync is None or bool(sync.after))
+    refuse_averaging(names, named_parameters if isinstance(named_parameters, nn.Module) else None)
+    if overlap_forward is not None:
+        overlap.check(optimizer, names, overlap_forward)
+    if sync is None and isinstance(optimizer, LBFGS) and context.transport(group).size > 1:
+        raise ConfigError("LBFGS depends on the loss of each rank, so weights would diverge; use another optimizer")
+    elastic = context.is_elastic()
+    if elastic:
+        check_elastic(
+            optimizer,
+            group=group,
+            sync=sync,
+            overlap_forward=overlap_forward,
+            plan=plan or context.settings().plan,
+            policy=policy or context.settings().policy,
+            codec=codec or context.settings().codec,
+        )
+    options = GradientOptions(
+        codec=codec,
+        codec_options=codec_options,
+        algorithm=algorithm,
+        ahead=ahead,
+        planner=planner,
+        plan=plan,
+        profile=profile,
+        policy=policy,
+        fidelity=fidelity,
+        replan=replan,
+        error_feedback=error_feedback,
+        feedback_bits=feedback_bits,
+        sync=sync,
+    )
+
+    frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
+    replicated = {**roster.by_name(), **frozen}
+    replicas = Replicas(replicated, broadcast, check_interval(check_replicas), buffers, (f"sync={sync}",))
+
+    def idle(names: Mapping[Tensor, str]) -> list[str]:
+        return [name for parameter, name in roster.names.items() if parameter not in names]
+
+    me = weakref.ref(optimizer)  # the optimizer keeps the functions below, and should end with its last user
+
+    def options_now() -> GradientOptions:
+        mine = me()
+        sent = None if mine is None else sent_by(mine)
+        now = replace(options, sync=None) if averages_now() else options
+        if sent is None or sent[1] is None:
+            return now
+        return replace(now, **_OF_ANOTHER_CODEC, codec=sent[1])
+
+    def averages_now() -> bool:
+        mine = me()
+        return mine._fl_averages if isinstance(mine, LocallyStepping) else sync is None or bool(sync.after)
+
+    def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
+        transport = context.transport(group)
+        scaling = Scaling(1 / transport.size if op is Average else 1.0)
+        if op is Average and gradient_predivide_factor != 1.0:
+            scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
+        timeline = Timeline(context.settings().timeline if transport.size > 1 else None, transport.rank)
+        engine = make_engine(
+            options_now(),
+            describe(names, groups, roster.names),
+            transport,
+            roster.device,
+            scaling=scaling,
+            timeline=timeline,
+            overlap_forward=overlap_forward is not None,
+            hold_results=elastic or not averages_now(),
+            undoable=elastic,
+            idle=idle(names),
+        )
+        if transport.size == 1:
+            # It was made to have all options checked, so that a mistake shows before there are other ranks.
+            engine.close()
+            return None, timeline
+        engine.put(partial(replicas.unite, rejoining=rejoining))()
+        return engine, timeline
+
+    def enrol(engine: Engine, names: Mapping[Tensor, str], why: str) -> None:
+        if overlap_forward is not None:
+            overlap.check_parameters(names, overlap_forward)
+        tensors = describe(names, groups, roster.names)
+        overlaps = overlap_forward is not None
+        now = options_now()
+        planning = make_planning(
+            now, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
+        )
+        tensors += chain.from_iterable(state_tensors(now.sync, tensors).values())
+        engine.enrol(
+            tensors,
+            why,
+            codec=planning.codec,
+            algorithm=planning.algorithm,
+            ahead=planning.ahead,
+            plan=planning.plan,
+            plan_controller=planning.plan_controller,
+            hold_results=None if sync is None else now.sync is not None,
+        )
+
+    if sent_by(optimizer) is not None:
+        refused = sync if not isinstance(optimizer, FollowsSyncs) else None
+        if op is not Average or refused is not None or plan is not None or context.settings().plan is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} with op={op.name.title()}, sync={refused} and "
+                f"plan={plan or context.settings().plan}; it sends what it averages in each step, by codecs that it "
+                "names itself and no plan says: leave all three out"
+            )
+    if sent_by(optimizer) is not None or sync is not None and sync.after:
+        # What is used later is refused now if it is wrong.
+        place = context.transport(group)
+        make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
+    engine, timeline = connect(names)
+    base = type(optimizer)
+    fronts = (ElasticallyStepping, ElasticallyLocal) if elastic else (Distributed, LocallyStepping)
+    front = fronts[sync is not None]
+    # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
+    vars(optimizer).pop("step", None)
+    optimizer.__class__ = type(base.__name__, (front, base), {"__doc__": base.__doc__, "__module__": __name__})
+    assert isinstance(optimizer, Distributed)
+    optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
+    optimizer._fl_replicas, optimizer._fl_refuse_averaged = replicas, refuse_averaging
+    if isinstance(optimizer, ElasticallyStepping):
+        optimizer._fl_facts = (options, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
+    if sync is not None:
+        assert isinstance(optimizer, LocallyStepping)
+        optimizer._fl_local = LocalSteps(sync, clock_of(roster.device))
+        optimizer._fl_averages = bool(sync.after)
+    optimizer._attach(engine, timeline, roster, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
+    return optimizer

@@ -1,0 +1,150 @@
+"""What the members of an elastic job hold alike, as a newcomer gets it, and the results that a member may lack."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ... import context
+from ...base.errors import ConfigError
+from ...base.plan import FusionPlan
+from ...native.wire import digest
+from ...transport import Transport
+from ..distributed import Distributed
+from ..parameters import local_part
+from ..step_state import StepState
+from . import handover
+from .handover import Fingerprint
+
+if TYPE_CHECKING:
+    from .elastic_optimizer import ElasticallyStepping
+
+__all__ = ["own_fingerprints", "receive_results", "receive_state", "send_results", "send_state", "without_unsure"]
+
+
+def own_fingerprints(optimizer: ElasticallyStepping) -> dict[str, Fingerprint]:
+    """Return the fingerprints of what a newcomer has already, for ``receive_state``."""
+    return handover.fingerprints(handover.parted(state_of(optimizer))[1])
+
+
+def send_results(results: Mapping[str, Tensor], transport: Transport, to: int) -> None:
+    """Send the results of a step, by name, to rank ``to``, which calls ``receive_results``."""
+    handover.send({"results": dict(results)}, {}, transport, to)
+
+
+def receive_results(transport: Transport, source: int) -> dict[str, Tensor]:
+    """Return the results that rank ``source`` sends; on the CPU.
+
+    Raises:
+        WireError: a message was damaged.
+        TransportError: the sender was lost.
+    """
+    results: dict[str, Tensor] = handover.receive({}, transport, source)["results"]
+    return results
+
+
+_COMPLETE_WHEN_SENT = ("one_shot", "two_shot", "two_level")
+"""Collectives on whose ranks error feedback is that of after the step before the last message leaves."""
+
+
+def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[str, Any]:
+    """Return a memory's state after a step whose results this rank lacked, without what may be of before the step.
+
+    All messages of this rank have arrived, or nobody would have results. So its error feedback is right where it is
+    complete before the last message leaves. Where it is not, it begins anew, so that nothing is sent twice.
+    """
+    buckets = () if plan is None else plan.buckets
+    unsure = {
+        name for each in buckets if not each.ahead and each.algorithm not in _COMPLETE_WHEN_SENT for name in each.names
+    }
+    return {key: {name: x for name, x in kept.items() if name not in unsure} for key, kept in memory.items()}
+
+
+def tensors_of(optimizer: ElasticallyStepping) -> list[Tensor]:
+    """Return the tensors that all members hold alike, in the same order on all of them."""
+    replicas = optimizer._fl_replicas
+    every = (*replicas.named.values(), *replicas.buffers.values())
+    return [local_part(x.detach()).as_subclass(Tensor) for x in every]
+
+
+def facts_of(optimizer: ElasticallyStepping) -> Tensor:
+    """Return (32,) uint8 that differ where a newcomer's first step with the members would be a ``PlanMismatch``."""
+    settings = vars(context.settings())
+    facts = [optimizer._fl_facts, *(settings[key] for key in _AGREED), optimizer._fl_replicas.lines]
+    return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
+
+
+def state_of(optimizer: ElasticallyStepping) -> dict[str, Any]:
+    """Return what members hold alike: parameters, buffers, the optimizer's state and those of shared objects."""
+    members = optimizer._fl_members
+    return {
+        "tensors": tensors_of(optimizer),
+        "optimizer": super(Distributed, optimizer).state_dict(),
+        "shared": members.states(),
+        "more": optimizer._fl_more(),
+        "step": members.step,
+        "at": optimizer._fl_at,
+    }
+
+
+def send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -> None:
+    """Send a newcomer the state, as far as it has another one."""
+    transport.send(facts_of(optimizer), to)
+    theirs = json.loads(handover.receive_bytes(transport, to))
+    known = {name: Fingerprint(*each) for name, each in theirs.items()}
+    handover.send(state_of(optimizer), known, transport, to)
+
+
+def receive_state(
+    optimizer: ElasticallyStepping, transport: Transport, source: int, own: Mapping[str, Fingerprint]
+) -> None:
+    """Receive what ``send_state`` sends.
+
+    Args:
+        optimizer: of this process.
+        transport: over the members.
+        source: rank of the sender.
+        own: fingerprints of the tensors that it has.
+
+    Raises:
+        ConfigError: this process has another model, or shares other objects.
+    """
+    members, tensors, mine = optimizer._fl_members, tensors_of(optimizer), facts_of(optimizer)
+    theirs = torch.empty_like(mine)
+    transport.recv(theirs, source)
+    if not torch.equal(mine, theirs):
+        raise ConfigError(
+            f"this process has other parameters, options or settings than the members ({len(tensors)} parameters and "
+            f"buffers of {sum(x.numel() for x in tensors)} elements); start it with their script and environment"
+        )
+    handover.send_bytes(json.dumps(own).encode(), transport, source)
+    told = handover.receive(handover.parted(state_of(optimizer))[1], transport, source)
+    with torch.no_grad():
+        for x, came in zip(tensors, told["tensors"], strict=True):
+            if came.data_ptr() != x.data_ptr():
+                x.copy_(came)
+    super(Distributed, optimizer).load_state_dict(told["optimizer"])
+    members.load_states(told["shared"])
+    members.step, optimizer._fl_at = told["step"], told["at"]
+    optimizer._fl_begin_with(told["more"])
+    optimizer._fl_state = StepState.IDLE
+    super(Distributed, optimizer).zero_grad()
+
+
+_AGREED = (
+    "codec",
+    "codec_options",
+    "algorithm",
+    "ahead",
+    "planner",
+    "planner_options",
+    "error_feedback",
+    "feedback_bits",
+    "lanes",
+    "checksum",
+)
+"""Settings that are the same on all members."""

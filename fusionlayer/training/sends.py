@@ -1,0 +1,101 @@
+"""``SendsItsOwn``: what an optimizer has that says by itself what travels in place of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..base.errors import ConfigError
+from ..codecs import Codec
+
+__all__ = ["FollowsSyncs", "SendsItsOwn", "Sent", "sent_by"]
+
+Sent = tuple[str, str | Codec | None]
+"""What an optimizer sends: what it is, in words, and its codec; None: the one that ``DistributedOptimizer`` has."""
+
+
+@runtime_checkable
+class SendsItsOwn(Protocol):
+    """An optimizer that says by itself what ``DistributedOptimizer`` sends for it: gradients, or what it makes of them.
+
+    Every optimizer of torch that has these two methods does so; it need not inherit from this class. ``OneBitAdam`` is
+    one. This one cuts off what is too large, on each rank before the average:
+
+        class Clipped(torch.optim.SGD):
+            def sends(self):
+                return "clipped gradients", None
+
+            def exchanged(self, parameter):
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-1, 1)
+
+    The averages of all ranks are in ``parameter.grad`` when ``step`` is called. In a job of one rank nothing travels:
+    ``exchanged`` is not called, and ``step`` finds gradients as they are. A rank that waits in ``hvd.join`` does not
+    ask either: it sends zeros.
+
+    Such an optimizer takes ``op=Average`` alone and no ``plan``, and ``sync`` only if it also follows syncs.
+    """
+
+    def sends(self) -> Sent:
+        """Return what travels from the next step on, in words, and its codec: a name, a codec or None.
+
+        None means the codec that ``DistributedOptimizer`` was given. Other arguments that belong to that codec, such as
+        ``algorithm``, do not count for a codec named here.
+
+        It is called before the first gradient of each step. If the answer has changed, that step makes a new plan, on
+        which ranks agree. So the answer must depend only on what is the same on all ranks, such as the number of steps.
+        """
+
+    def exchanged(self, parameter: Tensor) -> object:
+        """Put what travels for ``parameter`` into ``parameter.grad``: in place, or as another dense tensor.
+
+        It is called once in each step for each parameter, when backward has accumulated the gradient. If backward has
+        made none on this rank, it is called at the end: ``parameter.grad`` is None then, and if it stays so, zeros
+        travel.
+        """
+
+
+@runtime_checkable
+class FollowsSyncs(Protocol):
+    """An optimizer that takes more from a sync of local steps than new parameters. ``OneBitAdam`` is one.
+
+    Attributes:
+        averages_first: steps before the first local one, in which it needs averaged gradients.
+    """
+
+    averages_first: int
+
+    def begins(self, parameters: Collection[Tensor]) -> object:
+        """Note that local steps of these parameters begin, from values that all ranks have."""
+
+    def leaves(self, parameters: Collection[Tensor]) -> object:
+        """Note that what these parameters have learned since their last sync leaves now."""
+
+    def synced(self, differences: Mapping[Tensor, tuple[Tensor, Tensor]]) -> object:
+        """Take in what has arrived, before it sets the parameters.
+
+        Args:
+            differences: by parameter: what all ranks had after the last sync, and the average over ranks of how far
+                below it they were when they left. Both have the parameter's number of elements, and belong to the
+                caller.
+        """
+
+
+def sent_by(optimizer: Optimizer) -> Sent | None:
+    """Return what an optimizer says that it sends; None: it says nothing, so gradients travel as they are.
+
+    Raises:
+        ConfigError: the optimizer says something else.
+    """
+    if not isinstance(optimizer, SendsItsOwn):
+        return None
+    sent: object = optimizer.sends()
+    if not (isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], str)):
+        raise ConfigError(
+            f"{type(optimizer).__name__}.sends() returned {sent!r}; expected what it sends in words, and a codec or "
+            'None, such as ("momentum", "int8")'
+        )
+    return sent
