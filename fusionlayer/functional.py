@@ -56,7 +56,7 @@ class ReduceOp(Enum):
 
 
 AUTO = "auto"
-"""A user's word in place of a codec: elements travel as they are, or by ``zip`` where that takes less time."""
+"""A user's word instead of a codec: elements are sent as they are, or by ``zip`` where that takes less time."""
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -194,7 +194,7 @@ def all_reduce(
     Args:
         tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed as they are.
         codec: name or codec; None takes the configured one (``raw`` by default). "auto" changes no value: the tensor
-            travels as it is, or by ``zip`` where measurements say that this takes less time; see ``switcher``.
+            is sent as it is, or by ``zip`` where measurements say that this takes less time; see ``switcher``.
         algorithm: name of a collective; None chooses by codec and number of ranks.
         op: ``Average`` (integers cannot be averaged) or ``Sum``.
         group: process group or transport; None means all ranks.
@@ -206,7 +206,7 @@ def all_reduce(
     Raises:
         ConfigError: a name or an option is unknown.
         PlanMismatch: ranks disagree on shape, type, codec or algorithm.
-        TransportError: a peer was lost, stopped or late.
+        TransportError: a peer failed, stopped or timed out.
     """
     _require_dense("all_reduce", tensor)
     average = check_op(op) is Average
@@ -218,7 +218,7 @@ def all_reduce(
         chosen, chooser = _travelling("all_reduce", tensor, codec, codec_options, transport)
     else:
         if codec != AUTO:
-            _configured(codec, codec_options)  # a wrong name is an error, though this type travels as it is
+            _configured(codec, codec_options)  # a wrong name is an error, though this type is sent as it is
         chosen, chooser = codecs.get("raw"), None
     if chooser is not None:
         if algorithm not in (None, "switched"):
@@ -418,7 +418,7 @@ def broadcast_parameters(
     Raises:
         ConfigError: ``params`` is neither a mapping nor (name, tensor) pairs.
         PlanMismatch: ranks have other names, shapes or types than the root.
-        TransportError: a peer was lost, stopped or late.
+        TransportError: a peer failed, stopped or timed out.
     """
     require(params, Iterable, "broadcast_parameters", "model.state_dict() or model.named_parameters()")
     items = list(params.items()) if isinstance(params, Mapping) else list(params)
@@ -469,7 +469,7 @@ def pickled(call: str, obj: object, dumps: Callable[[object], bytes] = pickle.du
 
 
 def broadcast_object(obj: T, root_rank: int = 0, group: Group = None) -> T:
-    """Return the root's ``obj`` on every rank. It travels pickled, so use it only among ranks that trust each other."""
+    """Return the root's ``obj`` on every rank. It is sent pickled, so use it only among ranks that trust each other."""
     mine = pickled("broadcast_object", obj) if context.transport(group).rank == root_rank else b""
     result: T = pickle.loads(broadcast_bytes(mine, root_rank, group))
     return result

@@ -82,7 +82,7 @@ class CallQueue:
         work = BackgroundWork(results, Ticket(device))
         if self._worker.is_here or self._at_once and device.type == "cuda":
             self._check_open()
-            self.drain()  # a call of CPU tensors may be under way, on the same transport
+            self.drain()  # a call of CPU tensors may be in flight, on the same transport
             work.job = Job(lambda: self._run(what, call, work), work.fail)
             self._worker.run(work.job)
         else:

@@ -97,7 +97,7 @@ def all_reduce(
     seed: Seed,
     residual: Tensor | None = None,
 ) -> Call:
-    """Return a call that replaces each of ``tensors`` by its sum over ranks; they have one type and travel as one."""
+    """Return a call that replaces each of ``tensors`` by its sum over ranks; they have one type and are sent as one."""
 
     def call(transport: Transport) -> None:
         whole = _flat(tensors)
@@ -163,13 +163,13 @@ def all_to_all(
     """Return a call that sends ``inputs[r]`` to rank r, and fills ``outs[r]`` with what rank r sends to this rank.
 
     Each pair of ranks chooses the codec by the number of bytes that one sends the other, because both know it. A rank
-    copies what it has for itself. All messages of known size travel in one exchange; then one exchange follows for each
-    codec of ``zips``.
+    copies what it has for itself. All messages of known size are sent in one exchange; then one exchange follows for
+    each codec of ``zips``.
 
     Args:
         outs: a tensor for each rank.
         inputs: a tensor for each rank.
-        codecs: the codec for each number of bytes; tensors of other sizes travel as they are.
+        codecs: the codec for each number of bytes; tensors of other sizes are sent as they are.
         zips: the codecs with messages of variable size that any rank may use, in the same order on all ranks.
         seed: of stochastic rounding.
     """
@@ -199,7 +199,7 @@ def all_to_all(
 def _messages(
     name: str, xs: Sequence[Tensor], chosen: Sequence[Codec | None], zips: Sequence[Codec], transport: Transport
 ) -> list[Tensor]:
-    """Return a byte tensor for each rank: the tensor's own bytes if it travels as it is, else room for its message.
+    """Return a byte tensor for each rank: the tensor's own bytes if it is sent as it is, else room for its message.
 
     It is empty for codecs of ``zips`` and for this rank itself.
     """
@@ -222,7 +222,7 @@ def _exchange_zipped(
     codec: Codec,
     transport: Transport,
 ) -> None:
-    """Exchange the tensors that travel by ``codec``; every rank calls it, even one that has no such tensor."""
+    """Exchange the tensors that are sent by ``codec``; every rank calls it, even one that has no such tensor."""
 
     def mine(xs: Sequence[Tensor], chosen: Sequence[Codec | None]) -> list[Tensor]:
         pairs = zip(xs, chosen, strict=True)

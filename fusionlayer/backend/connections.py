@@ -33,7 +33,7 @@ def connect(
         name: of these connections alone.
         timeout: the longest time that a call may wait.
         settings: of the group.
-        device: the CUDA device whose tensors travel by NCCL; None: there is none.
+        device: the CUDA device whose tensors are sent by NCCL; None: there is none.
         alone: store and rank of a group of which torch does not know; None: the members meet by the default group.
     """
     if device is not None:

@@ -61,7 +61,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     and the two would wait for each other.
 
     Compressed collectives run one after the other, in the order of the calls, on a thread and connections of the
-    group's own. Calls that pass go to the native backend directly. Compressed sends and receives travel as messages of
+    group's own. Calls that pass go to the native backend directly. Compressed sends and receives become messages of
     the native backend.
 
     Args:
@@ -205,7 +205,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             part(self._native.store, self._rank, self._size)
 
     def abort(self) -> None:
-        """End the group at once; calls under way fail."""
+        """End the group at once; calls in flight fail."""
         if self.watcher is not None:
             self.watcher.close()
         if self._queue is not None:
@@ -223,7 +223,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     @in_place
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        """Sum several tensors over ranks; if they are compressed, they travel as one."""
+        """Sum several tensors over ranks; if they are compressed, they are sent as one."""
         work = self._sum(arguments.tensors(tensors), arguments.reduction(args, kwargs))
         return work or self._native.group.allreduce_coalesced(tensors, *args, **kwargs)
 
@@ -507,7 +507,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
                 opens = partial(connect, self._ranks, unique, native.timeout, self._settings, device, alone)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
-                at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors travel by gloo
+                at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors are sent by gloo
                 name = self.group_desc if described else name
                 self._queue = CallQueue(
                     name,

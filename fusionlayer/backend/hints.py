@@ -17,7 +17,7 @@ __all__ = ["NONE", "Differences", "Hint", "clear_padding", "current", "differenc
 
 @dataclass(frozen=True)
 class Differences:
-    """What an all-gather sends in place of the weights that it is called with: how they differ from a copy of them.
+    """What an all-gather sends instead of the weights that it is called with: how they differ from a copy of them.
 
     Attributes:
         codec: of the differences.
@@ -35,7 +35,7 @@ class Hint:
     """Applies to the collectives that one thread calls within ``hint``; all ranks give equal hints.
 
     Attributes:
-        plain: the tensor travels as it is, whatever the policy says.
+        plain: the tensor is sent as it is, whatever the policy says.
         residual: (n,) f32, this rank's residual for an all-reduce of n elements. It is added to the elements before
             they are encoded (for an average, after the division), and replaced by what the codec lost.
         padding: elements of the input that have no meaning; they are sent as zeros.
@@ -85,7 +85,7 @@ def clear_padding(inputs: Sequence[Tensor]) -> None:
 
 
 def differences_of(outs: Sequence[Tensor]) -> Differences | None:
-    """Return what an all-gather into ``outs`` is to send in place of its input, as the calling thread has said."""
+    """Return what an all-gather into ``outs`` is to send instead of its input, as the calling thread has said."""
     found = current().differences
     return found.get(outs[0].data_ptr()) if found and len(outs) == 1 else None
 

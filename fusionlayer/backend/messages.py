@@ -39,7 +39,7 @@ class PointToPoint:
         self._batch: list[dist.Work | Callable[[], Any]] | None = None
 
     def send(self, x: Tensor, codec: Codec, send: Native, on: torch.device) -> dist.Work:
-        """Encode ``x`` now, and call ``send`` with the message, which travels from device ``on``."""
+        """Encode ``x`` now, and call ``send`` with the message, which is sent from device ``on``."""
         message = _room(codec, x, x.device)
         self._count += 1
         codec.encode(x.detach().view(-1), message, seed=derive_seed(self._seed, self._count))

@@ -136,11 +136,11 @@ class Native:
         return method
 
     def carried_on(self, device: torch.device) -> torch.device:
-        """Return where messages of tensors on ``device`` lie while they travel: gloo sends from the host's memory."""
+        """Return where messages of tensors on ``device`` lie while they are sent: gloo sends from the host's memory."""
         return torch.device("cpu") if self.serves[device.type] == "gloo" else device
 
     def between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
-        """Return the group by which a message travels from one rank to another.
+        """Return the group by which a message is sent from one rank to another.
 
         NCCL runs the messages between two ranks in the order in which each rank has called for them. If both ranks
         send first, they wait for each other, unless torch tells NCCL that the calls are one batch; torch does so only
@@ -201,7 +201,7 @@ class Native:
         )
 
     def shut(self, *, abort: bool) -> None:
-        """Close the connections, after the calls under way or, with ``abort``, at once."""
+        """Close the connections, after the calls in flight or, with ``abort``, at once."""
         for group in filter(None, (self._downward, self.group)):
             if abort:
                 group.abort()

@@ -28,7 +28,7 @@ class _Refused(ConfigError, RuntimeError):
 
 
 def explained(call: str, error: RuntimeError, given: Any) -> RuntimeError:
-    """Return the error that the program gets in place of gloo's; gloo's own if it is of another kind.
+    """Return the error that the program gets instead of gloo's; gloo's own if it is of another kind.
 
     Args:
         call: name of the method.

@@ -1,4 +1,4 @@
-"""Which calls of a process group travel compressed, and how: an ordered list of rules."""
+"""Which calls of a process group are sent compressed, and how: an ordered list of rules."""
 
 from __future__ import annotations
 

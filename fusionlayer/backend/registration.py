@@ -98,7 +98,7 @@ def create_alone(
         rank: this process.
         size: number of processes.
         timeout: the longest time that a call may wait.
-        device: of the tensors; those of other devices travel too.
+        device: of the tensors; those of other devices are sent too.
         policy: attributes of a ``CallPolicy``; without any, the policy that any new group has.
     """
     from .group import CompressingGroup

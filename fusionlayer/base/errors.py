@@ -34,7 +34,7 @@ class WireError(FusionLayerError):
 
 
 class PlanMismatch(FusionLayerError):
-    """Ranks disagree on what is sent. They compare digests and find out before any payload travels.
+    """Ranks disagree on what is sent. They compare digests and find out before any payload is sent.
 
     Attributes:
         ranks: the ranks whose digest differs from that of the lowest rank.
@@ -60,7 +60,7 @@ class ReplicaMismatch(FusionLayerError):
 
 
 class TransportError(FusionLayerError, RuntimeError):
-    """A peer was lost, stopped or came too late. The group that raised it is closed.
+    """A peer failed, stopped or timed out. The group that raised it is closed.
 
     Attributes:
         ranks: the ranks that caused it, as far as they are known.

@@ -1,7 +1,7 @@
 """Files in folders that other users may reach, such as /tmp: written whole under random names, read if they are plain.
 
-Whoever can write to a folder can put a link, a pipe or a device at any name that can be guessed. So nothing is written
-through a name that was there before, and what is opened is looked at by its descriptor before it is read.
+Whatever process can write to a folder can put a link, a pipe or a device at any name that can be guessed. So nothing is
+written through a name that was there before, and what is opened is looked at by its descriptor before it is read.
 """
 
 from __future__ import annotations

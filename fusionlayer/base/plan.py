@@ -1,4 +1,4 @@
-"""Fusion plans: which tensors travel together, in what order and how. Plans are frozen data without torch types."""
+"""Fusion plans: which tensors are sent together, in what order and how. Plans are frozen data without torch types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TensorInfo:
         numel: number of elements.
         dtype: name of the element type, such as "float32".
         itemsize: bytes of an element.
-        group: tensors with the same number travel in one bucket; None leaves it to the planner.
+        group: tensors with the same number are sent in one bucket; None leaves it to the planner.
         shape: shape of the gradient; None if it is not known, and the gradient then counts as flat.
     """
 
@@ -62,7 +62,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together, in one collective.
+    """Gradients that are sent together, in one collective.
 
     Attributes:
         slots: places of the gradients, in order, without overlap.

@@ -98,9 +98,9 @@ class Breakdown:
         exposed: what communication threads did while the training thread waited, by ``KINDS``; these add up to the
             phase "exposed communication".
         exposed_by_bucket: the same by the bucket that they worked for.
-        communication: how long at least one bucket was under way, hidden or not.
+        communication: how long at least one bucket was in flight, hidden or not.
         lanes: number of communication threads.
-        overlaps_forward: whether the next forward runs while buckets are under way.
+        overlaps_forward: whether the next forward runs while buckets are in flight.
         buckets: in the order of their numbers.
     """
 

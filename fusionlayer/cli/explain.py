@@ -1,4 +1,4 @@
-"""``fusionlayer explain``: the buckets of a plan, when each is predicted to travel, and why."""
+"""``fusionlayer explain``: the buckets of a plan, when each is predicted to be sent, and why."""
 
 from __future__ import annotations
 

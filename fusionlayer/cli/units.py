@@ -10,7 +10,7 @@ __all__ = ["BYTES", "MEMORY", "RATES", "SECONDS", "in_one_unit", "in_words", "un
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-"""Bytes that travel."""
+"""Bytes that are sent."""
 MEMORY = {"B": 1.0, "KiB": 1024.0, "MiB": 1024.0**2, "GiB": 1024.0**3}
 """Sizes of tensors and messages that grow by powers of two."""
 RATES = {"kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "GB/s": 1e9}

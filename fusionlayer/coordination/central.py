@@ -1,4 +1,4 @@
-"""Operations on tensors so small that they travel with the requests. The coordinator computes and sends the results.
+"""Operations on tensors so small that they are sent with the requests. The coordinator computes and sends the results.
 
 That takes two messages where negotiation and an exchange take four. Messages are most of the time of a small operation.
 """
@@ -22,7 +22,7 @@ _BYTES = 64 << 10
 
 
 def fits(signature: Signature, tensors: Sequence[Tensor], size: int) -> bool:
-    """Return whether the tensors should travel with the request. ``size``: number of ranks of the job."""
+    """Return whether the tensors should be sent with the request. ``size``: number of ranks of the job."""
     if signature.kind not in ("allreduce", "allgather") or sum([x.nbytes for x in tensors]) * size > _BYTES:
         return False
     if len(signature.dtypes) > 1 and len(set(signature.dtypes)) > 1:

@@ -69,7 +69,7 @@ class Matcher:
 
     Args:
         size: number of ranks.
-        fusion_bytes: bytes of tensors that one message may have. Larger tensors travel alone.
+        fusion_bytes: bytes of tensors that one message may have. Larger tensors are sent alone.
     """
 
     def __init__(self, size: int, fusion_bytes: int) -> None:

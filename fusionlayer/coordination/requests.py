@@ -1,4 +1,4 @@
-"""The requests of ranks and the responses of the coordinator, and how both travel as bytes."""
+"""The requests of ranks and the responses of the coordinator, and how both are sent as bytes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Request(NamedTuple):
         name: name of the operation, or a number if the user gave none.
         signature: what must be equal on all ranks.
         numbers: what may differ over ranks: first dimensions, rows for each rank, or steps that have begun.
-        data: the bytes of the tensors, if they travel with the request; else None.
+        data: the bytes of the tensors, if they are sent with the request; else None.
     """
 
     handle: int
@@ -162,7 +162,7 @@ class Reason(NamedTuple):
 
     Attributes:
         text: the reason, as a clause.
-        ranks: the ranks that are to blame; empty if ranks only differ.
+        ranks: the ranks that are at fault; empty if ranks only differ.
     """
 
     text: str
@@ -198,7 +198,7 @@ READY = Response("ready")
 
 
 class Writer:
-    """Writes a rank's requests as messages. A name or signature travels once; later messages have its number.
+    """Writes a rank's requests as messages. A name or signature is sent once; later messages have its number.
 
     Args:
         capacity: names and signatures that are remembered. With more, writer and reader forget all and start again.
@@ -272,7 +272,7 @@ class Reader:
 
 
 def flatten(begun: Begun) -> tuple[int, ...]:
-    """Return counts of steps as a sequence of numbers, which is how they travel."""
+    """Return counts of steps as a sequence of numbers, which is how they are sent."""
     return tuple(n for key, count in begun.items() for n in (*key, count))
 
 

@@ -159,7 +159,7 @@ class Session:
 
         Raises:
             ConfigError: this rank is not in the process set, or there is no such set; or an operation of that name is
-                under way.
+                in flight.
             TransportError: the session has ended.
         """
         shapes = [x.shape for x in tensors]
@@ -224,7 +224,7 @@ class Session:
         Raises:
             PlanMismatch: ranks requested the operation with different arguments, or wait for each other in different
                 operations.
-            TransportError: a peer was lost, stopped or too late.
+            TransportError: a peer failed, stopped or timed out.
         """
         operation = self._table.get(handle)
         if operation is None:

@@ -1,4 +1,4 @@
-"""The operations of a rank that are under way, and those whose results have not been fetched yet."""
+"""The operations of a rank that are in flight, and those whose results have not been fetched yet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OperationTable:
         return len(self._running)
 
     def has(self, key: Key) -> bool:
-        """Return whether an operation with that key is under way."""
+        """Return whether an operation with that key is in flight."""
         return key in self._asked
 
     def add(self, key: Key, *what: Any, **how: Any) -> Operation:

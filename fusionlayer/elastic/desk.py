@@ -41,7 +41,7 @@ def open_store(loopback: bool, patience: float) -> tuple[TCPStore, Address]:
 
 
 class DistantStore:
-    """A store that another member keeps. Each request ends in time, even if that process is stopped.
+    """A store that another member keeps. Each request ends within the timeout, even if that process is stopped.
 
     torch's own client would wait for the answer as long as the connection lasts, whatever its timeout.
 

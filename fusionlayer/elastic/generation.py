@@ -1,4 +1,4 @@
-"""Members of an elastic job and its generations, as data that travels as JSON."""
+"""Members of an elastic job and its generations, as data that is sent as JSON."""
 
 from __future__ import annotations
 

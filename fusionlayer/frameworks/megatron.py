@@ -1,7 +1,7 @@
 """Lets Megatron-Core's distributed optimizer send weights and gradients compressed.
 
 Megatron's process groups are made by ``torch.distributed``, so a policy of the backend names codecs for most of its
-traffic. What a policy cannot say is here: weights travel as differences, which need to know what all ranks hold.
+traffic. What a policy cannot say is here: weights are sent as differences, which need to know what all ranks hold.
 Nothing of Megatron is imported; ``compress`` replaces two methods of the objects that it is given.
 """
 
@@ -45,7 +45,8 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
     With weights="delta" the differences lose no bit.
 
     Only bf16 and f16 weights are compressed. The optimizer keeps no others beside those of the model, so f32 weights
-    travel as they are. Where gradients lose bits and the model is tensor-parallel too, its ranks average the gradients
+    are sent as they are. Where gradients lose bits and the model is tensor-parallel too, its ranks average the
+    gradients
     of parameters that they all hold, such as norms: Megatron does this for parameters with the attribute
     ``average_gradients_across_tp_domain``, which ``compress`` sets.
 
@@ -82,7 +83,7 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
 
 
 class _Turns:
-    """Whose step is under way: of the several optimizers that a chain steps one by one."""
+    """Whose step is in flight: of the several optimizers that a chain steps one by one."""
 
     now: _Sharded | None = None
 

@@ -234,7 +234,7 @@ def _await_all(kept: Store, place: Place, timeout: float, deadline: float) -> No
     seen: dict[int, Identity] = {}
     store = SealedStore(kept, "meeting")
     try:
-        # Whoever is first says how many there are.
+        # Whatever process is first says how many there are.
         first, size = _numbers(store.first("size", f"{place.rank} {place.size}"), 2)
         if size != place.size:
             name = VARIABLES.get(place.launcher, ("", "the number of processes"))[1]

@@ -113,7 +113,7 @@ class WireFormat:
 def lay_out(planes: Sequence[Plane], numel: int, dtype: torch.dtype, *, header: bool, align: int = ALIGN) -> WireFormat:
     """Return the layout of a message of ``numel`` elements of ``dtype``.
 
-    The message begins with a header if ``header`` is set. Its ``planes`` lie one behind the other, each padded to a
+    The message begins with a header if ``header`` is set. Its ``planes`` lie one after the other, each padded to a
     multiple of ``align`` bytes.
     """
     body = ALIGN if header else 0

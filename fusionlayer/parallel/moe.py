@@ -1,4 +1,4 @@
-"""Mixtures of experts: tokens travel compressed to the ranks that hold their experts, and back."""
+"""Mixtures of experts: tokens are sent compressed to the ranks that hold their experts, and back."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Dispatcher:
     """Carries tokens to the ranks that hold their experts, and the experts' results back, compressed.
 
     ``dispatch`` and ``combine`` are differentiable, and each is the transpose of the other: gradients of dispatched
-    rows travel as in ``combine``, and those of combined rows as in ``dispatch``. The number of tokens for each rank may
-    differ over ranks and calls.
+    rows are sent as in ``combine``, and those of combined rows as in ``dispatch``. The number of tokens for each rank
+    may differ over ranks and calls.
 
     Every rank makes the same calls in the same order, with zero rows if it has no tokens. Rows that stay on a rank are
     not encoded. In a group of one rank, rows are returned as they are. Under ``torch.compile`` the calls stay outside
@@ -64,14 +64,14 @@ class Dispatcher:
         group: process group, one-dimensional ``DeviceMesh`` or transport; None means all ranks. All its ranks make the
             dispatcher together.
         codec: name or codec of the forward; None takes the configured one (``raw`` by default). "auto" changes no bit:
-            tokens travel as they are, or by ``zip`` where measurements say that this takes less time.
+            tokens are sent as they are, or by ``zip`` where measurements say that this takes less time.
         gradient_codec: name or codec of the backward; None takes that of the forward.
         codec_options: options of a forward codec given by name.
 
     Raises:
         ConfigError: unknown names or options, or ``group`` is not a group.
         PlanMismatch: ranks disagree on codecs or options.
-        TransportError: a peer was lost, stopped or late.
+        TransportError: a peer failed, stopped or timed out.
         UsageError: this process is not in the group.
 
     Attributes:
@@ -116,7 +116,7 @@ class Dispatcher:
         Raises:
             ConfigError: ``counts`` does not fit the ranks or rows, or the codecs do not take the type of ``rows``.
             PlanMismatch: ranks have rows of another shape or type.
-            TransportError: a peer was lost, stopped or late.
+            TransportError: a peer failed, stopped or timed out.
         """
         counts = torch.as_tensor(counts, device="cpu").long()
         counts = counts.view(-1, 1) if counts.dim() == 1 else counts
@@ -145,7 +145,7 @@ class Dispatcher:
 
         Raises:
             ConfigError: the number of rows is not m, or the codecs do not take the type of ``rows``.
-            TransportError: a peer was lost, stopped or late.
+            TransportError: a peer failed, stopped or timed out.
         """
         if len(rows) != sum(route.received):
             raise ConfigError(f"combine got {len(rows)} rows; {sum(route.received)} were dispatched to this rank")
@@ -229,7 +229,7 @@ class Experts(nn.Module):
     """A layer of experts that ranks share: each token goes to its experts, and their weighted sum comes back.
 
     The router stays in the model, and the weights of a token stay on its rank. Neither these weights nor their
-    gradients travel. So compression affects the router's gradients only through the changed results of experts.
+    gradients are sent. So compression affects the router's gradients only through the changed results of experts.
 
     Experts of the whole layer are numbered by rank: with e of them on each rank, rank r holds numbers r * e to
     (r + 1) * e - 1. In each forward, an expert runs once on the rows of all ranks for it, (m, width); m may be 0.
@@ -243,7 +243,7 @@ class Experts(nn.Module):
     Raises:
         ConfigError: no experts.
         PlanMismatch: ranks have different numbers of experts.
-        TransportError: a peer was lost, stopped or late.
+        TransportError: a peer failed, stopped or timed out.
     """
 
     def __init__(self, experts: Iterable[nn.Module], dispatcher: Dispatcher, *, average: bool = True) -> None:

@@ -33,8 +33,8 @@ class PipelineStage(pipelining.PipelineStage):
     """A ``torch.distributed.pipelining.PipelineStage`` that sends messages of a codec, for any of torch's schedules.
 
     Each activation for the next stage, and each gradient for the previous one, is one message of a fixed size, so no
-    sizes are exchanged. Messages travel as torch sends them, over its process group. Floats of 32 and 16 bits are
-    compressed; other types travel as they are. Tensors for a stage of the same rank are not compressed either. Where
+    sizes are exchanged. Messages are sent as torch sends them, over its process group. Floats of 32 and 16 bits are
+    compressed; other types are sent as they are. Tensors for a stage of the same rank are not compressed either. Where
     the setting ``checksum`` asks for it, each message of floats has a header with a checksum, as torch sends none.
 
     Args:
@@ -44,8 +44,8 @@ class PipelineStage(pipelining.PipelineStage):
         device: as in torch.
         codec: name or codec of activations; None takes the configured one (``raw`` by default).
         gradient_codec: name or codec of gradients; None takes that of activations.
-        warmup_steps: number of first training steps of the schedule that travel uncompressed, while activations change
-            fast.
+        warmup_steps: number of first training steps of the schedule that are sent uncompressed, while activations
+            change fast.
         group: process group of the pipeline; None means all ranks. All its ranks make their first stage together. They
             may make another pipeline, also with other codecs, when all stages of the one before are deleted.
         codec_options: options of an activation codec given by name.

@@ -111,7 +111,7 @@ class CodecRules:
         Args:
             tensor: the gradient.
             candidates: codecs that "auto" chooses from, by name.
-            seconds: returns how long a tensor takes with a codec when it travels alone.
+            seconds: returns how long a tensor takes with a codec when it is sent alone.
 
         Raises:
             ConfigError: no rule fits, or the fidelity allows none of the candidates.

@@ -62,8 +62,8 @@ def _transfer(
     Of ``sent`` bytes that leave the host ``pair`` go from a rank to one other. Where their connections take longer for
     them than the link for all, the link is busy in part; all of it counts as busy where lanes share connections.
 
-    Where messages travel from the host's memory, a copy engine of the device brings the rank's ``nbytes`` there before
-    that, and another one as many back.
+    Where messages are sent from the host's memory, a copy engine of the device brings the rank's ``nbytes`` there
+    before that, and another one as many back.
     """
     way = min(latency, seconds)
     used = min(cpu, seconds) / seconds if seconds else 0.0
@@ -134,7 +134,7 @@ def _beside(work: Phase, transfers: list[Phase]) -> list[Phase]:
 def _hops(n: float, first: float, chunks: int, codec: CodecCost, half: list[Phase]) -> list[Phase]:
     """Return hops of codes: encode ``first`` elements, then recode one chunk less than ``chunks``.
 
-    With two segments, one is recoded while the other travels.
+    With two segments, one is recoded while the other is sent.
     """
     seconds = (chunks - 1) * codec.recode(n / chunks)
     recode = Phase(seconds, seconds)
@@ -182,7 +182,7 @@ def _butterfly(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
 
 
 def _one_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """All-gather of whole messages and a local sum; sparse gradients travel like this too."""
+    """All-gather of whole messages and a local sum; sparse gradients are sent like this too."""
     gather = exchange_phases(cluster, codec.nbytes(n))
     return [_work(codec.encode, n), *gather, _work(codec.sum, cluster.workers * n)]
 
@@ -236,7 +236,7 @@ def _low_rank(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[
 
 
 def _omnireduce(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """Two exchanges of a byte for each block select blocks; their values travel around a ring in bf16."""
+    """Two exchanges of a byte for each block select blocks; their values are sent around a ring in bf16."""
     size, nbytes = cluster.workers, codec.nbytes(n)
     chosen = nbytes / 2
     union = exchange_phases(cluster, n / _OMNIREDUCE_BLOCK / size)

@@ -96,7 +96,7 @@ class Connections:
     def seconds(self, nbytes: float) -> float:
         """Return the seconds that ``nbytes`` keep the connections, beyond the time in which the first byte arrives.
 
-        As many travel the other way meanwhile; what is told is the time of the slower direction.
+        As many are sent the other way meanwhile; what is told is the time of the slower direction.
 
         Connections that have rested send twice as many segments after each round trip, until they carry what loss and
         link allow; those of BBR keep their rate. Then come the bytes. A segment that was lost comes a round trip later:

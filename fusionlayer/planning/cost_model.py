@@ -93,15 +93,15 @@ class CodecCost:
     """The costs of a codec: CPU seconds of its functions on one core, by number of elements.
 
     Attributes:
-        bits: that travel for each element, metadata included.
+        bits: that are sent for each element, metadata included.
         encode: of so many elements, with error feedback if the codec has it by default.
         decode: of so many elements.
         sum: of messages with so many elements altogether.
         recode: of summing messages with so many elements altogether, and encoding the sum.
-        lossless: whether values travel as they are.
+        lossless: whether values are sent as they are.
         algorithm: collective that the codec needs; None lets the number of ranks choose.
         ahead: the thread that computes encodes gradients one by one as they arrive, and their messages are gathered.
-        within_bits: that travel for each element inside a host in a two-level sum; None: ``bits``.
+        within_bits: that are sent for each element inside a host in a two-level sum; None: ``bits``.
     """
 
     bits: float
@@ -157,7 +157,7 @@ class LinkCost:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds of at least 0")
 
     def fitted(self) -> LinkCost:
-        """Return the link with alpha-beta costs in place of curves; an all-reduce of two ranks has two latencies."""
+        """Return the link with alpha-beta costs instead of curves; an all-reduce of two ranks has two latencies."""
         exchange = self.exchange.fit(self.latency) if isinstance(self.exchange, Curve) else self.exchange
         reduce = self.all_reduce.fit(2 * self.latency) if isinstance(self.all_reduce, Curve) else self.all_reduce
         return LinkCost(self.latency, self.overhead, self.cpu_per_byte, exchange, reduce)

@@ -3,7 +3,7 @@
 __all__ = ["AUTO", "BUDGET", "FIDELITIES", "LOCAL"]
 
 AUTO = "auto"
-"""In place of a codec's name: the cost model chooses."""
+"""Instead of a codec's name: the cost model chooses."""
 LOCAL = "local"
 """The fidelity that may skip steps; no other may."""
 FIDELITIES = ("lossless", "near_lossless", "aggressive", LOCAL)

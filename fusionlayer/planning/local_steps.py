@@ -83,7 +83,7 @@ def choose_every(
 
     Args:
         compute: seconds that a step computes.
-        nbytes: bytes that a rank sends when all buckets travel once.
+        nbytes: bytes that a rank sends when all buckets are sent once.
         bandwidth: of its link, in bytes a second.
         startup: seconds of each fragment, however small.
         fragments: parts that leave one after the other, spread over the period; never more than the period has steps.

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """The names of tensors that travel together, and the costs."""
+    """The names of tensors that are sent together, and the costs."""
 
     names: Sequence[str]
     costs: BucketCosts
@@ -64,7 +64,7 @@ OWN_CORES = Resources()
 def predict(
     model: Model, buckets: Sequence[PlannedBucket], resources: Resources = OWN_CORES, *, whole: bool = True
 ) -> Step:
-    """Return the simulated step of a model whose gradients travel in ``buckets``.
+    """Return the simulated step of a model whose gradients are sent in ``buckets``.
 
     Args:
         model: its step without communication.
@@ -118,7 +118,7 @@ def predict_local_steps(
 ) -> Step:
     """Return the mean step of training whose buckets leave once in ``every`` steps; it has no spans.
 
-    What travels are differences of parameters, which are there at the end of a step. Steps between do not wait.
+    What is sent are differences of parameters, which are there at the end of a step. Steps between do not wait.
 
     Args:
         profile: the costs, and the model.

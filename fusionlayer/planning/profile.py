@@ -172,7 +172,7 @@ class Profile:
         inside: costs of the link between ranks of one host, if it was measured.
         collectives: seconds of collectives by bytes of each rank's message, by algorithm and number of ranks.
         disturbance: seconds that a rank's computing loses while it exchanges one small message with all others.
-        staging: seconds of copying between device and host, one way, by bytes, where messages travel from the host's
+        staging: seconds of copying between device and host, one way, by bytes, where messages are sent from the host's
             memory. The costs of ``links`` are then without it; those of ``collectives`` never are.
         connections: bits per second that one TCP connection was measured to carry each way between two hosts, by round
             trip, loss and congestion control, such as "50ms/0.0005/reno".

@@ -47,8 +47,9 @@ class Method:
         algorithm: a key of ``ALGORITHMS``; None chooses as the engine would.
         fuse: cuts gradients into buckets.
         overlap_forward: the step waits for results only when the next forward needs them.
-        lanes: buckets that are under way at once.
-        one_group: all of them travel by one group of gloo, so by the same connections. An engine has one for each lane.
+        lanes: buckets that are in flight at once.
+        one_group: all of them are sent by one group of gloo, so by the same connections. An engine has one for each
+            lane.
     """
 
     name: str

@@ -34,7 +34,7 @@ def shares_by(rates: Sequence[str], transport: Transport) -> tuple[int, ...]:
 
     Raises:
         ConfigError: these are no rates, or not one for each rank.
-        TransportError: a peer was lost, stopped or late while rates were measured.
+        TransportError: a peer failed, stopped or timed out while rates were measured.
     """
     if not rates:
         return ()

@@ -52,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Span:
-    """When a bucket travels, in seconds after the start of backward.
+    """When a bucket is sent, in seconds after the start of backward.
 
     Attributes:
         ready: its last gradient is there.
@@ -218,11 +218,11 @@ def run_local_steps(
     threads: int = 1,
     lanes: int = 1,
 ) -> Step:
-    """Return the mean step of a period of local steps, in which each bucket travels once or more; it has no spans.
+    """Return the mean step of a period of local steps, in which each bucket is sent once or more; it has no spans.
 
     The computing thread takes whole steps without waiting. At the end of a step it makes that step's buckets ready,
     which takes ``ready`` seconds each. It waits for their results at the end of the step that is ``delay`` steps later,
-    so they travel while those steps compute. The last of some equal periods counts, but no step is shorter than the
+    so they are sent while those steps compute. The last of some equal periods counts, but no step is shorter than the
     work of a lane or of a link: it may take long until buckets have queued up for as long as they can wait.
 
     Args:

@@ -21,7 +21,7 @@ class Outage(NamedTuple):
 
     Attributes:
         text: that, and what to do.
-        here: whether it is in this process or its settings, so that no other rank is to blame.
+        here: whether it is in this process or its settings, so that no other rank is at fault.
     """
 
     text: str

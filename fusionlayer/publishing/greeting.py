@@ -48,7 +48,7 @@ class Greeting:
 
         Args:
             hello: what it has said.
-            certified: the name in its certificate, which counts in place of the one that it gives.
+            certified: the name in its certificate, which counts instead of the one that it gives.
         """
         _, name, proof = _HELLO.unpack(hello)
         refusal = _ANSWER.pack(0, bytes(PROOF_BYTES))

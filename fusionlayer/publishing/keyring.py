@@ -69,7 +69,7 @@ class Keyring:
 
     Args:
         entries: names and secrets; "" for all names.
-        path: file that has them in place of ``entries``. Nothing is read before ``read``.
+        path: file that has them instead of ``entries``. Nothing is read before ``read``.
     """
 
     def __init__(self, entries: Iterable[tuple[str, bytes]] = (), path: Path | None = None) -> None:

@@ -58,7 +58,7 @@ class Update:
 def make(target: Snapshot, base: Snapshot | None = None) -> Update:
     """Return the update that makes ``target`` of ``base``; with None, of nothing.
 
-    Tensors may have come, gone or changed their type or shape since ``base``: those that it has not travel whole.
+    Tensors may have come, gone or changed their type or shape since ``base``: those that it lacks are sent whole.
     """
     rows: list[list[object]] = []
     parts: list[memoryview] = []

@@ -69,7 +69,7 @@ class FSDPCompression:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes of this rank's copies of all weights; 0 unless weights travel as differences."""
+        """Bytes of this rank's copies of all weights; 0 unless weights are sent as differences."""
         return sum(module.replica.replica.nbytes for module in self._modules if module.replica)
 
     def weights_changed(self, whole: bool = False) -> None:
@@ -79,7 +79,7 @@ class FSDPCompression:
 
         Args:
             whole: send whole weights once. Set it after a large change, such as loading other weights. Otherwise the
-                difference travels, as after a step.
+                difference is sent, as after a step.
         """
         for module in self._modules:
             module.shards.changed()
@@ -165,19 +165,19 @@ def compress(
 
     Weights are quantised once, and every rank gets the same bits, the owner of a shard too. The shard that the
     optimizer updates does not change. Gradients are quantised once, or twice with a two-level codec, and summed in rank
-    order in f32, without error feedback. Two kinds of elements travel as they are: those of types other than f32, bf16
-    and f16, and weights of several types that torch sends together.
+    order in f32, without error feedback. Two kinds of elements are sent as they are: those of types other than f32,
+    bf16 and f16, and weights of several types that torch sends together.
 
     With weights="qwd" (SDP4Bit, section 3.1) every rank keeps a copy of all weights, in the type of the computation.
-    After each optimizer step, the owners' weights minus the copies travel once, in int4. The first gather after a step
-    sends this. Later gathers, such as those of backward, of a second forward or of an evaluation, send nothing.
+    After each optimizer step, the owners' weights minus the copies are sent once, in int4. The first gather after a
+    step sends this. Later gathers, such as those of backward, of a second forward or of an evaluation, send nothing.
 
     With weights="delta" every rank keeps such a copy too, and the differences lose no bit: training has the bits of
-    torch's own collectives. The lower the learning rate, the fewer weights change in bf16, and the less travels.
+    torch's own collectives. The lower the learning rate, the fewer weights change in bf16, and the less is sent.
 
     Args:
         model: contains modules to which ``fully_shard`` was applied, or is one.
-        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights travel as they are, or by
+        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights are sent as they are, or by
             ``zip`` where measurements say that this takes less time (see ``fusionlayer.switcher`` of the group). None
             keeps torch's all-gather. "delta": differences that lose no bit. "qwd": differences in int4. "qw", "qwz":
             weights in int4 or int8. "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz",
@@ -189,8 +189,8 @@ def compress(
         all_gather: another name of ``weights``.
         reduce_scatter: another name of ``gradients``.
         broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
-            replicas that differ. What is equal already does not travel. False leaves weights as they are.
-        baseline: what zipped gradients have to beat with "auto". "exact": rows that travel as they are and are summed
+            replicas that differ. What is equal already is not sent. False leaves weights as they are.
+        baseline: what zipped gradients have to beat with "auto". "exact": rows that are sent as they are and are summed
             in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
             more than two ranks torch adds in another order, so last bits depend on what was measured.
 
@@ -198,8 +198,8 @@ def compress(
         ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
         PlanMismatch: from the first forward or backward, ranks disagree on codecs, or on parameters: their names,
             shapes or types.
-        UsageError: from forward, something other than an optimizer's step changed weights that travel as differences.
-        TransportError: from forward and backward, a peer was lost, stopped or late.
+        UsageError: from forward, something other than an optimizer's step changed weights that are sent as differences.
+        TransportError: from forward and backward, a peer failed, stopped or timed out.
     """
     _check_nodes(nodes)
     context.refuse_elastic("fsdp.compress", "with a rank its shards would be lost; use DistributedOptimizer")

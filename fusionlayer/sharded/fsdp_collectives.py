@@ -1,4 +1,4 @@
-"""The communication objects that FSDP2 calls in place of its own: one of each kind for every sharded module.
+"""The communication objects that FSDP2 calls instead of its own: one of each kind for every sharded module.
 
 They have the interface of torch's ``Comm``, which is neither public nor documented.
 """
@@ -30,7 +30,7 @@ __all__ = ["AllGather", "Direction", "ReduceScatter", "ReplicaGather"]
 
 _RAW = codecs.get("raw").bare
 _SAMPLE = 4096
-_RATIO = 0.5  # of bf16 to f32: s of ZipCCL's equation 7, where values of f32 travel zipped as bf16
+_RATIO = 0.5  # of bf16 to f32: s of ZipCCL's equation 7, where values of f32 are sent zipped as bf16
 
 
 class Direction:
@@ -44,7 +44,7 @@ class Direction:
         native: whether zipping has to beat torch's own collective, and not one with the bits of the zipped form.
 
     Attributes:
-        parameters: name, shape and type of each parameter that travels. Ranks compare them with the codec.
+        parameters: name, shape and type of each parameter that is sent. Ranks compare them with the codec.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ReplicaGather(_Collective):
         self._loaded: tuple[int, dict[str, Tensor]] | None = None
 
     def state(self) -> tuple[int, dict[str, Tensor]]:
-        """Return the version that travelled last, and this rank's part of the replica by parameter.
+        """Return the version that was sent last, and this rank's part of the replica by parameter.
 
         The parts are sharded as the parameters are. Before there is a replica, the version is -1 and the parts are the
         weights: a checkpoint needs tensors of the right shapes to load a replica into.

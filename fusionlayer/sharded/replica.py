@@ -17,7 +17,7 @@ __all__ = ["Replica"]
 class Replica:
     """A copy of all weights, the same bits on every rank (SDP4Bit, section 3.1 and Algorithm 2).
 
-    Whole weights travel once. After that, each rank sends its own weights minus the replica's, quantised. Every rank,
+    Whole weights are sent once. After that, each rank sends its own weights minus the replica's, quantised. Every rank,
     the sender too, adds what it decodes to its replica. What a message lost is in the next difference. With a
     ``ChangeCodec`` nothing is lost, and the replica has the bits of all weights.
 
@@ -28,7 +28,7 @@ class Replica:
 
     def __init__(self, codec: Codec, number: int = 0) -> None:
         self.version: int | None = None
-        """Version of the weights that travelled last; None before the first gather."""
+        """Version of the weights that was sent last; None before the first gather."""
         self._codec = codec
         self._number = number
         self._memory: Tensor | None = None
@@ -73,7 +73,7 @@ class Replica:
     def gather(self, shard: Tensor, transport: Transport, version: int) -> None:
         """Fill ``memory`` with the replica of this version of all ranks' weights.
 
-        If this version has travelled already, no differences are sent. All ranks call it with the same version.
+        If this version has been sent already, no differences are sent. All ranks call it with the same version.
 
         Args:
             shard: this rank's weights (n,), as the optimizer has them; may be its part of the memory.

@@ -71,7 +71,7 @@ class ShardedOptimizer(Optimizer):
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
         PlanMismatch: ranks disagree on parameters or codecs.
         ReplicaMismatch: from ``step``, weights differ over ranks; it names the first.
-        TransportError: a peer was lost, stopped or late.
+        TransportError: a peer failed, stopped or timed out.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ def all_reduce(x: Tensor, transport: Transport) -> None:
     pairs of ranks, the next one the results of two pairs, and so on. In every round partners split the vector that they
     have, and each combines one half. Scalar products are summed over all ranks that have a part of the same two
     vectors. All rounds together send as many bytes as an all-reduce (Maleki et al., "Scaling distributed training with
-    adaptive summation", MLSys 2021, section 3 and Algorithm 1). Products are summed in f64. f16 and bf16 values travel
-    and are added as f32.
+    adaptive summation", MLSys 2021, section 3 and Algorithm 1). Products are summed in f64. f16 and bf16 values are
+    added as f32.
 
     Args:
         x: (n,) contiguous floating-point gradient of one tensor, n >= 0, equally long on all ranks.
@@ -42,7 +42,7 @@ def all_reduce(x: Tensor, transport: Transport) -> None:
 
     Raises:
         ConfigError: the number of ranks is not a power of two, or ``x`` is not floating-point.
-        TransportError: a peer was lost, stopped or late.
+        TransportError: a peer failed, stopped or timed out.
     """
     check_world(transport.size)
     if not x.dtype.is_floating_point:

@@ -253,7 +253,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return False: messages do not travel by MPI, even if mpirun has started the processes."""
+    """Return False: messages are not sent by MPI, even if mpirun has started the processes."""
     return False
 
 
@@ -263,7 +263,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return True: CPU tensors travel by gloo."""
+    """Return True: CPU tensors are sent by gloo."""
     return gloo_built()
 
 

@@ -19,14 +19,14 @@ class Compressor:
     """Base of what ``compression=`` takes: one function before the sum over ranks and one after it.
 
     Attributes:
-        codec: used in place of the two functions, unless None. A collective then sums messages of this codec.
+        codec: used instead of the two functions, unless None. A collective then sums messages of this codec.
     """
 
     codec: ClassVar[Codec | None] = None
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return a tensor to sum in place of ``tensor``, and what ``decompress`` needs."""
+        """Return a tensor to sum instead of ``tensor``, and what ``decompress`` needs."""
         raise NotImplementedError
 
     @staticmethod
@@ -36,7 +36,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Tensors are sent as they are."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -64,13 +64,13 @@ class _Cast(Compressor):
 
 
 class FP16Compressor(_Cast):
-    """Floats travel as float16; beyond 65504 they become Inf."""
+    """Floats are sent as float16; beyond 65504 they become Inf."""
 
     _dtype = torch.float16
 
 
 class BF16Compressor(_Cast):
-    """Floats travel as bfloat16: f32's range, 8 bits of precision."""
+    """Floats are sent as bfloat16: f32's range, 8 bits of precision."""
 
     _dtype = torch.bfloat16
 

@@ -135,7 +135,7 @@ def _make_room(value: Any, tensors: list[Tensor]) -> None:
 
 
 def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    """Return ``value`` with the tensors in place of each ``_TensorPlace``."""
+    """Return ``value`` with the tensors instead of each ``_TensorPlace``."""
     if isinstance(value, _TensorPlace):
         return tensors[value.index]
     return _map(value, lambda inner: _put_back(inner, tensors))
@@ -153,7 +153,7 @@ def _map(value: Any, change: Any) -> Any:
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """Return the root's ``obj`` on every rank. It travels pickled, so use it only between ranks that trust each other.
+    """Return the root's ``obj`` on every rank. It is sent pickled, so use it only between ranks that trust each other.
 
     cloudpickle is used if it is installed. Lambdas and local classes can then be sent, too.
 
@@ -182,7 +182,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
-    """Return the objects of all ranks, in rank order. They travel as in ``broadcast_object``.
+    """Return the objects of all ranks, in rank order. They are sent as in ``broadcast_object``.
 
     Raises:
         HorovodInternalError: ranks differ in name, or a peer was lost.

@@ -121,7 +121,7 @@ class Reduction:
         postscale: factor after it.
         process_set: ranks that take part.
         deliver: makes what the caller gets from the list of results, or from the tensors that are reduced in place.
-        codec: encodes what travels; None: values travel as they are.
+        codec: encodes what is sent; None: values are sent as they are.
     """
 
     tensors: Sequence[Tensor]
@@ -215,7 +215,7 @@ def grouped_allreduce_of(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Reduction:
-    """Return the request of allreduces that travel together."""
+    """Return the request of allreduces that are sent together."""
     given = several("grouped_allreduce", tensors)
     return Reduction(given, name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
 

@@ -32,13 +32,13 @@ __all__ = ["Gradients", "padding_of"]
 
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3"
 _MOST_ELEMENTS = 1 << 28
-"""Of momenta that travel together."""
+"""Of momenta that are sent together."""
 
 
 class Gradients:
     """Gives hints for the gradients of one engine, and keeps their residuals: ``engine.fusionlayer``.
 
-    Where the optimizer sends momentum in place of gradients, it averages momenta.
+    Where the optimizer sends momentum instead of gradients, it averages momenta.
 
     Attributes:
         section: the section of the configuration.
@@ -63,7 +63,7 @@ class Gradients:
 
     @property
     def exempt(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients travel as they are."""
+        """Names of the parameters whose gradients are sent as they are."""
         return tuple(sorted(self._exempt))
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Gradients:
 
     @contextmanager
     def _fed_back(self, bucket: Sequence[Tensor]) -> Iterator[None]:
-        """Give the sum of these tensors, one behind the other, the residual of their elements."""
+        """Give the sum of these tensors, one after the other, the residual of their elements."""
         outer = hints.current()
         if outer.plain or not self.section.error_feedback:
             yield

@@ -37,7 +37,7 @@ class RoleCodec:
         codec: registered name; "raw" leaves tensors as they are. For weights also "qwd", "qw" or "qwz".
         options: of that codec.
         algorithm: collective of all-reduces; None chooses by codec and number of ranks.
-        min_bytes: smaller tensors travel as they are. For an all-gather, the size of the output counts.
+        min_bytes: smaller tensors are sent as they are. For an all-gather, the size of the output counts.
     """
 
     codec: str = RAW
@@ -51,7 +51,7 @@ class RoleCodec:
 
     @property
     def compresses(self) -> bool:
-        """Whether tensors travel as messages of a codec other than "raw"."""
+        """Whether tensors are sent as messages of a codec other than "raw"."""
         return self.codec != RAW
 
     @property
@@ -74,10 +74,10 @@ class DeepSpeedSection:
         gradients: all-reduces and reduce-scatters.
         weights: all-gathers of ZeRO 1 to 3.
         activations: what pipeline stages send each other, in both directions, and all-to-alls of experts.
-        exempt: patterns of parameter names, in the style of file names; gradients of these travel as they are.
+        exempt: patterns of parameter names, in the style of file names; gradients of these are sent as they are.
         error_feedback: add what the codec lost to the next step's gradient.
         feedback_bits: bits that an element of it takes between two steps, 32 or 8.
-        warmup_steps: number of first optimizer steps whose gradients travel as they are.
+        warmup_steps: number of first optimizer steps whose gradients are sent as they are.
     """
 
     enabled: bool = True
@@ -126,7 +126,7 @@ class DeepSpeedSection:
 
     @property
     def differences(self) -> Codec | None:
-        """The codec of the differences by which weights travel; None: whole weights travel."""
+        """The codec of the differences by which weights are sent; None: whole weights are sent."""
         named = self.weights.codec in NAMES
         way = Weights.of(self.weights.codec if named else self.weights.make())
         return way.codec if way.differences else None

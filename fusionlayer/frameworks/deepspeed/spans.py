@@ -27,7 +27,7 @@ class GradientSpan:
 
 
 class Spans:
-    """The places of gradients: in memory of their own, or one behind the other in a buffer."""
+    """The places of gradients: in memory of their own, or one after the other in a buffer."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[tuple[int, int, str]]] = {}

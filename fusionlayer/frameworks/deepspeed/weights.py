@@ -30,7 +30,7 @@ def send_differences(optimizer: Any, codec: Codec, min_bytes: int, seeds: Callab
     Args:
         optimizer: of ZeRO stage 1 or 2.
         codec: of the differences.
-        min_bytes: groups of weights that take fewer bytes travel as they are.
+        min_bytes: groups of weights that take fewer bytes are sent as they are.
         seeds: returns the numbers of this step's calls.
     """
     names = _OF_ZERO if hasattr(optimizer, _OF_ZERO[0]) else _OF_BF16_OPTIMIZER
@@ -54,7 +54,7 @@ def send_differences(optimizer: Any, codec: Codec, min_bytes: int, seeds: Callab
 def clear_padding_of_weights(optimizer: Any) -> None:
     """Fill the padding behind partitioned weights, which ZeRO-3 leaves uninitialised, with zeros.
 
-    The padding travels with the weights and shares blocks with them. The optimizer's copies get zeros too. Gradients
+    The padding is sent with the weights and shares blocks with them. The optimizer's copies get zeros too. Gradients
     there are zeros, so the padding stays zero.
     """
     with torch.no_grad():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_BYTES", "Channel"]
 
-# Bytes of a tensor that travel at a time. TACO found 64 MB best on fast links of GPUs (Fig. 10).
+# Bytes of a tensor that are sent at a time. TACO found 64 MB best on fast links of GPUs (Fig. 10).
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 # Collectives that process a tensor piece by piece and do not overwrite it.
@@ -65,14 +65,14 @@ class Channel:
             channel together.
         codec: name or codec of the activations; None takes the configured one (``raw`` by default).
         algorithm: "one_shot" or "two_shot" for all-reduces of a lossy codec; None chooses by the number of ranks.
-        piece_bytes: bytes of a tensor that travel at a time, while other pieces are encoded, summed or decoded; None
+        piece_bytes: bytes of a tensor that are sent at a time, while other pieces are encoded, summed or decoded; None
             takes 4 MiB on the CPU, 64 MiB on CUDA.
         codec_options: options of a codec given by name.
 
     Raises:
         ConfigError: unknown names or options, or ``group`` is not a group.
         PlanMismatch: ranks disagree on codec or options.
-        TransportError: a peer was lost, stopped or late.
+        TransportError: a peer failed, stopped or timed out.
         UsageError: this process is not in the group.
 
     Attributes:
@@ -161,7 +161,7 @@ class Channel:
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part along ``dim`` of ``x``, which is the same on all ranks; backward gathers gradients.
 
-        Call it where sequence parallelism begins, for instance after an embedding. Nothing travels forward. Shapes and
+        Call it where sequence parallelism begins, for instance after an embedding. Nothing is sent forward. Shapes and
         errors are those of ``reduce_scatter``.
         """
         if self.size == 1:
@@ -175,7 +175,7 @@ class Channel:
         """Return the ranks' parts ``x`` as ``gather`` does, for layers that are the same on all ranks.
 
         Call it where sequence parallelism ends. The gradient is the same on all ranks there, so backward takes this
-        rank's part of it and nothing travels. (The backward of ``gather`` sums instead.)
+        rank's part of it and nothing is sent. (The backward of ``gather`` sums instead.)
         """
         if self.size == 1:
             return x

@@ -79,7 +79,7 @@ class RowwiseParallel(_Compressed, stock.RowwiseParallel):
     """``torch.distributed.tensor.parallel.RowwiseParallel`` with compressed communication on the side of the output.
 
     If the output is replicated, its all-reduce is compressed. If the output is sharded by sequence, its reduce-scatter
-    and backward's all-gather are compressed. The output of an embedding cut by rows travels as it does in torch.
+    and backward's all-gather are compressed. The output of an embedding cut by rows is sent as in torch.
 
     The arguments and errors are those of ``ColwiseParallel``.
     """
@@ -112,7 +112,7 @@ class PrepareModuleInput(_Compressed, stock.PrepareModuleInput):
     """``torch.distributed.tensor.parallel.PrepareModuleInput`` with compressed communication.
 
     Use it for an input that several layers share, such as that of attention's projections. If it is sharded by
-    sequence, one compressed gather serves all of them. Other changes of layout travel as they do in torch.
+    sequence, one compressed gather serves all of them. Other changes of layout are sent as in torch.
 
     ``codec``, ``algorithm``, ``piece_bytes`` and ``codec_options`` are those of ``ColwiseParallel``, all other
     arguments those of torch.

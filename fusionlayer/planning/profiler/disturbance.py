@@ -24,7 +24,7 @@ _ROWS, _DEVICE_ROWS = 192, 1024
 _PRODUCTS = 16
 """Products of square matrices of so many rows for each gradient; together they take about a millisecond or more."""
 _TAIL = 4 * _PRODUCTS
-"""Products for the last gradient, while the last bucket travels."""
+"""Products for the last gradient, while the last bucket is sent."""
 
 
 def measure_disturbance(transport: Transport, repeats: int, clock: Clock = HOST) -> float:

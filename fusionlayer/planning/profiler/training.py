@@ -46,7 +46,7 @@ def profile_training(
         steps: of this rank; each rank has equally many.
         tensors: of a step, by name.
         codecs: by registered name, each with the options to measure.
-        transport: all ranks; nothing else may compute or travel meanwhile.
+        transport: all ranks; nothing else may compute or send meanwhile.
         local_size: ranks of this host, which share its cores.
         clock: of the gradients' device; codecs and messages are measured there too.
     """

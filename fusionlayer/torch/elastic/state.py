@@ -144,7 +144,7 @@ class State:
 
 
 class ObjectState(State):
-    """Objects by name, such as ``epoch=0``, which become attributes; they are pickled to travel.
+    """Objects by name, such as ``epoch=0``, which become attributes; they are pickled to be sent.
 
     Args:
         bcast_object: gives all ranks the object of rank 0.
