@@ -9,49 +9,35 @@ from pathlib import Path
 import pytest
 
 from . import mutants, nearness
-from .mutant_table import LIKELY, Mutant
+from .mutants import Mutant
 
 pytestmark = pytest.mark.short
 
 
-def test_every_defect_applies_to_the_tree() -> None:
+def test_every_defect_applies_to_the_tree_and_its_tests_exist() -> None:
+    packages = set()
     for name, mutant in mutants.named().items():
-        text = mutants.mutated(mutant)
-        assert mutant.old != mutant.new and mutant.breaks, name
-        if mutant.file.endswith(".py"):
+        place = mutants.place_of(mutant)
+        packages.add(place.file.split("/")[1])
+        text = mutants.mutated(mutant, place)
+        assert text != place.text and mutant.breaks, name
+        if place.file.endswith(".py"):
             ast.parse(text)
-
-
-def test_the_defects_are_spread_over_all_rooms() -> None:
-    rooms = {mutant.file.split("/")[1] for mutant in mutants.MUTANTS}
+        file, _, function = mutant.tests.partition("::")
+        for each in file.split():
+            assert (mutants.TREE / "tests" / each).is_file(), f"{name}: {each}"
+        for each in filter(None, re.sub(r"\[.*", "", function).split("::")):
+            assert re.search(rf"(def|class) {each}\b", (mutants.TREE / "tests" / file).read_text()), name
     expected = {path.name for path in (mutants.TREE / "fusionlayer").iterdir() if (path / "__init__.py").exists()}
-    assert expected <= rooms and len(mutants.MUTANTS) >= 40
+    assert expected <= packages, "a package without a defect"
 
 
-def test_likely_tests_exist() -> None:
-    for file, tests in LIKELY.items():
-        assert (mutants.TREE / "fusionlayer" / file).exists()
-        assert all((mutants.TREE / "tests" / test).exists() for test in tests.split()), tests
-
-
-def test_the_record_names_defects_and_tests_that_exist() -> None:
-    known = {mutants.key(mutant) for mutant in mutants.MUTANTS}
-    assert len(known) == len(mutants.MUTANTS), "two defects of a file break the same; say it in other words"
-    for name, test in mutants.caught_before().items():
-        file, _, function = test.partition("::")
-        assert name in known, f"{name}: no such defect; remove the line from {mutants.CAUGHT.name}"
-        names = re.sub(r"\[.*", "", function).split("::")
-        assert all(re.search(rf"(def|class) {each}\b", (mutants.TREE / file).read_text()) for each in names if each), (
-            test
-        )
-
-
-def test_what_does_not_stand_there_once_is_refused() -> None:
-    for old in ("no such text", "def "):
+def test_a_moved_line_is_found_and_a_text_that_does_not_occur_once_is_refused() -> None:
+    place = mutants.place_of(Mutant("base/gone.py", "def derive_seed(", "", ""))
+    assert place.file == "fusionlayer/base/seeds.py"
+    for file, old in (("base/seeds.py", "no such" + " text"), ("base/plan.py", "def ")):
         with pytest.raises(ValueError, match="expected once"):
-            mutants.mutated(
-                Mutant("fusionlayer/base/seeds.py" if old[0] == "n" else "fusionlayer/base/plan.py", old, "", "")
-            )
+            mutants.place_of(Mutant(file, old, "", ""))
 
 
 def test_tests_with_rare_words_of_a_defect_are_the_nearest(tmp_path: Path) -> None:
