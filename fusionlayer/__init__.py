@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         reduce_scatter,
         switcher,
     )
+    from .health import watch
     from .native import libraries
     from .observe import metrics
     from .parallel import moe, pipeline, tensor_parallel
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from .training.policies.onebit_adam import OneBitAdam
     from .training.publication import Publisher, publish
     from .training.sends import FollowsSyncs, SendsItsOwn
-    from .watching import watch
 
 __version__ = "0.1.0"
 
@@ -129,6 +129,7 @@ _HOMES = {
     "functional": "Average ReduceOp Sum all_gather all_reduce "
     "all_to_all broadcast_object broadcast_optimizer_state broadcast_parameters reduce_scatter switcher",
     "frameworks": "deepspeed megatron",
+    "health": "watch",
     "native": "libraries wire",
     "observe": "metrics",
     "parallel": "moe pipeline tensor_parallel",
@@ -144,7 +145,6 @@ _HOMES = {
     "training.policies.onebit_adam": "OneBitAdam",
     "training.publication": "Publisher publish",
     "training.sends": "FollowsSyncs SendsItsOwn",
-    "watching": "watch",
 }
 """The public names by their modules, which are imported when a name is first used: torch alone takes seconds."""
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -153,6 +153,7 @@ _IMPORTED = {name: f"{__name__}.{_HOME[name]}.{name}" for name in ["errors", "me
     f"integrations.{name}": f"{__name__}.{_HOME[name]}.{name}"
     for name in ["checkpoint", "ddp", "deepspeed", "fsdp", "megatron", "moe", "pipeline", "tensor_parallel"]
 }
+_IMPORTED["watching"] = f"{__name__}.health"
 """Public modules that programs import by a name without their package, by that name."""
 
 

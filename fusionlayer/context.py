@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from . import launch, watching
+from . import health, launch
 from .base import config
 from .base.errors import ConfigError, UsageError, require
 from .elastic import Members
@@ -131,7 +131,7 @@ def init(
         _name_unknown_variables(place)
         forks.at_exit(shutdown)
         if settings.watch and dist.is_available() and dist.is_initialized():
-            watching.begin(dist.distributed_c10d._get_default_store(), place.rank, place.size, settings)
+            health.begin(dist.distributed_c10d._get_default_store(), place.rank, place.size, settings)
 
 
 def _join_members(settings: config.Config, place: launch.Place, begun: bool, elastic: bool) -> _Job:
@@ -167,7 +167,7 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
     def adopt() -> None:
         job.place = members.place
         job.transports = {(None, settings.ranks_per_node): members.transport}
-        watching.follow(members.store, *((members.rank, members.size) if members.has_joined else (0, 1)), settings)
+        health.follow(members.store, *((members.rank, members.size) if members.has_joined else (0, 1)), settings)
 
     adopt()
     members.when_changed(adopt)
@@ -245,7 +245,7 @@ def shutdown() -> None:
             callback()
         job, _job = _job, None
         forks.not_at_exit(shutdown)
-        watching.leave()
+        health.leave()
         for opened in job.transports.values():
             opened.finish()
         if job.members is not None:
@@ -275,7 +275,7 @@ def _begin_child() -> None:
     if _job is not None:
         _is_parents, job, _job = True, _job, None
         forks.keep(job)
-        watching.leave()
+        health.leave()
 
 
 os.register_at_fork(after_in_child=_begin_child)

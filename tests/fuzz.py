@@ -28,19 +28,19 @@ from fusionlayer.base.plan import FusionPlan, TensorInfo
 from fusionlayer.cli import main
 from fusionlayer.coordination import requests
 from fusionlayer.elastic import generation
+from fusionlayer.health import call_state, report
+from fusionlayer.health.calls import Call
+from fusionlayer.health.judge import judge
+from fusionlayer.health.state import Channel, Noted, State
+from fusionlayer.health.state import decode as decode_state
+from fusionlayer.health.state import encode as encode_state
 from fusionlayer.native.wire import Header
 from fusionlayer.process.processes import Identity
 from fusionlayer.publishing import folder, frames, greeting, signing, update
 from fusionlayer.publishing.address import Place
 from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.training import checkpoint
-from fusionlayer.transport import _device_memory, _states, star
-from fusionlayer.transport._calls import Call
-from fusionlayer.watching import _report
-from fusionlayer.watching._judge import judge
-from fusionlayer.watching._states import Channel, Noted, State
-from fusionlayer.watching._states import decode as decode_state
-from fusionlayer.watching._states import encode as encode_state
+from fusionlayer.transport import _device_memory, star
 from tests.cli.test_trace import step_spans
 from tests.codecs.conformance import encoded
 from tests.synthetic import gradient
@@ -216,12 +216,12 @@ def _folders(place: Path) -> Iterator[tuple[str, Parser]]:
         (place / "status.json").write_bytes(data)
         from fusionlayer.cli.status import page
 
-        report = _report.read(place / "status.json")
+        found = report.read(place / "status.json")
         with _silence():
-            return page(report)
+            return page(found)
 
-    _report.write(
-        _report.Report(1, "train.py", 2, Identity.own(), 5.0, 6.0, states=_rank_states(), past=((5.5, "a line"),)),
+    report.write(
+        report.Report(1, "train.py", 2, Identity.own(), 5.0, 6.0, states=_rank_states(), past=((5.5, "a line"),)),
         place / "status.json",
     )
 
@@ -272,10 +272,10 @@ def _stores() -> Iterator[tuple[str, Parser]]:
     yield "state of a watcher", Parser([encode_state(other).encode()], compare)
     call = Call("all_gather", (3, 4), (3, 4), None, "a step", "")
     more = {"state": "failed", "heard": True, "ranks": [1], "text": "lost", "because": {"ranks": [0], "text": "why"}}
-    states = [_states.encode_state(3, 4, call, ((3, call),), more).encode()]
-    yield "state of a transport", Parser(states, lambda data: _states.decode_state(data, 2))
-    cause = _states.encode_cause([1], "it was lost").encode()
-    yield "cause", Parser([cause], lambda data: _states.decode_cause(data, 2))
+    states = [call_state.encode_state(3, 4, call, ((3, call),), more).encode()]
+    yield "state of a transport", Parser(states, lambda data: call_state.decode_state(data, 2))
+    cause = call_state.encode_cause([1], "it was lost").encode()
+    yield "cause", Parser([cause], lambda data: call_state.decode_cause(data, 2))
     identity = Identity.own().encode().encode()
     yield "identity", Parser([identity], lambda data: Identity.decode(data).trouble(Identity.own()))
 

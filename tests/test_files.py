@@ -17,11 +17,11 @@ from fusionlayer.base import files
 from fusionlayer.base.config import Config
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.elastic.members import Members
+from fusionlayer.health import report
 from fusionlayer.launch import Place, meeting
 from fusionlayer.process.processes import Identity
 from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.transport import local
-from fusionlayer.watching import _report
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
@@ -59,7 +59,7 @@ def save_ranks(folder: Path) -> Path:
 
 
 def status(folder: Path) -> Path:
-    _report.write(_report.Report(1, "train.py", 1, ME, 1.0, 2.0), folder / "status.json")
+    report.write(report.Report(1, "train.py", 1, ME, 1.0, 2.0), folder / "status.json")
     return folder / "status.json"
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError
+from fusionlayer.health.tcp import Counters, Links
 from fusionlayer.observe import metrics, timeline
 from fusionlayer.transport import local
-from fusionlayer.watching._links import Counters, Links
 from tests.tiers import needs
 
 pytestmark = pytest.mark.short

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionlayer.transport import _gloo, heartbeat
+from fusionlayer.health import heartbeat
+from fusionlayer.transport import _gloo
 
 from .deeds import DEEDS, await_child, set_link
 from .fronts import make_front
@@ -146,7 +147,7 @@ def train(worker: Worker) -> str:
 def _watch(worker: Worker) -> None:
     """Announce the points of a connection's making, inside torch and fusionlayer."""
     _before(dist, "init_process_group", lambda: worker.at("grouping"), lambda: worker.at("joined"))
-    _before(heartbeat.Watch, "meet", lambda: worker.at("meeting"))
+    _before(heartbeat.Heartbeat, "meet", lambda: worker.at("meeting"))
     _before(_gloo.GlooLink, "__init__", lambda: worker.at("connecting"), lambda: worker.at("connected"))
 
 

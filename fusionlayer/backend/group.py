@@ -18,8 +18,8 @@ from torch import Tensor
 from ..base import config
 from ..base.errors import ConfigError
 from ..base.seeds import derive_seed
+from ..health import Watcher
 from ..observe import counts
-from ..watching import Watcher
 from . import arguments, calls, hints, profiling
 from .call_queue import CallQueue
 from .choices import CallChoices

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import _fusionlayer_autoload
 
-from .. import context, watching
+from .. import context, health
 from ..base import config
 from ..base.errors import UsageError, kind_of
 from . import arguments
@@ -84,7 +84,7 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
         group.is_default = True
         store = group.get_group_store()
         place = options.group_rank, len(ranks)
-        group.watcher = watching.begin(store, *place, config.load(), asked=False, name=group.token)
+        group.watcher = health.begin(store, *place, config.load(), asked=False, name=group.token)
     return group
 
 

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..base.errors import FusionLayerError
-from ..watching import Report, read
-from ..watching import reports as known
-from ..watching._states import State
+from ..health import Report, read
+from ..health import reports as known
+from ..health.state import State
 from .tables import Column, Table, print_text, show
 from .units import BYTES, in_words
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._calls import peers
-from ._link import Link, LinkMessage
+from ._link import Link, LinkMessage, peers
 from ._sum import sum_in_rank_order
 
 __all__ = ["ExchangeLink"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["DamagedMessage", "DeviceError", "Link", "LinkError", "LinkMessage", "RowLink", "damaged"]
+__all__ = ["DamagedMessage", "DeviceError", "Link", "LinkError", "LinkMessage", "RowLink", "damaged", "peers"]
 
 
 class LinkMessage(NamedTuple):
@@ -123,3 +124,14 @@ class RowLink(Link):
     @abstractmethod
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
         """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""
+
+
+@lru_cache(maxsize=1024)
+def peers(rank: int, sends: tuple[int, ...], recvs: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks that ``rank`` sends to in an exchange, and the ranks that it receives from.
+
+    Both begin with a neighbour, so that not all ranks write to the same rank at once. ``sends`` and ``recvs`` are
+    bytes for each rank; a rank with 0 bytes is left out.
+    """
+    around = [(rank + step) % len(sends) for step in range(1, len(sends))]
+    return tuple(peer for peer in around if sends[peer]), tuple(peer for peer in reversed(around) if recvs[peer])

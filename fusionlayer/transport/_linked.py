@@ -22,18 +22,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import PlanMismatch, TransportError, UsageError, again
+from ..health.calls import Call
+from ..health.evidence import Diagnosis
+from ..health.heartbeat import Heartbeat
 from ..observe.timeline import here
 from ..process import forks
 from ..process.processes import node_name
 from ._base import Transport
-from ._calls import Call, peers
 from ._capture import refuse_capture
 from ._checks import checked_peers
-from ._link import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink
+from ._link import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink, peers
 from ._rendezvous import Connecting, Rendezvous
-from ._signs import Diagnosis
 from ._staging import bring, bring_back, space
-from .heartbeat import Watch
 
 __all__ = ["LinkedTransport"]
 
@@ -47,8 +47,8 @@ Self = TypeVar("Self", bound="LinkedTransport")
 class LinkedTransport(Transport):
     """One process's end of a group of processes, over its own links.
 
-    One thread at a time makes calls (see ``Transport``). The monitor's thread looks after the ``Watch``: it closes the
-    links when a call can no longer succeed, which makes the call in flight fail.
+    One thread at a time makes calls (see ``Transport``). The monitor's thread looks after the ``Heartbeat``: it closes
+    the links when a call can no longer succeed, which makes the call in flight fail.
     """
 
     _rendezvous: Rendezvous
@@ -83,7 +83,7 @@ class LinkedTransport(Transport):
         self._is_closed = False
         self._queues = False
         self._links: dict[str, Link] = {}
-        self._watch: Watch | None = None
+        self._watch: Heartbeat | None = None
         self._dropped: weakref.finalize[..., LinkedTransport] | None = None
         if self.size > 1:
             _live.add(self)
@@ -464,6 +464,6 @@ def _begin_child() -> None:
 os.register_at_fork(after_in_child=_begin_child)
 
 
-def _abandon(links: Mapping[str, Link], watch: Watch) -> None:
+def _abandon(links: Mapping[str, Link], watch: Heartbeat) -> None:
     _close_all(links)
     watch.end()

@@ -12,14 +12,14 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..base.errors import TransportError
+from ..health.calls import Call
+from ..health.evidence import Diagnosis
+from ..health.heartbeat import Heartbeat
 from ..launch.stores import EndingStore
 from ..process import outages
 from ..process.bounded import Overdue, bounded
 from ..process.processes import Identity
-from ._calls import Call
 from ._link import LinkError
-from ._signs import Diagnosis
-from .heartbeat import Watch
 
 __all__ = ["Connecting", "Rendezvous"]
 
@@ -68,7 +68,7 @@ class Connecting:
         what: what they make, for messages.
         timeout: seconds that this may take, and later a call.
         stall_warning: seconds of waiting after which a warning names the late ranks.
-        is_overdue: as for ``Watch``.
+        is_overdue: as for ``Heartbeat``.
         interrupt: makes calls over the connections fail, once there are some.
 
     Attributes:
@@ -99,7 +99,7 @@ class Connecting:
             in_vain.set()
             interrupt()
 
-        self.watch = Watch(
+        self.watch = Heartbeat(
             rendezvous.store,
             rendezvous.name,
             rendezvous.rank,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, TransportError
+from ..health.calls import Call
 from ..observe.timeline import here
 from ._base import Transport
-from ._calls import Call
 from ._sum import sum_in_rank_order
 
 __all__ = ["LocalTransport", "alone", "current", "run"]

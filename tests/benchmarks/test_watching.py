@@ -36,7 +36,7 @@ def test_a_round_is_good_only_if_rank_and_place_are_named_in_time() -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.long(guarded_by="tests/watching/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait")
+@pytest.mark.long(guarded_by="tests/health/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait")
 @pytest.mark.parametrize("fault, backend", [("slow_loader", "fusionlayer"), ("wrong_type", "gloo")])
 def test_faults_in_real_jobs_are_named(fault: str, backend: str) -> None:
     row = play(fault, backend)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer.base.errors import ConfigError, TransportError, UsageError
+from fusionlayer.health.monitor import STORE_PATIENCE
+from fusionlayer.health.store import StatusKeys
 from fusionlayer.launch import stores
 from fusionlayer.transport import C10dTransport, Transport, _linked
-from fusionlayer.transport._board import Board
-from fusionlayer.transport._monitor import STORE_PATIENCE
 from tests.harness import run_ranks
 from tests.tiers import tiered
 
@@ -83,16 +83,16 @@ def meet_by_a_slow_store(rank: int, world: int, port: int, store_rank: int) -> f
     store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=180), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     first = C10dTransport(timeout=TIMEOUT)
-    read_states = Board.read_states
+    read_states = StatusKeys.read_states
 
-    def read_slowly(board: Board, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def read_slowly(board: StatusKeys, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         os.kill(store_rank, signal.SIGSTOP)
         threading.Timer(1.5 * STORE_PATIENCE, os.kill, (store_rank, signal.SIGCONT)).start()
         return read_states(board, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(Board, "read_states", read_slowly)
+            patch.setattr(StatusKeys, "read_states", read_slowly)
         second = first.duplicate()
     x = torch.ones(5)
     second.all_reduce(x)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from fusionlayer import context, launch
 from fusionlayer.base.errors import TransportError
+from fusionlayer.health.heartbeat import Heartbeat
 from fusionlayer.launch import stores
 from fusionlayer.transport import _shared_memory, star
 from fusionlayer.transport.c10d import C10dTransport
-from fusionlayer.transport.heartbeat import Watch
 from tests.harness import checkpoint, outcomes_of, stay_last
 from tests.ports import free_port
 from tests.tiers import tiered
@@ -31,10 +31,10 @@ TIMEOUT = 3.0
 # how often it has called it so before.
 PHASES: dict[str, tuple[object, str, str, int]] = {
     "rendezvous": (launch, "_await_all", "", 0),
-    "meeting for the group": (Watch, "meet", "", 0),
+    "meeting for the group": (Heartbeat, "meet", "", 0),
     "group": (dist, "init_process_group", "", 0),
-    "group, at its end": (Watch, "end", "", 0),
-    "meeting": (Watch, "meet", "", 1),
+    "group, at its end": (Heartbeat, "end", "", 0),
+    "meeting": (Heartbeat, "meet", "", 1),
     "settings": (stores.EndingStore, "wait", "told/", 0),
     "mesh, before its address is known": (stores.EndingStore, "set", "gloo/", 0),
     "mesh": (stores.EndingStore, "wait", "gloo/", 0),

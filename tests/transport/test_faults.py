@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fusionlayer.base.errors import TransportError, UsageError
+from fusionlayer.health import inquiry
 from fusionlayer.process.processes import Identity
-from fusionlayer.transport import C10dTransport, _inquiry
+from fusionlayer.transport import C10dTransport
 from fusionlayer.transport._gloo import GlooLink
 from fusionlayer.transport._link import LinkError
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks, stay_last
@@ -180,7 +181,7 @@ def test_a_rank_that_is_late_is_named_also_to_itself() -> None:
 
 def differ(rank: int, world: int, how: str) -> None:
     # Two of three ranks are both to blame if the third does not answer in time, which on a busy machine takes seconds.
-    _inquiry._PATIENCE = 60.0
+    inquiry._PATIENCE = 60.0
     transport = C10dTransport(timeout=8)
     transport.barrier()
 

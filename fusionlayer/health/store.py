@@ -9,15 +9,15 @@ from typing import Any
 import torch.distributed as dist
 
 from ..process.processes import Identity
-from ._signs import Diagnosis
-from ._states import UNREADABLE, decode_cause, decode_state, encode_cause
+from .call_state import UNREADABLE, decode_cause, decode_state, encode_cause
+from .evidence import Diagnosis
 
-__all__ = ["Board"]
+__all__ = ["StatusKeys"]
 
 _logger = logging.getLogger("fusionlayer")
 
 
-class Board:
+class StatusKeys:
     """What the ranks of one transport write for each other to read.
 
     Five kinds of keys: ``who/RANK`` has the process of a rank, ``at/RANK`` the last state of a rank (see ``_states``),

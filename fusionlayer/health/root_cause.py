@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..process.processes import Identity
-from ._signs import Diagnosis
+from .evidence import Diagnosis
 
 __all__ = ["Cause"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["Pace"]
+__all__ = ["UsualWait"]
 
 # A wait is long if it lasts so many times the second longest one; a single long wait is not yet usual.
 _TIMES = 3.0
@@ -14,7 +14,7 @@ _MEMORY = 0.9997
 _STILL = 2.5
 
 
-class Pace:
+class UsualWait:
     """Notes when calls begin and end, and how long it usually takes until the next one does.
 
     Args:

@@ -20,14 +20,14 @@ from ..base.errors import FusionLayerError, UsageError
 from ..observe import counts
 from ..process import forks
 from ..process.processes import Identity
-from ..transport._monitor import monitor
-from . import _places, _report
-from ._judge import Finding
-from ._links import Links, counters
-from ._pace import Pace
-from ._recorder import Recorder
-from ._states import Channel, State, encode
-from ._teller import Teller
+from . import report, stack
+from .judge import Finding
+from .monitor import monitor
+from .recorder import Recorder
+from .reporter import Reporter
+from .state import Channel, State, encode
+from .tcp import Links, counters
+from .waits import UsualWait
 
 __all__ = ["Watcher", "begin", "follow", "leave", "watch"]
 
@@ -84,17 +84,17 @@ class Watcher:
     ) -> None:
         process = Identity.own()
         if path is None:
-            _report.forget_old()
+            report.forget_old()
         # Where the job has moved to, which the thread takes over in its next tick.
         self._place = self._here = _place(store, rank, size)
         self._prefix = f"{_PREFIX}/{name}" if name else _PREFIX
-        self._teller = Teller(rank, size, process, path or _report.folder() / f"job-{process.pid}.json")
+        self._reporter = Reporter(rank, size, process, path or report.folder() / f"job-{process.pid}.json")
         self._watched = threading.get_ident()
         self._generation = forks.generation
         self._store: dist.Store | None = None
         self._recorder = Recorder()
         self._links = Links()
-        self._pace = Pace(patience)
+        self._pace = UsualWait(patience)
         self._state = State(rank, process, 0)
         # Moments on the monotonic clock: of the last state written, look at this rank, look at its single calls, and
         # look at other ranks.
@@ -123,12 +123,12 @@ class Watcher:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong with the job now, on the first rank that is alive; empty while it is well."""
-        return self._teller.findings
+        return self._reporter.findings
 
     @property
     def lines(self) -> list[str]:
         """What was logged so far."""
-        return list(self._teller.lines)
+        return list(self._reporter.lines)
 
     @property
     def is_closed(self) -> bool:
@@ -139,7 +139,7 @@ class Watcher:
         """Return what it has counted, by the names of ``fusionlayer.metrics``. Any thread may call it."""
         return {
             "retransmits": float(self._links.again),
-            "stalls": float(self._teller.told),
+            "stalls": float(self._reporter.told),
             "ranks": float(self.place[1]),
             "ranks_to_blame": float(len({rank for finding in self.findings for rank in finding.ranks})),
         }
@@ -171,7 +171,7 @@ class Watcher:
                 frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
                 step = step.tb_next
             text = next(iter(str(error).splitlines()), "")
-            self._error_at = _places.of_frames(reversed(frames))
+            self._error_at = stack.of_frames(reversed(frames))
             self._error = f"{kind.__name__}: {text:.200}"
 
     # ---- on the thread ----------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class Watcher:
                 self._tick(now)
             except RuntimeError:
                 # The store does not answer. What the processes of this host show is still seen.
-                if self._teller.is_first and self._teller.sees_trouble:
-                    self._teller.tell(now, None)
+                if self._reporter.is_first and self._reporter.sees_trouble:
+                    self._reporter.tell(now, None)
             except Exception:
                 if not stumbled:
                     _logger.exception("the thread that watches this job met an error, and goes on")
@@ -196,8 +196,8 @@ class Watcher:
             self._end()
         except (RuntimeError, OSError):
             # The store went with the process that has kept it.
-            if self._error and self._teller.is_first:
-                self._teller.conclude(has_failed=True)
+            if self._error and self._reporter.is_first:
+                self._reporter.conclude(has_failed=True)
         self._store = None
         if not self._ending.is_set():
             self._ending.set()
@@ -214,7 +214,7 @@ class Watcher:
         if self._place is not self._here:
             self._here, self._store = self._place, None
             _, rank, size = self._here
-            self._teller.move(rank, size)
+            self._reporter.move(rank, size)
             self._state = State(rank, self._state.process, 0)
             self._written = self._looked = self._detailed = self._read = -1e9
             self._answered = b""
@@ -224,22 +224,22 @@ class Watcher:
         return self._store
 
     def _tick(self, now: float) -> None:
-        store, teller = self._client(), self._teller
+        store, reporter = self._client(), self._reporter
         if store is None:
             return
         _, rank, size = self._here
         if now - self._looked >= _LOOK:
             self._looked = now
             self._look(now, store)
-        is_first = teller.is_first
-        if now - self._read >= (_LOOK if is_first or not teller.knows_lower else _BEAT):
+        is_first = reporter.is_first
+        if now - self._read >= (_LOOK if is_first or not reporter.knows_lower else _BEAT):
             self._read = now
-            teller.read(store, range(size if is_first else rank), now)
-            teller.hear(self._state, now)
-        elif not teller.sees_trouble:
+            reporter.read(store, range(size if is_first else rank), now)
+            reporter.hear(self._state, now)
+        elif not reporter.sees_trouble:
             return
         if is_first:
-            teller.tell(now, store)
+            reporter.tell(now, store)
 
     def _look(self, now: float, store: dist.Store) -> None:
         """Look where this rank is, and write it if the others should know."""
@@ -247,7 +247,7 @@ class Watcher:
         was_still, waited = self._pace.is_still, self._state.waits
         moved = self._pace.note(now, {name: (each.entered, each.done) for name, each in channels.items()})
         self._has_news = self._has_news or moved
-        place = _places.of_thread(self._watched)
+        place = stack.of_thread(self._watched)
         in_call = place.peer is not None or any(each.entered > each.done for each in channels.values())
         waits = in_call and self._pace.is_long(now)
         asked = store.get("ask") if store.check(["ask"]) else b""
@@ -285,9 +285,9 @@ class Watcher:
 
     def _end(self) -> None:
         """Write the last state. The first rank then tells what has become of the job."""
-        store, teller, deadline = self._client(), self._teller, time.monotonic() + _LINGER
+        store, reporter, deadline = self._client(), self._reporter, time.monotonic() + _LINGER
         if store is None:
-            teller.conclude(has_failed=bool(self._error))
+            reporter.conclude(has_failed=bool(self._error))
             return
         _, rank, size = self._here
         state = replace(self._state, life="failed" if self._error else "ended", error=self._error)
@@ -299,21 +299,21 @@ class Watcher:
         self._write(store, state)
         while self._error and time.monotonic() < deadline and not store.check(["seen"]):
             # Lower ranks may be gone without a word: then this one is the first.
-            teller.read(store, range(rank), time.monotonic())
-            if teller.is_first:
+            reporter.read(store, range(rank), time.monotonic())
+            if reporter.is_first:
                 break
             time.sleep(_TICK)
-        if not teller.is_first:
+        if not reporter.is_first:
             self._leave(store, size)
             return
         while True:
             now = time.monotonic()
-            teller.read(store, range(size), now)
-            teller.hear(self._state, now)
-            if not self._error or teller.all_have_ended or now > deadline:
+            reporter.read(store, range(size), now)
+            reporter.hear(self._state, now)
+            if not self._error or reporter.all_have_ended or now > deadline:
                 break
             time.sleep(_TICK)
-        teller.conclude(has_failed=bool(self._error))
+        reporter.conclude(has_failed=bool(self._error))
         store.set("seen", "1")
         self._leave(store, size)
 
@@ -347,7 +347,7 @@ def begin(
     asked: bool = True,
     name: str = "",
 ) -> Watcher | None:
-    """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone.
+    """Heartbeat this process of a job whose ranks have met by a store, unless it is watched already or is alone.
 
     Args:
         store: by which the ranks have met; the watcher ends with it.
@@ -381,7 +381,7 @@ def _open(
 
 
 def follow(store: dist.Store | None, rank: int, size: int, settings: config.Config) -> None:
-    """Watch the members of an elastic job as they are now, if this process is watched or its settings ask for it.
+    """Heartbeat the members of an elastic job as they are now, if this process is watched or its settings ask for it.
 
     Args:
         store: by which they have met; None: this process is alone.
@@ -416,7 +416,7 @@ def _gauges() -> Mapping[str, float]:
 
 
 def watch(patience: float = 5.0) -> Watcher | None:
-    """Watch the job of torch.distributed that this process belongs to; all ranks call it.
+    """Heartbeat the job of torch.distributed that this process belongs to; all ranks call it.
 
     While a rank is late, stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
     program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder

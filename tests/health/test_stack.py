@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from fusionlayer.watching import _places
+from fusionlayer.health import stack
 
 pytestmark = pytest.mark.short
 
@@ -37,11 +37,11 @@ def test_nothing_is_collected_while_the_frames_of_a_thread_are_read() -> None:
     gc.set_threshold(1)
     try:
         assert thread.ident is not None
-        place = _places.of_thread(thread.ident)
+        place = stack.of_thread(thread.ident)
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(begun)
         done.set()
         thread.join()
-    assert place.where.startswith("tests/watching/test_places.py:") and gc.isenabled()
+    assert place.where.startswith("tests/health/test_stack.py:") and gc.isenabled()
     assert not collected, f"at lines {collected}"

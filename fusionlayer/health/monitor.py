@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..process import forks
-from ._calls import Call
-from ._causes import Cause
+from .calls import Call
+from .root_cause import Cause
 
 __all__ = ["STORE_PATIENCE", "monitor"]
 

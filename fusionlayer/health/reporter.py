@@ -1,6 +1,6 @@
 """Compares the ranks of a job, logs what is wrong with it, and keeps the file of its state.
 
-Every rank has a teller: that of the first rank which is alive tells, and the others are ready to.
+Every rank has a reporter: that of the first rank which is alive tells, and the others are ready to.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from ..base.errors import printable
 from ..process.processes import Identity
-from . import _report
-from ._judge import Finding, judge
-from ._states import State, decode
+from . import report as file
+from .judge import Finding, judge
+from .state import State, decode
 
-__all__ = ["Teller"]
+__all__ = ["Reporter"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -39,7 +39,7 @@ _KEPT = 200
 _PASSING = ("late", "stuck", "stopped", "silent", "slow")
 
 
-class Teller:
+class Reporter:
     """What this rank knows of the others. One thread uses it; any thread may read the attributes.
 
     Args:
@@ -206,8 +206,8 @@ class Teller:
 
     def _keep(self, now: float, life: str) -> None:
         self._kept_at = now
-        report = _report.Report(
-            version=_report.VERSION,
+        report = file.Report(
+            version=file.VERSION,
             command=" ".join(sys.argv)[:200],
             size=self._size,
             writer=self._process,
@@ -219,7 +219,7 @@ class Teller:
             past=tuple(self._past),
         )
         try:
-            _report.write(report, self._path)
+            file.write(report, self._path)
         except OSError as error:
             if not self._file_lost:
                 _logger.warning("status %s cannot be written: %s", self._path, error.strerror)

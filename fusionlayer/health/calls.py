@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 
-__all__ = ["Call", "peers"]
+__all__ = ["Call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +123,6 @@ class Call:
 def _exchange(sends: tuple[int, ...], recvs: tuple[int, ...], purpose: str) -> Call:
     """Return the call of an exchange. It is cached, because every step makes the same few exchanges."""
     return Call("exchange", sends, recvs, purpose=purpose)
-
-
-@lru_cache(maxsize=1024)
-def peers(rank: int, sends: tuple[int, ...], recvs: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that ``rank`` sends to in an exchange, and the ranks that it receives from.
-
-    Both begin with a neighbour, so that not all ranks write to the same rank at once. ``sends`` and ``recvs`` are
-    bytes for each rank; a rank with 0 bytes is left out.
-    """
-    around = [(rank + step) % len(sends) for step in range(1, len(sends))]
-    return tuple(peer for peer in around if sends[peer]), tuple(peer for peer in reversed(around) if recvs[peer])
 
 
 def _difference(sender: int, given: int, receiver: int, expected: int) -> str | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ._states import BLOCK, Channel, Noted, State
+from .state import BLOCK, Channel, Noted, State
 
 __all__ = ["Finding", "judge"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..process.processes import Identity
-from ._board import Board
-from ._calls import Call
-from ._signs import EVIDENT, Diagnosis, Sign
+from .calls import Call
+from .evidence import EVIDENT, Diagnosis, Evidence
+from .store import StatusKeys
 
 __all__ = ["POLL", "Inquiry", "Processes", "Progress"]
 
@@ -56,16 +56,16 @@ class Processes:
         self.own = Identity.own()
         self.of = {**known, rank: self.own}
         self._others = [other for other in range(size) if other != rank]
-        self._first: list[Sign] = []
+        self._first: list[Evidence] = []
         self._first_at = 0.0
 
-    def look_at(self, rank: int) -> Sign | None:
+    def look_at(self, rank: int) -> Evidence | None:
         """Return the sign that the process of a rank is gone or stopped, or None."""
         identity = self.of.get(rank)
         trouble = identity.trouble(self.own) if identity else None
-        return trouble and Sign(rank, trouble, f"rank {rank} is {trouble} ({identity})") or None
+        return trouble and Evidence(rank, trouble, f"rank {rank} is {trouble} ({identity})") or None
 
-    def look_around(self) -> list[Sign]:
+    def look_around(self) -> list[Evidence]:
         """Return a sign for each process that is gone or stopped."""
         return [sign for rank in self._others if (sign := self.look_at(rank))]
 
@@ -79,12 +79,12 @@ class Processes:
             self._first_at = time.monotonic()
         return bool(self._first) and time.monotonic() - self._first_at > _GRACE
 
-    def see_first(self) -> list[Sign]:
+    def see_first(self) -> list[Evidence]:
         """Look around, unless something was seen before; return what was seen first."""
         self._first = self._first or self.look_around()
         return self._first
 
-    def seen(self) -> list[Sign]:
+    def seen(self) -> list[Evidence]:
         """Return what was seen first, or else what is seen now, and do not keep that."""
         return self._first or self.look_around()
 
@@ -106,10 +106,10 @@ class Inquiry:
     """
 
     def __init__(
-        self, board: Board, processes: Processes, rank: int, progress: Progress, question: str, interval: float
+        self, board: StatusKeys, processes: Processes, rank: int, progress: Progress, question: str, interval: float
     ) -> None:
         self.progress = progress
-        self.signs: list[Sign] = []
+        self.signs: list[Evidence] = []
         self._board, self._processes, self._rank = board, processes, rank
         self._patience = _PATIENCE * interval + POLL
         self._serials = {other: state["serial"] for other, state in board.read_states(board.others).items()}
@@ -126,7 +126,7 @@ class Inquiry:
         waited = time.monotonic() - self._started
         patient = waited < self._patience
         still_open = []
-        awaited: list[Sign] = []
+        awaited: list[Evidence] = []
         for rank, state in self._board.read_states(self._open).items():
             fresh = state["serial"] > self._serials[rank]
             sign = self._interpret(rank, state, fresh, waited, otherwise)
@@ -151,7 +151,7 @@ class Inquiry:
 
     def _interpret(
         self, rank: int, state: Mapping[str, Any], fresh: bool, waited: float, otherwise: Diagnosis
-    ) -> Sign | None:
+    ) -> Evidence | None:
         """Return the evidence against a rank, from the state that it has written; None if there is none.
 
         Args:
@@ -170,15 +170,15 @@ class Inquiry:
         elif call and call.partner is None:
             theirs = next((c for number, c in state["recent"] if number == sequence), None)
         if "text" in state:
-            return Sign(rank, "told", state["text"], tuple(state["ranks"]))
+            return Evidence(rank, "told", state["text"], tuple(state["ranks"]))
         because = state.get("because")
-        told = Sign(rank, "told", because["text"], tuple(because["ranks"])) if because else None
+        told = Evidence(rank, "told", because["text"], tuple(because["ranks"])) if because else None
         if state["state"] == "closed":
             amid = state["call"] is not None and state["sequence"] == sequence
             if behind or amid or (call is not None and call.partner == rank):
                 text = f"rank {rank} closed its transport {'in' if amid else 'after'} collective {state['sequence']}"
                 hint = "it left its loop earlier or failed: see its log, make equally many steps on all ranks"
-                return told or Sign(rank, "left", text if amid else f"{text}; {hint}")
+                return told or Evidence(rank, "left", text if amid else f"{text}; {hint}")
             return None
         failed = state["state"] == "failed"
         trouble = None if failed else self._processes.look_at(rank)
@@ -186,19 +186,19 @@ class Inquiry:
             return told or trouble
         if not (fresh or failed):
             name = f"rank {rank} ({self._processes.of[rank]})"
-            return Sign(rank, "silent", f"{name} gives no sign of life, {waited:.1f} s after it was asked")
+            return Evidence(rank, "silent", f"{name} gives no sign of life, {waited:.1f} s after it was asked")
         if mine and theirs:
             conflict = mine.conflict(self._rank, theirs, rank)
             if conflict:
                 ranks = tuple(sorted((self._rank, rank)))
-                return Sign(rank, "conflict", f"{conflict}; make the same calls on every rank", ranks, theirs)
+                return Evidence(rank, "conflict", f"{conflict}; make the same calls on every rank", ranks, theirs)
         if failed:
             # What this rank has seen itself is more, unless it blames a rank for that.
             more = f"; {otherwise.text}" if otherwise.text and not otherwise.ranks else ""
-            return Sign(rank, "failed", f"rank {rank} failed and does not know why{more}", call=mine and theirs)
+            return Evidence(rank, "failed", f"rank {rank} failed and does not know why{more}", call=mine and theirs)
         if behind:
             at = f"at collective {state['sequence']} while rank {self._rank} is at {sequence}"
-            return Sign(rank, "late", f"rank {rank} is alive but late: {at}; it is busy, or left its loop earlier")
+            return Evidence(rank, "late", f"rank {rank} is alive but late: {at}; it is busy, or left its loop earlier")
         if call and call.partner == rank and (theirs is None or theirs.partner != self._rank):
-            return Sign(rank, "late", f"rank {rank} is alive but late: it has not made the matching call")
-        return Sign(rank, "alike", "") if mine and theirs else None
+            return Evidence(rank, "late", f"rank {rank} is alive but late: it has not made the matching call")
+        return Evidence(rank, "alike", "") if mine and theirs else None

@@ -8,7 +8,7 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
-from ._states import Link
+from .state import Link
 
 __all__ = ["Counters", "Links", "counters"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..base.errors import printable
-from ._calls import Call
+from .calls import Call
 
 __all__ = ["UNREADABLE", "decode_cause", "decode_state", "encode_cause", "encode_state"]
 

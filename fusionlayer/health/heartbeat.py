@@ -20,15 +20,15 @@ from typing import Any
 import torch.distributed as dist
 
 from ..process.processes import Identity
-from ._board import Board
-from ._calls import Call
-from ._causes import Cause
-from ._inquiry import POLL, Inquiry, Processes, Progress
-from ._monitor import STORE_PATIENCE, monitor
-from ._signs import Diagnosis, judge, lost_store
-from ._states import encode_state
+from .call_state import encode_state
+from .calls import Call
+from .evidence import Diagnosis, judge, lost_store
+from .inquiry import POLL, Inquiry, Processes, Progress
+from .monitor import STORE_PATIENCE, monitor
+from .root_cause import Cause
+from .store import StatusKeys
 
-__all__ = ["Watch"]
+__all__ = ["Heartbeat"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -43,7 +43,7 @@ _CERTAIN = 1.5
 _ANNOUNCE = 0.5
 
 
-class Watch:
+class Heartbeat:
     """Tells the other ranks where this rank is in its transport, and finds out why a call does not end.
 
     The thread that makes calls uses ``enter``, ``leave`` and ``diagnose``. After ``meet`` the monitor's thread alone
@@ -84,7 +84,7 @@ class Watch:
         self._rank = rank
         self._interval = min(max(timeout / 8, 0.25), 5.0)
         self.processes = Processes(rank, size, known)
-        self.board = Board(name, rank, size)
+        self.board = StatusKeys(name, rank, size)
         self._store_rank = store_rank
         # A store ends with its last reference, and the others must be able to read why this process leaves.
         self._kept = store if store_rank == rank else None

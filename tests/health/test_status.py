@@ -11,11 +11,11 @@ import pytest
 
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import main
+from fusionlayer.health import report as status_file
+from fusionlayer.health.judge import Finding
+from fusionlayer.health.report import Report
+from fusionlayer.health.state import Channel, State
 from fusionlayer.process.processes import Identity
-from fusionlayer.watching import _report
-from fusionlayer.watching._judge import Finding
-from fusionlayer.watching._report import Report
-from fusionlayer.watching._states import Channel, State
 
 pytestmark = pytest.mark.short
 
@@ -48,7 +48,7 @@ def test_the_table_fits_80_columns_and_names_the_late_rank(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     path = tmp_path / "status.json"
-    _report.write(report(), path)
+    status_file.write(report(), path)
     assert main(["status", str(path)]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -59,28 +59,28 @@ def test_the_table_fits_80_columns_and_names_the_late_rank(
 
 def test_json_has_all_that_is_known_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "status.json"
-    _report.write(report(), path)
+    status_file.write(report(), path)
     assert main(["status", "--json", str(path)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(report())))
-    assert _report.read(path) == report()
+    assert status_file.read(path) == report()
 
 
 def test_a_job_whose_rank_0_was_killed_is_told_as_failed(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
-    _report.write(report(writer=replace(ME, started="1")), path)
-    found = _report.read(path)
+    status_file.write(report(writer=replace(ME, started="1")), path)
+    found = status_file.read(path)
     assert found.life == "failed" and found.findings[-1].kind == "gone" and len(found.states) == 3
 
 
 def test_only_this_user_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    path = _report.folder() / "job-1.json"
-    _report.write(report(), path)
+    path = status_file.folder() / "job-1.json"
+    status_file.write(report(), path)
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
-    assert [*_report.reports()] == [path]
+    assert [*status_file.reports()] == [path]
     path.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="not a folder of this user alone"):
-        _report.folder()
+        status_file.folder()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, why: str
     path = tmp_path / "status.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=why):
-        _report.read(path)
+        status_file.read(path)
 
 
 ODD = "\x1b]0;owned\x07\x1b[2J\r\nrank 9 is late\u202e\u2028\ud800"
@@ -141,7 +141,7 @@ def test_odd_numbers_in_a_file_are_told_in_a_sentence(tmp_path: Path, capsys: py
 def test_a_pipe_is_no_report(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "status.json")
     with pytest.raises(ConfigError, match="no plain file"):
-        _report.read(tmp_path / "status.json")
+        status_file.read(tmp_path / "status.json")
 
 
 def test_without_a_job_it_says_how_to_watch_one(

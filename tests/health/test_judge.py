@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fusionlayer.health.judge import judge
+from fusionlayer.health.recorder import Recorder, _blocks
+from fusionlayer.health.reporter import Reporter
+from fusionlayer.health.state import BLOCK, Channel, Link, Noted, State, decode, encode
+from fusionlayer.health.tcp import Counters, Links
+from fusionlayer.health.waits import UsualWait
 from fusionlayer.process.processes import Identity
-from fusionlayer.watching._judge import judge
-from fusionlayer.watching._links import Counters, Links
-from fusionlayer.watching._pace import Pace
-from fusionlayer.watching._recorder import Recorder, _blocks
-from fusionlayer.watching._states import BLOCK, Channel, Link, Noted, State, decode, encode
-from fusionlayer.watching._teller import Teller
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
@@ -75,49 +75,53 @@ def test_a_rank_that_has_ended_is_in_no_call_whatever_its_last_state_shows() -> 
 
 
 def test_a_rank_is_not_reported_late_from_a_state_older_than_the_wait(tmp_path: Path) -> None:
-    teller = Teller(0, 3, ME, tmp_path / "status.json")
+    reporter = Reporter(0, 3, ME, tmp_path / "status.json")
     for state in ranks(8, 7, 8).values():
-        teller.hear(state, 100.0 if state.rank == 1 else 104.0)
-    teller.tell(104.5, None)  # rank 1 was read 4.5 s ago, when the others had begun to wait
-    assert [line.partition(";")[0] for line in teller.lines] == ["rank 1 is late: it is at data.py:1"]
-    teller = Teller(0, 3, ME, tmp_path / "status.json")
+        reporter.hear(state, 100.0 if state.rank == 1 else 104.0)
+    reporter.tell(104.5, None)  # rank 1 was read 4.5 s ago, when the others had begun to wait
+    assert [line.partition(";")[0] for line in reporter.lines] == ["rank 1 is late: it is at data.py:1"]
+    reporter = Reporter(0, 3, ME, tmp_path / "status.json")
     waiting = {rank: replace(state, idle=3.0) for rank, state in ranks(8, 7, 8).items()}
     for state in waiting.values():
-        teller.hear(state, 100.0 if state.rank == 1 else 102.5)
-    teller.tell(102.5, None)
-    assert teller.lines == []
+        reporter.hear(state, 100.0 if state.rank == 1 else 102.5)
+    reporter.tell(102.5, None)
+    assert reporter.lines == []
     loading = replace(waiting[1], serial=2, doing="waits for data")
-    teller.hear(loading, 103.0)
-    teller.tell(103.0, None)
-    assert len(teller.lines) == 1 and "it waits for data" in teller.lines[0]
+    reporter.hear(loading, 103.0)
+    reporter.tell(103.0, None)
+    assert len(reporter.lines) == 1 and "it waits for data" in reporter.lines[0]
     # A rank that writes nothing for 5 s is reported with what is known of it.
-    teller = Teller(0, 3, ME, tmp_path / "status.json")
+    reporter = Reporter(0, 3, ME, tmp_path / "status.json")
     for state in ranks(8, 7, 8).values():
-        teller.hear(replace(state, idle=5.5), 100.0 if state.rank == 1 else 104.9)
-    teller.tell(104.9, None)
-    assert teller.lines == []
-    teller.tell(105.0, None)
-    assert len(teller.lines) == 1
+        reporter.hear(replace(state, idle=5.5), 100.0 if state.rank == 1 else 104.9)
+    reporter.tell(104.9, None)
+    assert reporter.lines == []
+    reporter.tell(105.0, None)
+    assert len(reporter.lines) == 1
 
 
 def test_lines_that_come_after_a_conflict_was_reported_are_reported_too(tmp_path: Path) -> None:
-    teller, store = Teller(0, 3, ME, tmp_path / "status.json"), dist.HashStore()
+    reporter, store = Reporter(0, 3, ME, tmp_path / "status.json"), dist.HashStore()
     calls = with_calls(ranks(7, 7, 7), "all_reduce of (4) float32", "barrier", "all_reduce of (4) float32")
     for state in calls.values():
         bare = {
             name: replace(each, recent=(replace(each.recent[0], where=""),)) for name, each in state.channels.items()
         }
-        teller.hear(replace(state, channels=bare), 100.0)
-    teller.tell(100.0, store)
-    assert teller.lines == [] and store.get("ask").startswith(b"group 0 7")
+        reporter.hear(replace(state, channels=bare), 100.0)
+    reporter.tell(100.0, store)
+    assert reporter.lines == [] and store.get("ask").startswith(b"group 0 7")
     for now in (104.0, 105.0):
-        teller.tell(now, store)
-        assert len(teller.lines) == 1 and "rank 1 in barrier" in teller.lines[0] and "train.py" not in teller.lines[0]
+        reporter.tell(now, store)
+        assert (
+            len(reporter.lines) == 1
+            and "rank 1 in barrier" in reporter.lines[0]
+            and "train.py" not in reporter.lines[0]
+        )
     for state in calls.values():
-        teller.hear(replace(state, serial=2), 106.0)
+        reporter.hear(replace(state, serial=2), 106.0)
     for now in (106.0, 107.0):
-        teller.tell(now, store)
-        assert len(teller.lines) == 2 and "rank 1 in barrier at train.py:10" in teller.lines[1]
+        reporter.tell(now, store)
+        assert len(reporter.lines) == 2 and "rank 1 in barrier at train.py:10" in reporter.lines[1]
 
 
 def test_who_waits_for_another_is_not_blamed() -> None:
@@ -286,18 +290,18 @@ def test_a_state_comes_back_as_it_was_written_and_only_from_its_rank() -> None:
 
 
 def test_a_wait_is_long_only_if_it_is_longer_than_usual() -> None:
-    pace = Pace(5.0)
+    pace = UsualWait(5.0)
     for step in range(50):
         pace.note(step * 1.0, {"group 0": (step, step)})
     assert not pace.is_long(53.0) and pace.is_long(54.5)
-    slow = Pace(5.0)
+    slow = UsualWait(5.0)
     for step in range(50):
         slow.note(step * 4.0, {"group 0": (step, step)})
     assert not slow.is_long(49 * 4.0 + 11) and slow.is_long(49 * 4.0 + 13)
 
 
 def test_one_long_wait_does_not_become_usual() -> None:
-    pace = Pace(5.0)
+    pace = UsualWait(5.0)
     now = 0.0
     for step in range(50):
         now += 60.0 if step == 20 else 1.0

@@ -17,29 +17,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fusionlayer.health.call_state import UNREADABLE, encode_state
+from fusionlayer.health.calls import Call
+from fusionlayer.health.evidence import Diagnosis, Evidence, judge, lost_store
+from fusionlayer.health.heartbeat import Heartbeat
+from fusionlayer.health.inquiry import Inquiry, Processes, Progress
+from fusionlayer.health.root_cause import Cause
+from fusionlayer.health.store import StatusKeys
 from fusionlayer.process.processes import Identity
-from fusionlayer.transport._board import Board
-from fusionlayer.transport._calls import Call
-from fusionlayer.transport._causes import Cause
-from fusionlayer.transport._inquiry import Inquiry, Processes, Progress
-from fusionlayer.transport._signs import Diagnosis, Sign, judge, lost_store
-from fusionlayer.transport._states import UNREADABLE, encode_state
-from fusionlayer.transport.heartbeat import Watch
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
-GONE = Sign(1, "gone", "rank 1 is gone")
-STOPPED = Sign(2, "stopped", "rank 2 is stopped")
-SILENT = Sign(3, "silent", "rank 3 is silent")
-LATE = Sign(4, "late", "rank 4 is late")
-FAILED = Sign(5, "failed", "rank 5 failed")
-TOLD = Sign(6, "told", "rank 9 is gone", (9,))
-ALIKE = Sign(4, "alike", "")
+GONE = Evidence(1, "gone", "rank 1 is gone")
+STOPPED = Evidence(2, "stopped", "rank 2 is stopped")
+SILENT = Evidence(3, "silent", "rank 3 is silent")
+LATE = Evidence(4, "late", "rank 4 is late")
+FAILED = Evidence(5, "failed", "rank 5 failed")
+TOLD = Evidence(6, "told", "rank 9 is gone", (9,))
+ALIKE = Evidence(4, "alike", "")
 
 
-def differs(rank: int, n: int) -> Sign:
-    return Sign(rank, "conflict", f"rank {rank} differs", tuple(sorted((3, rank))), Call.all_reduce(torch.zeros(n)))
+def differs(rank: int, n: int) -> Evidence:
+    return Evidence(rank, "conflict", f"rank {rank} differs", tuple(sorted((3, rank))), Call.all_reduce(torch.zeros(n)))
 
 
 @looped(
@@ -50,7 +50,7 @@ def differs(rank: int, n: int) -> Sign:
         ([FAILED, LATE, SILENT, STOPPED], (2,)),
         ([FAILED, LATE, SILENT], (3,)),
         ([FAILED, LATE], (4,)),
-        ([FAILED, Sign(7, "failed", "rank 7 failed")], (5, 7)),
+        ([FAILED, Evidence(7, "failed", "rank 7 failed")], (5, 7)),
         # Rank 3 judges: who makes another call than all others is the odd one, rank 3 itself or another.
         ([FAILED, ALIKE, differs(1, 5)], (1,)),
         ([FAILED, differs(1, 5)], (1, 3)),
@@ -59,7 +59,7 @@ def differs(rank: int, n: int) -> Sign:
         ([differs(1, 5), differs(2, 5), ALIKE], (1, 3)),
     ],
 )
-def test_a_cause_is_blamed_before_its_consequences(signs: list[Sign], ranks: tuple[int, ...]) -> None:
+def test_a_cause_is_blamed_before_its_consequences(signs: list[Evidence], ranks: tuple[int, ...]) -> None:
     finding = judge(signs, None)
     assert finding is not None and finding.ranks == ranks
 
@@ -151,13 +151,13 @@ def test_calls_that_fit_and_calls_that_do_not() -> None:
 
 def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
     """Who sent less than the others expect may be done, and come to wait for them in a later call."""
-    store, board = dist.HashStore(), Board("", 1, 2)
+    store, board = dist.HashStore(), StatusKeys("", 1, 2)
     board.use(store)
     processes = Processes(1, 2, {0: Identity.own()})
     short, expected = exchange([0, 0], [9, 0], 1), exchange([0, 9], [0, 9], 0)
     progress = Progress(3, short, 0.0, ((2, short), (3, short)))
 
-    def evidence(call: Call) -> Sign:
+    def evidence(call: Call) -> Evidence:
         store.set("/at/0", encode_state(1, 2, call, ((2, call),), {}))
         inquiry = Inquiry(board, processes, 1, progress, "1.1", 8.0)
         assert not inquiry.step(Diagnosis((), "", True)) and not inquiry.signs, "rank 0 has not answered"
@@ -174,7 +174,7 @@ def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
 
 def test_all_ranks_are_heard_before_one_of_two_that_differ_is_blamed() -> None:
     """However long that takes: a busy machine may keep one of them from answering."""
-    store, board = dist.HashStore(), Board("", 0, 3)
+    store, board = dist.HashStore(), StatusKeys("", 0, 3)
     board.use(store)
     mine, other = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(4))
     progress, nothing = Progress(2, mine, 0.0, ((2, mine),)), Diagnosis((), "", True)
@@ -230,7 +230,8 @@ def test_keys_tell_calls_apart() -> None:
 def test_the_first_finding_is_that_of_all_ranks() -> None:
     store = dist.HashStore()
     watches = [
-        Watch(store, "", rank, 3, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None) for rank in range(3)
+        Heartbeat(store, "", rank, 3, 8.0, 5.0, None, is_overdue=lambda: False, interrupt=lambda: None)
+        for rank in range(3)
     ]
     with ThreadPoolExecutor(3) as threads:
         assert [finding for _, finding in threads.map(lambda watch: watch.meet(10.0), watches)] == [None] * 3
@@ -245,7 +246,7 @@ def test_who_looks_for_a_cause_ends_when_its_transport_is_closed() -> None:
     """As a lane's is, because another lane has failed first; the other rank has failed too, and does not know why."""
     store = dist.HashStore()
     watches = [
-        Watch(store, "e", rank, 2, 1000.0, 900.0, None, is_overdue=lambda: False, interrupt=lambda: None)
+        Heartbeat(store, "e", rank, 2, 1000.0, 900.0, None, is_overdue=lambda: False, interrupt=lambda: None)
         for rank in range(2)
     ]
     with ThreadPoolExecutor() as threads:
@@ -274,7 +275,7 @@ def test_a_rank_that_has_gone_explains_a_silent_store_only_if_it_keeps_it(
     """Rank 2 has gone, perhaps because rank 0 was stopped, of which this rank, 1, knows no process yet."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     known = {2: replace(Identity.own(), started="long ago")}
-    watch = Watch(store, "w", 1, 3, 2.0, 60.0, keeper, known, is_overdue=lambda: False, interrupt=lambda: None)
+    watch = Heartbeat(store, "w", 1, 3, 2.0, 60.0, keeper, known, is_overdue=lambda: False, interrupt=lambda: None)
     monkeypatch.setattr(watch, "because", lambda: None)  # what this process remembers of other tests
     assert watch.judge_here(is_silent=silent).ranks == blamed
 
@@ -302,7 +303,7 @@ def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
 ) -> None:
     store = dist.HashStore()
     watches = [
-        Watch(store, "w", rank, 2, 2.0, 60.0, None, is_overdue=lambda: False, interrupt=lambda: None)
+        Heartbeat(store, "w", rank, 2, 2.0, 60.0, None, is_overdue=lambda: False, interrupt=lambda: None)
         for rank in range(2)
     ]
     with ThreadPoolExecutor() as threads:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ._calls import Call
+from .calls import Call
 
-__all__ = ["EVIDENT", "Diagnosis", "Sign", "judge", "lost_store"]
+__all__ = ["EVIDENT", "Diagnosis", "Evidence", "judge", "lost_store"]
 
 # What can be wrong with a rank, and whether that is final. Earlier kinds are blamed first, because a later kind may be
 # the consequence of an earlier one. What a rank tells comes first: it left after it had found that out.
@@ -44,7 +44,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Evidence:
     """A piece of evidence about one rank.
 
     Attributes:
@@ -62,7 +62,7 @@ class Sign:
     call: Call | None = None
 
 
-def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
+def judge(signs: Iterable[Evidence], call: Call | None) -> Diagnosis | None:
     """Return the diagnosis that follows from the signs, or None if there are none."""
     signs = list(signs)
     if call is not None and call.partner is not None:
@@ -79,7 +79,7 @@ def judge(signs: Iterable[Sign], call: Call | None) -> Diagnosis | None:
     return None
 
 
-def _odd(conflicts: list[Sign], some_are_alike: bool) -> tuple[int, ...]:
+def _odd(conflicts: list[Evidence], some_are_alike: bool) -> tuple[int, ...]:
     """Return the one rank that differs from all others, if it is one; else the two that were compared first."""
     first = conflicts[0]
     if len(conflicts) == 1:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..transport._monitor import monitor
-from . import _places
-from ._states import BLOCK, Channel, Noted
+from . import stack
+from .monitor import monitor
+from .state import BLOCK, Channel, Noted
 
 __all__ = ["Recorder"]
 
@@ -142,7 +142,7 @@ def _describe(entry: Mapping[str, Any]) -> str:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    return _places.of_frames((frame["filename"], frame["line"]) for frame in entry.get("frames", ()))
+    return stack.of_frames((frame["filename"], frame["line"]) for frame in entry.get("frames", ()))
 
 
 def _blocks(noted: list[Noted]) -> dict[str, int]:

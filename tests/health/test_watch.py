@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import fusionlayer as fl
-from fusionlayer import watching
+from fusionlayer import health
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
@@ -132,10 +132,10 @@ def _job(rank: int, world: int, case: str, folder: str) -> None:
     end = time.monotonic() + 120  # what was told instead is worth seeing
     while rank or not (_names(watcher.lines, case) or time.monotonic() > end):
         time.sleep(0.1)
-    report = watching.read(Path(folder) / "status.json")
+    report = health.read(Path(folder) / "status.json")
     while not report.findings or len(report.states) < world:  # until it has read what every rank wrote
         time.sleep(0.1)
-        report = watching.read(Path(folder) / "status.json")
+        report = health.read(Path(folder) / "status.json")
     raise Told("\n".join(watcher.lines))
 
 
@@ -146,7 +146,7 @@ def test_the_culprit_is_named_with_its_line_while_others_wait(case: str, tmp_pat
     outcome = outcomes_of(_one_waits, 3, case, str(tmp_path), signals=signals, store="tcp")[0]
     assert outcome.error[0] == "Told", (outcome.error, outcome.trace)
     assert _names([outcome.error[1]], case), outcome.error[1]
-    report = watching.read(tmp_path / "status.json")
+    report = health.read(tmp_path / "status.json")
     assert report.findings and len(report.states) == 3
 
 
@@ -173,7 +173,7 @@ def _first_lost(rank: int, world: int, folder: str) -> None:
     watcher = fl.watch(patience=1.5)
     assert watcher is not None
     known = Path(folder) / "known"
-    while rank and not watcher._teller.knows_lower:
+    while rank and not watcher._reporter.knows_lower:
         time.sleep(0.05)
     if rank:
         known.touch()
@@ -186,7 +186,7 @@ def _first_lost(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.exhaustive(
-    guarded_by="tests/watching/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait"
+    guarded_by="tests/health/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait"
 )
 def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path) -> None:
     outcomes = outcomes_of(_first_lost, 2, str(tmp_path), signals={(0, "lost"): signal.SIGSTOP})

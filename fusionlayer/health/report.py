@@ -20,8 +20,8 @@ from pathlib import Path
 from ..base import files, records
 from ..base.errors import ConfigError
 from ..process.processes import Identity
-from ._judge import Finding
-from ._states import State
+from .judge import Finding
+from .state import State
 
 __all__ = ["Report", "folder", "forget_old", "read", "reports", "write"]
 

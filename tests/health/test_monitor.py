@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from fusionlayer.transport import _monitor
+from fusionlayer.health import monitor
 
 pytestmark = pytest.mark.short
 
@@ -21,25 +21,25 @@ def make_watch() -> Mock:
 
 def test_a_transport_may_be_dropped_in_the_middle_of_any_line() -> None:
     # As the garbage collector does it, which may run on any thread, in any line.
-    monitor = _monitor._Monitor()
+    own = monitor._Monitor()
     kept, dropped = make_watch(), [make_watch() for _ in range(200)]
-    monitor._watches += dropped
+    own._watches += dropped
     lines = set()
 
     def drop(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename not in (_monitor.__file__, threading.__file__):
+        if frame.f_code.co_filename not in (monitor.__file__, threading.__file__):
             return None
         lines.add((frame.f_code.co_name, frame.f_lineno))
         if dropped:
-            monitor.remove(dropped.pop())
+            own.remove(dropped.pop())
         return drop
 
     def add_and_remove() -> None:
         sys.settrace(drop)
-        monitor.add(kept)
+        own.add(kept)
         while dropped:
-            monitor.wake()
-        monitor.remove(kept)
+            own.wake()
+        own.remove(kept)
         sys.settrace(None)
 
     threading.settrace(drop)
@@ -50,8 +50,8 @@ def test_a_transport_may_be_dropped_in_the_middle_of_any_line() -> None:
         training.join(180)
         threading.settrace(None)  # type: ignore[arg-type]
     assert not training.is_alive(), "a thread waits for a lock that it holds"
-    thread = monitor._thread
+    thread = own._thread
     if thread is not None:
         thread.join(180)
-    assert monitor._thread is None and not monitor._watches and not monitor._leaving
+    assert own._thread is None and not own._watches and not own._leaving
     assert {"add", "wake", "remove", "_run"} <= {name for name, _ in lines}
