@@ -21,7 +21,7 @@ from tests.native.cuda_build import build_script
 from tests.tiers import long
 
 ROOT = Path(__file__).resolve().parents[2]
-CSRC = Path(libraries.__file__).parent / "csrc"
+CSRC = ROOT / "fusionlayer/csrc"
 HOST = Path(__file__).parent / "cuda_on_host"
 COMPILE = (
     *("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"),

@@ -58,7 +58,7 @@ from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
 
-CSRC = Path(native.__file__).parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "fusionlayer/csrc"
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 FLAGS = (0, HADAMARD, STOCHASTIC, HADAMARD | STOCHASTIC)

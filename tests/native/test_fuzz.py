@@ -16,7 +16,7 @@ from tests.tiers import long
 
 pytestmark = pytest.mark.medium
 
-CSRC = Path(native.__file__).parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "fusionlayer/csrc"
 MARCH = {"baseline": (), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 FLAGS = (
     *("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Werror"),
