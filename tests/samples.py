@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.omnireduce import OmniReduce
+from fusionlayer.codecs.research.omnireduce import OmniReduce
 from fusionlayer.transport import local
 
 __all__ = ["adapt", "gaussian", "skewed", "sum_error", "tensor_parallel"]

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
 from fusionlayer.cli import doctor, fusionrun, main
-from fusionlayer.codecs._base import registry
+from fusionlayer.codecs.base import registry
 from tests.codecs.conformance import CHECKS
 from tests.codecs.variants import variants
 from tests.examples.places import needs_namespaces

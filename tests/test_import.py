@@ -92,7 +92,7 @@ def answer(code: str) -> list[object]:
 def test_every_module_can_be_the_first(every: bool, tmp_path: Path) -> None:
     names, tried, failed = answer(EVERY_MODULE.replace("CACHE", str(tmp_path)).replace("EVERY", str(every)))
     known = (
-        {"fusionlayer.native.wire", "fusionlayer.codecs.integer"}
+        {"fusionlayer.native.wire", "fusionlayer.codecs.quantized.integer"}
         if every
         else {"fusionlayer.codecs", "fusionlayer.torch"}
     )

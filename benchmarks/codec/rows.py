@@ -15,8 +15,8 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer import native
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.delta import Delta
-from fusionlayer.codecs.dynamiq import DynamiQ
+from fusionlayer.codecs.lossless.delta import Delta
+from fusionlayer.codecs.research.dynamiq import DynamiQ
 from fusionlayer.collectives.two_shot import summing
 from fusionlayer.native.wire import aligned
 from fusionlayer.training.weights import Weights

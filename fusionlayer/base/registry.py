@@ -39,6 +39,9 @@ def _packages(found: Sequence[plugins.Offer]) -> str:
 class Registry(Generic[T]):
     """The names of one kind of thing. The first look-up imports every module of one package; these register the names.
 
+    A subpackage may wait: one of its modules is imported when a name is looked up that begins with the module's name,
+    or when all names are listed.
+
     Installed packages may offer more names, as entry points (``plugins``). The module that one names is imported when
     its name is looked up or all names are listed, and registers the name. A package that cannot be used fails when its
     name is looked up; a list leaves it out, with one warning.
@@ -49,11 +52,13 @@ class Registry(Generic[T]):
         kind: word for error messages, such as "codec".
         package: package whose modules register their names on import.
         group: group of entry points for more names.
+        later: names of the subpackages that wait.
     """
 
-    def __init__(self, kind: str, package: str, group: str) -> None:
+    def __init__(self, kind: str, package: str, group: str, later: Sequence[str] = ()) -> None:
         self.kind = kind
         self._package = package
+        self._later = [f"{package}.{name}" for name in later]
         self._group = group
         self._factories: dict[str, Callable[..., T]] = {}
         self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -81,7 +86,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Return all names that ``get`` takes, sorted."""
-        self._import_all()
+        self._import()
         for name in plugins.offers(self._group):
             why = self._load(name)
             if why and name not in self._told:
@@ -95,7 +100,7 @@ class Registry(Generic[T]):
 
     def knows(self, name: str) -> bool:
         """Return whether ``get`` takes ``name``."""
-        self._import_all()
+        self._import(name)
         return self._is_bound(name) or (not self._load(name) and self._is_bound(name))
 
     def get(self, name: str, **options: Any) -> T:
@@ -158,12 +163,21 @@ class Registry(Generic[T]):
                 self._offered[name] = f"{lead}{error}"
             return self._offered[name]
 
-    def _import_all(self) -> None:
+    def _import(self, name: str = "") -> None:
+        """Import the modules that register names; of those that wait, the one for ``name`` if no other has it."""
         # A thread that comes while another one imports waits here until all names are registered.
         with self._lock:
-            if self._imported:
-                return
-            package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
-            self._imported = True
+            if not self._imported:
+                self._import_package(self._package)
+                self._imported = True
+            if not self._is_bound(name):
+                for package in self._later:
+                    self._import_package(package, name)
+
+    def _import_package(self, package: str, name: str = "") -> None:
+        """Import the modules of ``package`` with whose name ``name`` begins; all of them for an empty name."""
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            if module.ispkg and module.name not in self._later:
+                self._import_package(module.name)
+            elif not module.ispkg and (not name or name.startswith(module.name.rpartition(".")[2])):
+                importlib.import_module(module.name)

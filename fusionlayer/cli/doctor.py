@@ -26,7 +26,7 @@ from ..base import config
 from ..base.errors import FusionLayerError
 from ..base.registry import Registry
 from ..codecs import Codec
-from ..codecs._base import registry as codecs_known
+from ..codecs.base import registry as codecs_known
 from ..collectives._base import gathers as gathers_known
 from ..collectives._base import registry as collectives_known
 from ..functional import Sum, all_reduce

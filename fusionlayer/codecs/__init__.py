@@ -1,7 +1,7 @@
 """Codecs: what the bytes of a message mean. ``get`` makes one, ``names`` lists them."""
 
-from ._base import Codec, registry
-from ._capabilities import (
+from .base import Codec, registry
+from .capabilities import (
     AgreeingCodec,
     ChangeCodec,
     PartsCodec,
@@ -11,13 +11,13 @@ from ._capabilities import (
     VariableSizeCodec,
     ZippedCodec,
 )
-from ._homomorphic import HomomorphicCodec
-from ._native import NativeCodec
-from ._options import CodecOptions
-from ._packed import PackedPart, PackedResidual
-from ._sparse import Sparsifier, ThresholdSparsifier
-from ._state import Part, TensorState
-from ._torch import TorchCodec
+from .homomorphic import HomomorphicCodec
+from .keywords import CodecOptions
+from .native import NativeCodec
+from .packed import PackedPart, PackedResidual
+from .pytorch import TorchCodec
+from .sparse.sparsifier import Sparsifier, ThresholdSparsifier
+from .state import Part, TensorState
 
 __all__ = [
     "AgreeingCodec",

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from .. import codecs
 from ..base.seeds import derive_seed
 from ..codecs import Codec, Part
-from ..codecs._low_rank import orthonormal, product, random_factor, square_shape
-from ..codecs.powersgd import PowerSGD
+from ..codecs.lowrank.factors import orthonormal, product, random_factor, square_shape
+from ..codecs.lowrank.powersgd import PowerSGD
 from ..observe.timeline import here
 from ..transport import Transport
 from ._base import check_pair, collective

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec, TensorState
-from ..codecs._sparse import MEMORY
-from ..codecs.oktopk import BALANCE, OkTopk
+from ..codecs.research.oktopk import BALANCE, OkTopk
+from ..codecs.sparse.sparsifier import MEMORY
 from ..transport import Transport
 from ._base import check_pair, collective
 

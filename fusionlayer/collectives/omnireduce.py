@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import codecs
 from ..codecs import Codec
-from ..codecs.omnireduce import OmniReduce
+from ..codecs.research.omnireduce import OmniReduce
 from ..transport import Transport
 from ._base import check_pair, collective
 from .ring import ring

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import WireError, kind_of
-from ..codecs.delta import Delta
-from ..codecs.zip import Zip
+from ..codecs.lossless.delta import Delta
+from ..codecs.lossless.zip import Zip
 from ..native.wire import DTYPE_CODES
 
 __all__ = ["DTYPES", "Message", "decode", "encode", "expected_bytes", "memory", "shape_of"]

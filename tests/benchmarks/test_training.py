@@ -26,7 +26,7 @@ from benchmarks.training.timed_codec import Clock, timed
 from benchmarks.training.worker import steps_of_turn
 from benchmarks.training.workloads import make_workload
 from fusionlayer.codecs import Codec, TensorState
-from fusionlayer.codecs._base import registry
+from fusionlayer.codecs.base import registry
 from fusionlayer.transport import local
 from tests.examples.places import ROOT
 from tests.harness import run_ranks

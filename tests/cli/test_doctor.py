@@ -14,7 +14,7 @@ from fusionlayer import codecs
 from fusionlayer.base.errors import FusionLayerError
 from fusionlayer.cli import doctor, environment, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
-from fusionlayer.codecs.cast import Raw
+from fusionlayer.codecs.quantized.cast import Raw
 from fusionlayer.native import libraries
 from fusionlayer.process.interfaces import addresses
 from tests.mpi import mpirun

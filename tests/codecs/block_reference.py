@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.fp8 import FP8, FP8Block
-from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
-from fusionlayer.codecs.taco import Taco
+from fusionlayer.codecs.quantized.fp8 import FP8, FP8Block
+from fusionlayer.codecs.quantized.mx import MXFP4, MXFP6, MXFP8
+from fusionlayer.codecs.research.taco import Taco
 
 from .int_reference import cut, short_scales
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import Codec, Sparsifier, VariableSizeCodec, ZippedCodec
-from fusionlayer.codecs.integer import Int
-from fusionlayer.codecs.omnireduce import OmniReduce
-from fusionlayer.codecs.taco import Taco
+from fusionlayer.codecs.quantized.integer import Int
+from fusionlayer.codecs.research.omnireduce import OmniReduce
+from fusionlayer.codecs.research.taco import Taco
 from fusionlayer.native.wire import ALIGN
 from tests.synthetic import bit_patterns, gradient, noise
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from fusionlayer.codecs.integer import Int
+from fusionlayer.codecs.quantized.integer import Int
 
 F32 = NDArray[np.float32]
 MASK = 0xFFFFFFFF

@@ -13,7 +13,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
 from fusionlayer.codecs import Codec, TorchCodec
-from fusionlayer.codecs._base import registry
+from fusionlayer.codecs.base import registry
 from fusionlayer.native.wire import Plane
 from fusionlayer.scheduler import Engine, planners
 from fusionlayer.transport import Transport

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs._auto_scale import Headroom, _bf16_above
-from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
+from fusionlayer.codecs.quantized.auto_scale import Headroom, _bf16_above
+from fusionlayer.codecs.quantized.mx import MXFP4, MXFP6, MXFP8
 from fusionlayer.collectives.halves import reduce_scatter
 from fusionlayer.transport import Transport
 from tests.collectives.conformance import conform, same_everywhere

@@ -13,9 +13,9 @@ from torch import Tensor
 from fusionlayer import codecs, native
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.fp8 import FP8, FP8Block
-from fusionlayer.codecs.mx import MXFP4, MXFP6, MXFP8
-from fusionlayer.codecs.taco import Taco
+from fusionlayer.codecs.quantized.fp8 import FP8, FP8Block
+from fusionlayer.codecs.quantized.mx import MXFP4, MXFP6, MXFP8
+from fusionlayer.codecs.research.taco import Taco
 from tests.loops import looped
 from tests.samples import gaussian, tensor_parallel
 from tests.synthetic import awkward, bit_patterns, gradient, noise

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import TensorState
-from fusionlayer.codecs.chunked_topk import ChunkedTopK
+from fusionlayer.codecs.sparse.chunked_topk import ChunkedTopK
 from tests.loops import looped
 from tests.synthetic import awkward, gradient
 from tests.tiers import tiered

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, native
 from fusionlayer.base.errors import ConfigError, FusionLayerError, WireError
-from fusionlayer.codecs.delta import Delta
+from fusionlayer.codecs.lossless.delta import Delta
 from tests.codecs.conformance import as_bits, same_bits
 from tests.loops import looped
 from tests.synthetic import bit_patterns, gradient, mixed

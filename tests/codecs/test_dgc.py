@@ -9,7 +9,7 @@ from torch import Tensor
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import TensorState
-from fusionlayer.codecs.dgc import DGC, clipping, warm_up_density
+from fusionlayer.codecs.sparse.dgc import DGC, clipping, warm_up_density
 from tests.loops import looped
 from tests.synthetic import gradient
 

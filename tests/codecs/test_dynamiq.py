@@ -11,9 +11,9 @@ from torch import Tensor
 from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.seeds import derive_seed
-from fusionlayer.codecs._arrangement import Arrangement
-from fusionlayer.codecs._widths import allocate, deal, pack_widths
-from fusionlayer.codecs.dynamiq import DynamiQ
+from fusionlayer.codecs.arrangement import Arrangement
+from fusionlayer.codecs.research._widths import allocate, deal, pack_widths
+from fusionlayer.codecs.research.dynamiq import DynamiQ
 from fusionlayer.native import dynamiq_stats, dynamiq_widths
 from fusionlayer.transport import Transport
 from tests import samples

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusionlayer import codecs, native
 from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.integer import Int
+from fusionlayer.codecs.quantized.integer import Int
 from tests.loops import looped
 from tests.synthetic import awkward, gradient
 from tests.tiers import tiered

@@ -9,7 +9,7 @@ import torch
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.seeds import derive_seed
-from fusionlayer.codecs.integer import FullRangeInt, Int
+from fusionlayer.codecs.quantized.integer import FullRangeInt, Int
 from tests.loops import looped
 from tests.synthetic import awkward, gradient
 

@@ -10,7 +10,7 @@ import torch
 
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.codecs._low_rank import _gram, orthonormal, product, random_factor, square_shape
+from fusionlayer.codecs.lowrank.factors import _gram, orthonormal, product, random_factor, square_shape
 from tests.loops import looped
 from tests.synthetic import gradient
 

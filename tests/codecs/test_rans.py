@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fusionlayer import native
 from fusionlayer.base.errors import WireError
-from fusionlayer.codecs.rans import Rans
-from fusionlayer.codecs.zip import Zip
+from fusionlayer.codecs.lossless.zip import Zip
+from fusionlayer.codecs.research.rans import Rans
 from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
 from tests.codecs.test_zip import NAMED, exponents, gaussian
 from tests.loops import looped

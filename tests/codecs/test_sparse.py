@@ -15,7 +15,7 @@ from torch import Tensor
 from fusionlayer import codecs, native
 from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import Sparsifier, TensorState
-from fusionlayer.codecs._sparse import Choice, ThresholdSparsifier, _layout
+from fusionlayer.codecs.sparse.sparsifier import Choice, ThresholdSparsifier, _layout
 from tests.loops import looped
 from tests.synthetic import gradient
 from tests.tiers import tiered

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.codecs.tahquant import TAHQuant
+from fusionlayer.codecs.research.tahquant import TAHQuant
 from tests.loops import looped
 from tests.synthetic import gradient
 

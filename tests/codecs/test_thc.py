@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, native
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.codecs.thc import THC
+from fusionlayer.codecs.research.thc import THC
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fusionlayer import codecs, native
 from fusionlayer.codecs import TensorState
-from fusionlayer.codecs._sparse import ThresholdSparsifier
-from fusionlayer.codecs._sparse import bits_of as bits_in_the_package
-from fusionlayer.codecs.sidco import gamma_tail
+from fusionlayer.codecs.sparse.sidco import gamma_tail
+from fusionlayer.codecs.sparse.sparsifier import ThresholdSparsifier
+from fusionlayer.codecs.sparse.sparsifier import bits_of as bits_in_the_package
 from tests.loops import looped
 from tests.synthetic import awkward
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusionlayer import native
 from fusionlayer.base.errors import ConfigError, WireError
-from fusionlayer.codecs.zip import Zip, window_base
+from fusionlayer.codecs.lossless.zip import Zip, window_base
 from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
 from tests.codecs.test_isa import available
 from tests.loops import looped

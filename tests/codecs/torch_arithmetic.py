@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusionlayer.codecs._native import RUN
+from fusionlayer.codecs.native import RUN
 
 __all__ = ["hadamard", "pack_runs", "random_bits", "rounding_halves", "unpack_runs"]
 

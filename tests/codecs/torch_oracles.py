@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fusionlayer.codecs import TorchCodec
-from fusionlayer.codecs._native import RUN
-from fusionlayer.codecs.tahquant import TAHQuant
-from fusionlayer.codecs.thc import THC
+from fusionlayer.codecs.native import RUN
+from fusionlayer.codecs.research.tahquant import TAHQuant
+from fusionlayer.codecs.research.thc import THC
 from fusionlayer.native.wire import Plane
 
 from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs

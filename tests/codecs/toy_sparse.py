@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusionlayer import codecs
 from fusionlayer.codecs import Codec, TensorState, TorchCodec, VariableSizeCodec
-from fusionlayer.codecs._base import registry
+from fusionlayer.codecs.base import registry
 from fusionlayer.native.wire import Plane
 
 

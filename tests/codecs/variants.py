@@ -12,7 +12,7 @@ import torch
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.integer import Int
+from fusionlayer.codecs.quantized.integer import Int
 from tests.synthetic import awkward, gradient
 
 KINDS = ("raw", "int4", "topk", "zip", "thc", "dynamiq", "powersgd", "tlq")

@@ -13,7 +13,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.dynamiq import DynamiQ
+from fusionlayer.codecs.research.dynamiq import DynamiQ
 from fusionlayer.collectives import butterfly, ring
 from fusionlayer.collectives._hops import balanced
 from fusionlayer.collectives.halves import ring_reduce_scatter

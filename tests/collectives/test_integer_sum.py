@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError, WireError
-from fusionlayer.codecs.thc import THC
+from fusionlayer.codecs.research.thc import THC
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

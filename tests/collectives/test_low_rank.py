@@ -13,8 +13,8 @@ from torch import Tensor
 from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Part
-from fusionlayer.codecs._low_rank import product, random_factor
-from fusionlayer.codecs.powersgd import PowerSGD
+from fusionlayer.codecs.lowrank.factors import product, random_factor
+from fusionlayer.codecs.lowrank.powersgd import PowerSGD
 from fusionlayer.transport import Transport
 from tests.collectives.conformance import same_everywhere
 from tests.loops import looped

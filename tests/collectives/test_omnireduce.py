@@ -7,7 +7,7 @@ import torch
 
 from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.codecs.omnireduce import OmniReduce, Share
+from fusionlayer.codecs.research.omnireduce import OmniReduce, Share
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

@@ -18,7 +18,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.codecs.zip import Zip
+from fusionlayer.codecs.lossless.zip import Zip
 from fusionlayer.collectives import switching
 from fusionlayer.collectives._alpha_beta import AlphaBeta
 from fusionlayer.collectives.switching import Costs, Switcher, describe, switcher_of

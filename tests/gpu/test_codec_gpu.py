@@ -13,8 +13,8 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer.base.errors import WireError
 from fusionlayer.codecs import Codec
-from fusionlayer.codecs.delta import Delta
-from fusionlayer.codecs.thc import THC
+from fusionlayer.codecs.lossless.delta import Delta
+from fusionlayer.codecs.research.thc import THC
 from tests.codecs.test_delta import moved
 from tests.gpu.place import GPU, needs_device
 from tests.synthetic import awkward, bit_patterns, gradient

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusionlayer import codecs, native
-from fusionlayer.codecs.dynamiq import DynamiQ
-from fusionlayer.codecs.integer import Int
+from fusionlayer.codecs.quantized.integer import Int
+from fusionlayer.codecs.research.dynamiq import DynamiQ
 from fusionlayer.training.weights import Weights
 from tests.gpu.place import GPU, SMALL
 from tests.gpu.test_codec_gpu import DTYPES, LARGE, LENGTHS, same

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer.base.seeds import derive_seed
-from fusionlayer.codecs._native import NativeCodec
+from fusionlayer.codecs.native import NativeCodec
 from fusionlayer.collectives._base import split_evenly
 from fusionlayer.native import libraries
 

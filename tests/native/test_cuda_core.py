@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusionlayer import native
-from fusionlayer.codecs.zip import Zip
+from fusionlayer.codecs.lossless.zip import Zip
 from fusionlayer.native import libraries
 from tests.loops import looped
 from tests.native.abi import (

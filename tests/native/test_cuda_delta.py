@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import native
-from fusionlayer.codecs.delta import Delta
+from fusionlayer.codecs.lossless.delta import Delta
 from tests.codecs.conformance import as_bits
 from tests.codecs.test_delta import moved
 from tests.loops import looped

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import native
-from fusionlayer.codecs.rans import Rans
+from fusionlayer.codecs.research.rans import Rans
 from fusionlayer.native.wire import WireFormat
 from tests.native.abi import GUARD, Area
 from tests.synthetic import bit_patterns, gradient

@@ -10,8 +10,8 @@ import torch
 
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.codecs._base import registry
-from fusionlayer.codecs.cast import BF16
+from fusionlayer.codecs.base import registry
+from fusionlayer.codecs.quantized.cast import BF16
 from fusionlayer.planning.bucket_costs import BucketCosts, codec_cost, short_name
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import CodecRule, CodecRules

@@ -14,7 +14,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import FusionPlan, TensorInfo
 from fusionlayer.codecs import Codec, HomomorphicCodec
-from fusionlayer.codecs.onebit import OneBit
+from fusionlayer.codecs.quantized.onebit import OneBit
 from fusionlayer.observe.timeline import Timeline
 from fusionlayer.scheduler import Memory, Scaling, planners
 from fusionlayer.transport import Transport

@@ -1,0 +1,1 @@
+"""Codecs that lose no bit."""

@@ -1,0 +1,1 @@
+"""Codecs that send factors of low rank."""

@@ -1,0 +1,1 @@
+"""Codecs that send a share of the elements."""
