@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,20 @@ def animals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registr
 def test_modules_are_found_by_themselves(animals: Registry[str]) -> None:
     assert animals.names() == ["cat", "kitten"]
     assert animals.get("cat") == "cat on 4 legs"
+
+
+def test_a_module_of_a_package_that_waits_is_imported_for_its_names_alone() -> None:
+    code = """
+import sys
+from fusionlayer import codecs
+told = []
+for name in ("int8", "qsdp_gradients", "thc"):
+    codecs.get(name)
+    told.append([m.rpartition(".")[2] for m in sys.modules if m.startswith("fusionlayer.codecs.research.")])
+assert told == [[], ["qsdp"], ["qsdp", "thc"]], told
+assert {"oktopk", "taco"} < set(codecs.names())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_presets_change_defaults_and_arguments_win(animals: Registry[str]) -> None:
