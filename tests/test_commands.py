@@ -20,7 +20,7 @@ from fusionlayer.cli import doctor, fusionrun, main, make_parser
 from fusionlayer.transport import local
 from tests.cli.test_trace import step_spans
 from tests.examples.places import EXAMPLES, ROOT
-from tests.test_documents import PAGES
+from tests.pages import PAGES
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.short

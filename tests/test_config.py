@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import codecs, context
+from fusionlayer import context
 from fusionlayer.base import config
 from fusionlayer.base.config import Config, load
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.scheduler import planners
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
@@ -20,13 +19,6 @@ def from_file(tmp_path: Path, text: str, **environ: str) -> Config:
     path = tmp_path / "fusionlayer.yaml"
     path.write_text(text)
     return load({"FUSIONLAYER_CONFIG": str(path), **environ})
-
-
-def test_defaults_can_be_used() -> None:
-    settings = load({})
-    assert settings == Config()
-    assert codecs.get(settings.codec, **settings.codec_options).lossless
-    assert planners.get(settings.planner, **settings.planner_options)
 
 
 def test_file_then_environment(tmp_path: Path) -> None:

@@ -26,12 +26,10 @@ from tests.gpu.trainers import TRAINERS
 from tests.harness import run_ranks
 from tests.integrations.training import make_model, train, weights
 from tests.loops import looped
-from tests.ranks import over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
 from tests.torch.behaviours import CHECKS
 from tests.torch.test_behaviours import on_this_rank
-from tests.transport.conformance import conform
 
 PACKAGE = Path(fl.__file__).parent
 MAKE = {function.__name__ for function in _device_constructors()}
@@ -171,12 +169,6 @@ def test_single_calls_give_the_same() -> None:
         return torch.cat([each.reshape(-1) for each in found])
 
     _both(2, body)
-
-
-@pytest.mark.short
-def test_transports_conform() -> None:
-    with default_device():
-        over_threads(3, conform)
 
 
 @pytest.mark.short

@@ -28,23 +28,11 @@ from tests.codecs.variants import variants
 from tests.examples.places import needs_namespaces
 from tests.harness import run_ranks
 from tests.loops import looped
+from tests.pages import PAGES, ROOT, blocks
 from tests.ports import free_port
 from tests.tiers import exhaustive
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-USING = (ROOT / "docs/using.md").read_text()
-PAGES = [
-    *("README.md", "CONTRIBUTING.md", "tests/README.md", "benchmarks/README.md", "benchmarks/lab/README.md"),
-    "profiles/README.md",
-    "benchmarks/results/README.md",
-    *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md")),
-]
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """Return the fenced code of one language, "" for none."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.short
@@ -63,7 +51,7 @@ def test_every_promise_names_tests_that_exist() -> None:
 @looped("world", [2, 3])
 def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> None:
     """Without a seed, too: ranks begin with rank 0's parameters."""
-    (diff,) = blocks(README, "diff")
+    (diff,) = blocks("../README.md", "diff")
     added = [line for line in diff.splitlines() if line.startswith("+")]
     assert len(added) == 2, "the first screen promises two lines"
     code = compile("\n".join(line[1:] for line in diff.splitlines()), "README.md", "exec")
@@ -96,7 +84,7 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
 
 @pytest.mark.short
 def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
-    hook, overlap, reduction, codec, signs, own, sharded, saved = blocks(USING, "python")
+    hook, overlap, reduction, codec, signs, own, sharded, saved = blocks("using.md", "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -146,7 +134,7 @@ def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.medium
 def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
-    styles, channel, optimizer, experts, pipeline = blocks((ROOT / "docs" / "model_parallel.md").read_text(), "python")
+    styles, channel, optimizer, experts, pipeline = blocks("model_parallel.md", "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "tp", "pp"))
@@ -177,7 +165,7 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
 @pytest.mark.short
 def test_the_python_about_publishing_runs(tmp_path: Path) -> None:
     """The inference jobs run between two steps of the trainer."""
-    trainer, inference, engines = blocks((ROOT / "docs" / "publish.md").read_text(), "python")
+    trainer, inference, engines = blocks("publish.md", "python")
     served: list[str] = []
 
     class Engine:
@@ -209,7 +197,7 @@ def test_the_python_about_fsdp_runs() -> None:
 
 
 def hold_fsdp(rank: int, world: int, folder: str) -> None:
-    training, checkpoints = blocks((ROOT / "docs" / "fsdp.md").read_text(), "python")
+    training, checkpoints = blocks("fsdp.md", "python")
     mesh = dist.init_device_mesh("cpu", (world,))
     data = torch.randn(2, 4, 8, 256, generator=torch.Generator().manual_seed(rank))
     names: dict[str, Any] = {"mesh": mesh, "batches": list(zip(*data, strict=True)), "folder": folder}
@@ -227,14 +215,13 @@ def test_the_python_and_the_rules_about_the_backend_run() -> None:
 
 
 def hold_backend(rank: int, world: int, port: int) -> None:
-    text = (ROOT / "docs" / "backend.md").read_text()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     names: dict[str, Any] = {}
-    for code in blocks(text, "python"):
+    for code in blocks("backend.md", "python"):
         exec(code, names)
     assert fl.backend.traffic().calls == {"all_reduce": 1} and fl.backend.traffic(names["data"]).bytes_sent > 100_000
     assert not fl.backend.traffic(names["other"]).calls
-    (rules,) = blocks(text, "yaml")
+    (rules,) = blocks("backend.md", "yaml")
     assert len(fl.backend.Policy.of(yaml.safe_load(rules)).rules) == 5
     dist.barrier()
     dist.destroy_process_group()
@@ -274,7 +261,7 @@ def test_the_benchmarks_of_the_page_on_results_run() -> None:
 
 @pytest.mark.short
 def test_the_codec_of_the_tutorial_conforms() -> None:
-    (code,) = blocks((ROOT / "docs/adding_a_codec.md").read_text(), "python")
+    (code,) = blocks("adding_a_codec.md", "python")
     try:
         exec(compile(code, "adding_a_codec.md", "exec"), {"__name__": __name__})
         for codec in variants("e5m2"):
@@ -282,25 +269,6 @@ def test_the_codec_of_the_tutorial_conforms() -> None:
                 check(codec, torch.float32, torch.device("cpu"))
     finally:
         registry.remove("e5m2")
-
-
-@pytest.mark.short
-def test_the_commands_of_the_page_on_installing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "diagnose", lambda _: [])  # tests/cli/test_doctor.py runs it
-    text = (ROOT / "docs/install.md").read_text()
-    commands = [shlex.split(line, comments=True) for block in blocks(text, "") for line in block.splitlines()]
-    for words in commands:
-        # tests/packaging makes wheels, installs them and compiles in place of `pip install .`
-        assert words[:2] == ["pip", "install"] or words[0] == "fusionlayer" and main(words[1:]) == 0
-    assert len(commands) == 7 and f"torch {torch.__version__}" in capsys.readouterr().out
-    for target in re.findall(r"`make ([a-z]+)`", text):
-        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
-    variables = (ROOT / "docs/variables.md").read_text()
-    asked = {*re.findall(r'(?:environ.get|choice)\("(FUSIONLAYER_\w+)"', (ROOT / "setup.py").read_text())}
-    assert asked == {*re.findall(r"^\| `(FUSIONLAYER_\w+)`", text, re.MULTILINE)} and len(asked) == 5
-    assert all(name in variables for name in asked)
 
 
 @pytest.mark.short
@@ -367,7 +335,7 @@ def test_the_commands_of_the_page_on_operations(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "diagnose", lambda _: [])  # tests/cli/test_doctor.py runs it
     Path("hosts").write_text("node1 slots=4\nnode2 slots=4\n")
-    commands = [line for block in blocks((ROOT / "docs/operations.md").read_text(), "") for line in block.splitlines()]
+    commands = [line for block in blocks("operations.md", "") for line in block.splitlines()]
     for words in map(shlex.split, commands):
         if words[0] == "fusionrun":
             options = fusionrun._parse(words[1:])

@@ -9,43 +9,24 @@ import shlex
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.run import get_args_parser
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.base.plan import TensorInfo
-from fusionlayer.cli import fusionrun, main
+from fusionlayer.cli import main
 from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._base import registry
 from tests.loops import looped
+from tests.pages import DOCS, ROOT, blocks, lines
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 PAGES = [DOCS / name for name in ("choosing.md", "watching.md", "adding_a_codec.md", "adding_a_planner.md")]
 PAGES += sorted(page for folder in ("start", "guides", "concepts") for page in (DOCS / folder).glob("*.md"))
-SMALL = ["--steps", "2", "--width", "32", "--layers", "1"]
-COMMANDS = {
-    *("cp", "docker", "export", "fusionlayer", "fusionrun", "getent", "kubectl", "make", "pip", "python", "python3"),
-    *("sbatch", "source", "spark-submit", "ssh-copy-id", "ssh-keygen", "sudo", "torchrun"),
-}
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """Return the fenced code of one language on a page of ``docs``, "" for none."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    return [code for of, code in fenced if of == language]
-
-
-def lines(page: str, program: str) -> list[str]:
-    """Return the commands of a page that run a program."""
-    return [line for block in blocks(page, "") for line in block.splitlines() if program in line.split()]
 
 
 @pytest.fixture
@@ -188,27 +169,6 @@ def test_the_drawings_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch)
     for name, drawing in draw.DRAWINGS.items():
         current = (DOCS / "drawings" / f"{name}.svg").read_text()
         assert drawing().svg() == current, "draw them anew with 'python docs/drawings/draw.py'"
-
-
-@pytest.mark.short
-@looped("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere_and_commands_are_understood(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
-    for line in "\n".join(blocks(str(page.relative_to(DOCS)), "")).splitlines():
-        if not (words := shlex.split(line)):
-            continue
-        words = words[1:] if re.match(r"[A-Z_]+=", words[0]) else words
-        assert words[0] in COMMANDS, line
-        if words[0] == "fusionrun":
-            assert fusionrun.plan(fusionrun._parse(words[1:]))
-        elif words[0] == "torchrun":
-            script = Path(get_args_parser().parse_args(words[1:]).training_script)
-            assert script.name in ("train.py", "train_ddp.py") or (ROOT / script).exists(), line
-        elif words[:2] == ["python", "-m"] and words[2] != "pytest":
-            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists() or (
-                ROOT / words[2].replace(".", "/")
-            ).is_dir()
 
 
 @pytest.mark.short

@@ -120,13 +120,3 @@ def test_the_last_calls_of_exit_come_after_those_of_the_program() -> None:
 def test_public_names_exist() -> None:
     assert sorted(fusionlayer.__all__) == fusionlayer.__all__
     assert all(hasattr(fusionlayer, name) for name in fusionlayer.__all__)
-
-
-def test_build_info_tells_version_instruction_sets_and_cuda() -> None:
-    info = fusionlayer.build_info()
-    assert info.version == fusionlayer.__version__
-    assert info.isa in info.isas and "baseline" in info.isas
-    lines = str(info).splitlines()
-    assert lines[0] == f"fusionlayer {info.version}"
-    assert lines[1].startswith(f"cpu: isa {info.isa} (built: ") and info.compiler in lines[1]
-    assert lines[2].startswith("cuda: ")

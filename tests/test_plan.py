@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.base.plan import Bucket, FusionPlan, Slot, TensorInfo
+from fusionlayer.base.plan import FusionPlan, Slot, TensorInfo
 from tests.codecs.variants import every
 from tests.loops import looped
 
@@ -35,13 +35,6 @@ def with_first(**changes: object) -> FusionPlan:
 # ---- building -------------------------------------------------------------------------------------------------------
 
 
-def test_slots_are_aligned() -> None:
-    assert FIRST.slots == (Slot("a", 100, 0), Slot("b", 300, 128)) and FIRST.numel == 512
-    assert SECOND.slots == (Slot("c", 5, 0),) and SECOND.numel == 128
-    assert FIRST.names == ("a", "b")
-    assert (FIRST.dtype, FIRST.codec, FIRST.algorithm) == ("float32", "int", "two_shot")
-
-
 TENSORS = st.lists(
     st.builds(TensorInfo, st.uuids().map(str), st.integers(0, 10**10), st.just("float16"), st.just(2)), min_size=2
 )
@@ -54,10 +47,6 @@ def test_what_is_built_passes_the_check(tensors: list[TensorInfo], align: int) -
     plan.check(tensors, 4)
     for bucket in plan.buckets:
         assert all(slot.offset % align == 0 for slot in bucket.slots) and bucket.numel % align == 0
-
-
-def test_bytes_of_a_tensor() -> None:
-    assert TensorInfo("t", 10, "bfloat16", 2).nbytes == 20
 
 
 @looped("names", [{"a"}, {"b"}, {"c"}, {"a", "c"}, set(), {"a", "b", "c"}])
@@ -192,16 +181,6 @@ def test_a_plan_that_skips_no_step_has_the_digest_and_the_file_that_it_always_ha
     local = PLAN.staggered(6, 2)
     local.to_yaml(path)
     assert FusionPlan.from_yaml(path) == local == FusionPlan.from_bytes(local.to_bytes()) != PLAN
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
-        FusionPlan.from_yaml(tmp_path / "nowhere.yaml")
-
-
-def test_a_bucket_has_defaults() -> None:
-    bucket = Bucket((Slot("a", 1, 0),), 1, "float32", "raw")
-    assert bucket.options == {} and bucket.algorithm == "dense" and not bucket.ahead
 
 
 def test_a_plan_says_what_goes_ahead(tmp_path: Path) -> None:

@@ -99,10 +99,3 @@ def test_a_number_that_is_none_is_told_with_its_place(text: str, tmp_path: Path)
     path.write_text(f"version: 1\nworld_size: {text}\n")
     with pytest.raises(ConfigError, match=r"(too large; expected a whole number|put a text in quotes).*line 2, column"):
         FusionPlan.from_yaml(path)
-
-
-def test_the_error_says_where(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text("version: 1\nbuckets:\n- names: []\n  codec: int8\n  codec: int4\n")
-    with pytest.raises(ConfigError, match=r"plan.yaml cannot be read: .*'codec' twice; .* \(line 5, column 3\)"):
-        FusionPlan.from_yaml(path)

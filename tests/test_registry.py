@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.base.registry import Registry, nearest
-from fusionlayer.scheduler import planners
+from fusionlayer.base.registry import Registry
 
 pytestmark = pytest.mark.short
 
@@ -105,14 +103,3 @@ def test_an_import_that_fails_fails_every_time(animals: Registry[str], tmp_path:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="what does it say"):
             animals.names()
-
-
-def test_nearest_names_the_closest() -> None:
-    assert nearest("tow_shot", ["one_shot", "two_shot"]) == "did you mean 'two_shot'? known: one_shot, two_shot"
-    assert nearest("zzz", ["one_shot"]) == "known: one_shot"
-
-
-def test_what_the_package_offers() -> None:
-    assert {"raw", "bf16", "fp16", "int", "int4", "int8"} <= set(codecs.names())
-    assert {"dense", "one_shot", "two_shot"} <= set(collectives.names())
-    assert {"horovod", "wfbp"} <= set(planners.names())

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fusionlayer import codecs
-from tests.codecs.variants import KINDS, every, is_kind, repeats
-from tests.cores import _claim
-from tests.tiers import LONGEST, longest_first, spread, tiered
+from tests.tiers import LONGEST, longest_first, tiered
 
 pytestmark = pytest.mark.short
 
@@ -71,39 +66,7 @@ def test_cases_are_marked_by_rule() -> None:
     assert [[mark.name for mark in case.marks] for case in cases] == [[], ["exhaustive"], ["long"]]
 
 
-def test_files_of_many_cases_fill_the_end() -> None:
-    def cases(file: str, count: int) -> list[Any]:
-        return [SimpleNamespace(nodeid=f"{file}::test[{number}]") for number in range(count)]
-
-    many, few, one, group = cases("many.py", 8), cases("few.py", 2), cases("one.py", 1), cases("group.py", 3)
-    assert spread([group, group], [*many, *few, *one]) == [*group, *one, *few, many[0], *group, *many[1:]]
-
-
 def test_a_worker_begins_a_long_group_early() -> None:
     groups: dict[str, Any] = {"a.py": ["a"], LONGEST[1]: ["second"], "b.py": ["b"], LONGEST[0]: ["first"]}
     assert longest_first(groups) == [["first"], ["second"], ["a"], ["b"]]
     assert all((TESTS.parent / name).exists() for name in LONGEST if name != "netns")
-
-
-def test_tests_at_once_claim_a_core_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (first, one), (second, two), third = _claim([7, 8]), _claim([7, 8]), _claim([8, 7])
-    assert (first, second, third) == (7, 8, (8, None)), "with no core left a test shares the one where it is"
-    assert one is not None and two is not None
-    os.close(two)
-    again, three = _claim([7, 8])
-    assert again == 8 and three is not None
-    os.close(one)
-    os.close(three)
-
-
-def test_kinds_are_never_repeats() -> None:
-    assert all(is_kind(codecs.get(name)) and codecs.get(name) not in repeats() for name in KINDS)
-
-
-def test_repeats_have_the_bytes_of_another_codec_of_their_class() -> None:
-    found = {str(codec.bare) for codec in repeats()}
-    again = "redsync(density=0.01, values=f32, slack=2.2, reuse=65536, guarded=False)"
-    assert again in found and again.replace("65536", "1") not in found
-    assert not any(codec.name == "int" for codec in repeats()), "each option of int changes its bytes"
-    assert 20 < len(found) < len(every()) / 3

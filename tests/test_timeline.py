@@ -99,18 +99,6 @@ def test_spans_of_a_device_have_its_times_and_are_written_when_it_has_reached_th
     assert all("tdur" not in span for span in spans)
 
 
-def test_a_disabled_timeline_does_nothing_and_asks_nothing_of_its_details() -> None:
-    class Unprintable:
-        def __str__(self) -> str:
-            raise AssertionError
-
-    timeline = Timeline(None, rank=0)
-    assert not timeline.enabled
-    with timeline.span("SPAN", codec=Unprintable()) as entered:
-        assert entered is None
-    timeline.record("RECORD", 0, 1, codec=Unprintable())
-
-
 def test_what_began_on_another_thread_has_a_row_of_its_own(tmp_path: Path) -> None:
     timeline = Timeline(str(tmp_path / "trace"), rank=0)
     start = time.perf_counter_ns()
@@ -142,15 +130,6 @@ def test_threads_write_whole_events(tmp_path: Path) -> None:
     assert sorted(span["args"]["number"] for span in spans_of(tmp_path / "trace.0")) == sorted([0, 1, 2, 3] * 50)
 
 
-def test_a_closed_timeline_takes_no_more(tmp_path: Path) -> None:
-    timeline = Timeline(str(tmp_path / "trace"), rank=0)
-    with timeline.span("CUT"):
-        timeline.close()
-    with timeline.span("LATE"):
-        pass
-    assert spans_of(tmp_path / "trace.0") == []
-
-
 def test_timelines_of_one_file_share_it(tmp_path: Path) -> None:
     def names() -> list[str]:
         return [span["name"] for span in spans_of(tmp_path / "trace.0")]
@@ -168,15 +147,6 @@ def test_timelines_of_one_file_share_it(tmp_path: Path) -> None:
         pass
     third.close()
     assert names() == ["A", "B", "C"]
-
-
-def test_without_a_file_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    timeline = Timeline(None, rank=0)
-    with timeline.span("SPAN"):
-        pass
-    timeline.close()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_that_forgets_to_close_leaves_a_whole_file(tmp_path: Path) -> None:

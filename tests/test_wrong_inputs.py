@@ -60,7 +60,6 @@ OPTIMIZER = (
 BAD = ("None", "3", "'x'", "[3]")
 LIVE = "{'a': (i for i in ())}"
 """What cannot be pickled."""
-OPTIONS = ("planner", "algorithm", "codec", "policy", "group")
 GROUPED = ("grouped_allreduce", "grouped_allreduce_", "grouped_allgather", "grouped_reducescatter")
 METHODS = (
     *("load_state_dict(3)", "load_state_dict({})", "load_state_dict(None)", "adopt_plan(3)"),

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -28,7 +24,6 @@ from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
@@ -383,51 +378,3 @@ def fail_within(rank: int, world: int) -> None:
 
 def test_what_one_rank_raises_the_others_learn() -> None:
     run_ranks(fail_within, 2, backend="fusionlayer")
-
-
-def counted() -> tuple[int, int, int]:
-    """Return how many threads and files this process has, and its memory in KiB."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    memory = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), int(memory.split()[1])
-
-
-def remake(rank: int, world: int, rounds: int) -> list[tuple[int, int, int]]:
-    """Use two groups from two threads, destroy and make them anew; return what was counted after each tenth of them."""
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    counts = []
-    for number in range(rounds):
-        groups = [dist.new_group(None, FEW, pg_options=INT8) for _ in range(2)]
-        ends: list[str] = []
-
-        def use(group: dist.ProcessGroup, numel: int, ends: list[str] = ends) -> None:
-            works = []
-            for _ in range(2):
-                x = torch.ones(numel)
-                works.append((dist.all_reduce(x, group=group, async_op=True), x))
-            for work, x in works:
-                work.wait()
-                ends.append("right" if (x - world).abs().max() < 0.05 else f"wrong: {x}")
-
-        threads = [threading.Thread(target=use, args=(g, n)) for g, n in zip(groups, (300, 4000), strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert ends == ["right"] * 4, ends
-        for group in groups:
-            dist.destroy_process_group(group)
-        del group, groups, threads, thread, use
-        if (number + 1) % (rounds // 10) == 0:
-            time.sleep(0.05)
-            counts.append(counted())
-    return counts
-
-
-@exhaustive(guarded_by="tests/backend/test_groups.py::test_what_one_rank_raises_the_others_learn")
-def test_groups_of_two_threads_come_and_go_without_leaving_anything() -> None:
-    for counts in run_ranks(remake, 2, 200, backend="fusionlayer", store="tcp"):
-        threads, files, memory = zip(*counts, strict=True)
-        assert max(threads) == min(threads) and max(files) - min(files) <= 4, counts
-        assert memory[-1] - memory[1] < 8_000, counts

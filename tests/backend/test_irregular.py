@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer import backend
-from fusionlayer.backend.regular import Copies, _overlaps
+from fusionlayer.backend.regular import Copies
 from fusionlayer.base.errors import UsageError
 from tests.harness import run_ranks
-from tests.loops import looped
 
 # Sums of whole numbers are exact, and the codec is lossless: results are compared bit for bit.
 POLICY = {"min_bytes": 2048, "rules": [{"codec": "zip", "op": list(backend.OPS)}]}
@@ -216,24 +215,6 @@ def test_irregular_tensors_give_what_contiguous_ones_give() -> None:
 @pytest.mark.medium
 def test_outputs_whose_elements_share_memory_are_refused() -> None:
     run_ranks(refuse, WORLD, backend="fusionlayer")
-
-
-@pytest.mark.short
-@looped(
-    "shape, strides",
-    [
-        ((3, 2), (1, 1)),
-        ((4,), (0,)),
-        ((2, 3), (3, 2)),
-        ((2, 3), (2, 2)),
-        ((4, 5), (5, 1)),
-        ((3, 1), (1, 0)),
-        ((6,), (2,)),
-    ],
-)
-def test_overlaps_are_those_of_places(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    x = torch.arange(100).as_strided(shape, strides)
-    assert _overlaps(x) == (x.unique().numel() < x.numel())
 
 
 @pytest.mark.short

@@ -91,24 +91,3 @@ def is_child_of_worker(process: int) -> bool:
         return command_of(process) == "sleep" and b"600" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-@exhaustive(guarded_by="tests/benchmarks/test_lab_cleanup.py::test_nothing_is_left")
-def test_the_agent_may_die_too(marks: tuple[str, dict[str, str]]) -> None:
-    before = state_of_machine()
-    word, environment = marks
-    command = [sys.executable, "-m", "benchmarks.lab", "run", "--rate", "10mbit", "--", "sleep", "600"]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as driver:
-        wait_until(lambda: sum(is_child_of_worker(process) for process in marked(word)) == 2)
-        agent = next(process for process in marked(word) if runs_agent(process))
-        os.kill(agent, signal.SIGKILL)
-        assert driver.wait(180) != 0
-    wait_until(lambda: not marked(word) and state_of_machine() == before)
-
-
-def runs_agent(process: int) -> bool:
-    try:
-        first, script, *_ = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-        return first.endswith(sys.executable.encode()) and script.endswith(b"agent.py")
-    except (OSError, ValueError):
-        return False

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.lab import Network, Obstacle, kept, launch
+from benchmarks.lab import kept
 
-from .labs import ROOT, command_of, mark, marked, needs_mpi, needs_switch, netns, state_of_machine, thorough, wait_until
+from .labs import ROOT, mark, marked, netns, state_of_machine, thorough
 
 NOBODY = 65534
 
@@ -26,13 +25,6 @@ def python_of_nobody() -> str | None:
         if program and subprocess.run([*as_nobody(), program, "-c", script], capture_output=True).returncode == 0:
             return program
     return None
-
-
-def closed_to_nobody(device: str) -> bool:
-    """Return whether there is such a device, and the user of ``TestCommandLine`` may not write to it."""
-    if os.geteuid():
-        return os.path.exists(device) and not os.access(device, os.W_OK)
-    return os.path.exists(device) and not os.stat(device).st_mode & stat.S_IWOTH
 
 
 def as_nobody() -> list[str]:
@@ -114,99 +106,3 @@ class TestCommandLine:
         assert user.lab("down", "--name", name) == (0, "", "")
         assert not marked(user.word)  # not even for a moment
         assert state_of_machine(name) == before
-
-    @needs_mpi
-    def test_open_mpi(self, user: User) -> None:
-        script = "echo $OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE on $(hostname)"
-        status, output, errors = user.lab("run", "--mpi", "--rate", "100mbit", "--", "sh", "-c", script)
-        assert status == 0, errors
-        assert sorted(output.splitlines()) == ["0 of 2 on node0", "1 of 2 on node1"]
-
-    def test_run_beside_the_network_options_is_refused(self, user: User, name: str) -> None:
-        status, _, errors = user.lab("run", "--name", name, "--loss", "0.1", "--", "true")
-        assert status == 2
-        assert errors.splitlines()[-1].endswith("--loss with --name; the network of a lab that is up is settled")
-
-    def test_what_is_not_there_cannot_be_used(self, user: User, name: str) -> None:
-        complaint = (1, "", f"there is no lab '{name}'; make one (up --name {name})\n")
-        assert user.lab("down", "--name", name) == complaint
-        assert user.lab("run", "--name", name, "--", "true") == complaint
-
-    def test_network_that_cannot_be_made(self, user: User, name: str) -> None:
-        status, _, errors = user.lab("up", "--name", name, "--congestion", "nonsense")
-        assert status == 1
-        assert errors.startswith("no such network here: congestion='nonsense' is not allowed by this kernel")
-        assert not marked(user.word)
-
-    @pytest.mark.skipif(not closed_to_nobody("/dev/net/tun"), reason="needs a closed /dev/net/tun")
-    def test_user_who_may_make_no_tap_devices_is_told(self, name: str) -> None:
-        start = [sys.executable] if os.geteuid() else [*as_nobody(), str(python_of_nobody())]
-        status, _, errors = User(start).lab("up", "--name", name, "--corruption", "0.1")
-        assert status == 1
-        assert errors.startswith("no such network here: /dev/net/tun may not be opened by this user; ")
-
-
-class TestLab:
-    pytestmark = [*netns, thorough]
-
-    @pytest.fixture
-    def lab(self, name: str) -> kept.Lab:
-        return kept.up(Network(2), name)
-
-    def test_ends_what_runs_in_it(self, lab: kept.Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-        word = mark_children(monkeypatch)
-        with launch(["sleep", "600"], lab) as process:
-            wait_until(lambda: sleepers(word) == 2)
-            kept.down(lab.name)
-            wait_until(lambda: sleepers(word) == 0)
-            assert process.wait(180) != 0
-
-    def test_outlives_what_runs_in_it(self, lab: kept.Lab) -> None:
-        word, environment = mark()
-        command = [sys.executable, "-m", "benchmarks.lab", "run", "--name", lab.name, "--", "sh", "-c"]
-        driver = subprocess.Popen([*command, "setsid sleep 600 & wait"], cwd=ROOT, env=environment)
-        try:
-            wait_until(lambda: sleepers(word) == 2)
-        finally:
-            driver.kill()
-            driver.wait()
-        wait_until(lambda: not marked(word))
-        assert kept.find(lab.name) == lab
-
-    def test_leaves_nothing_when_it_is_killed(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = state_of_machine(name)
-        word = mark_children(monkeypatch)
-        lab = kept.up(Network(3, "10mbit"), name)
-        os.kill(lab.process, signal.SIGKILL)
-        wait_until(lambda: not marked(word) and state_of_machine(name) == before)
-        with pytest.raises(Obstacle, match=f"there is no lab '{name}'"):
-            kept.find(name)
-
-    @needs_switch
-    def test_ends_with_its_switch(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        word = mark_children(monkeypatch)
-        kept.up(Network(2, delay="1ms"), name)
-        switch = next(process for process in marked(word) if command_of(process).startswith("switch-"))
-        os.kill(switch, signal.SIGKILL)
-        wait_until(lambda: not marked(word))
-        wait_until(lambda: name not in kept.names())
-
-
-@pytest.mark.short
-def test_impossible_labs_are_refused() -> None:
-    with pytest.raises(ValueError, match="name='a b'; expected 1 to 40 letters"):
-        kept.up(Network(), "a b")
-    with pytest.raises(ValueError, match="without namespaces cannot be kept"):
-        kept.up(Network(1, isolated=False))
-
-
-def mark_children(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a word that the processes which this one starts have in their environment, and no other."""
-    word, environment = mark()
-    key = word.partition("=")[0]
-    monkeypatch.setenv(key, environment[key])
-    return word
-
-
-def sleepers(word: str) -> int:
-    return sum(command_of(process) == "sleep" for process in marked(word))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import Network, why_not
+from benchmarks.lab import Network
 
 from .labs import needs_mpi, netns, run, thorough
 
@@ -48,12 +48,6 @@ class TestWorkers:
         seen = "3 ['node0', 'node1'] [3.0] eth0"
         assert said_by_workers(output) == [f"0 of 2 {seen}", f"1 of 2 {seen}"]
 
-    def test_fill_the_hosts_in_order(self) -> None:
-        script = "echo $OMPI_COMM_WORLD_RANK $OMPI_COMM_WORLD_LOCAL_RANK $(hostname) $MASTER_ADDR"
-        status, output = run(["sh", "-c", script], Network(2), workers=2, mpi=True)
-        assert status == 0, output
-        assert said_by_workers(output) == [f"{rank} {rank % 2} node{rank // 2} 10.77.0.1" for rank in range(4)]
-
     def test_failure_is_reported_and_leaves_no_files(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         script = "test $OMPI_COMM_WORLD_RANK = 1 && exit 7; sleep 600"
@@ -61,32 +55,3 @@ class TestWorkers:
         assert status == 7
         assert output.splitlines()[-1] == "mpirun failed first, with exit status 7"
         assert not list(tmp_path.iterdir())
-
-    def test_workers_that_hang_are_ended_and_say_where(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("TMPDIR", str(tmp_path))
-        script = "import time\ndef sleepy():\n    print('asleep', flush=True)\n    time.sleep(600)\nsleepy()"
-        for seconds in (6, 60):  # they count from before mpirun begins, whose start may take long
-            status, output = run([sys.executable, "-Sc", script], Network(2), mpi=True, timeout=seconds)
-            if output.count("asleep") == 2:
-                break
-        assert status == 124, output
-        assert "in sleepy" in output
-        assert output.splitlines()[-1] == f"the workers were ended after {seconds} s; above is where they were"
-        assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.short
-class TestObstacle:
-    def test_missing_program_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        assert (
-            why_not(Network(), mpi=True) == "the program mpirun is missing (install Open MPI 4: openmpi-bin of Debian)"
-        )
-
-    def test_another_mpi_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        for name in ("mpirun", "hostname"):
-            program = tmp_path / name
-            program.write_text("#!/bin/sh\necho HYDRA build details:\n")
-            program.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        assert why_not(Network(), mpi=True) == "mpirun is 'HYDRA build details:'; expected Open MPI 4"

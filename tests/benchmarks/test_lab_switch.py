@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import Network, Obstacle, launch, switch, why_not
+from benchmarks.lab import Network, launch
 from benchmarks.lab.check import measure
 
 from .labs import ROOT, needs_switch, netns, run, thorough
@@ -58,23 +57,11 @@ class TestLinks:
         assert seen.after_idle[1] >= 0.010 + (65536 - 2 * 4608) * 8 / 20e6
         assert all(rate < NOT_SHAPED for rate in (seen.single, *seen.both))
 
-    def test_lossless_unless_asked(self) -> None:
-        assert transfer(Network(2, "100mbit", delay="1ms"))[:2] == (2_000_000, 0)
-
-    def test_lossy(self) -> None:
-        length, wrong, again = transfer(Network(2, loss=0.02))
-        assert (length, wrong) == (2_000_000, 0)
-        assert again > 0
-
     def test_lost_and_reordered_frames_are_as_many_as_asked(self) -> None:
         seen = measure(Network(2, "20mbit", delay="1ms", loss=0.05, reordering=0.1), seconds=1)
         # Of 2000 datagrams, give or take four standard deviations.
         assert 0.03 < seen.lost < 0.07
         assert 0.07 < seen.overtaken < 0.13
-
-    def test_interfaces_are_networks_of_their_own(self) -> None:
-        seen = measure(Network(2, delay="1ms", interfaces=("10mbit", "20mbit")), seconds=1, interface=1)
-        assert seen.datagrams < NOT_SHAPED
 
     def test_corrupting(self) -> None:
         length, wrong, _ = transfer(Network(2, corruption=0.05))
@@ -100,50 +87,3 @@ def test_switch_builds_without_warnings(tmp_path: Path) -> None:
     command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(tmp_path / "switch"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-class TestBuild:
-    pytestmark = pytest.mark.short
-
-    def test_happens_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setenv("PATH", str(tmp_path))
-        compiler = tmp_path / "cc"
-        compiler.write_text(f'#!/bin/sh\necho >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
-        compiler.chmod(0o755)
-        assert switch.build() == switch.build()
-        assert (tmp_path / "calls").read_text() == "\n"
-        assert [path.name for path in (tmp_path / "cache" / "fusionlayer-lab").iterdir()] == [switch.build().name]
-
-    def test_without_compiler_is_refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(Obstacle, match="no C compiler"):
-            switch.build()
-
-    def test_failure_says_what_the_compiler_said(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setenv("PATH", str(tmp_path))
-        compiler = tmp_path / "cc"
-        compiler.write_text("#!/bin/sh\necho 'fatal error: linux/if_tun.h: No such file' >&2\nexit 1\n")
-        compiler.chmod(0o755)
-        with pytest.raises(Obstacle, match="did not build the switch: fatal error: linux/if_tun.h"):
-            switch.build()
-
-
-class TestChoice:
-    pytestmark = netns
-
-    def test_kernel_with_netem_needs_no_switch(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        log = tmp_path / "log"
-        tc = tmp_path / "tc"
-        tc.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
-        tc.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        assert why_not(Network(2, "100mbit", delay="1ms", loss=0.01)) is None
-        calls = log.read_text()
-        assert "qdisc add dev port1 parent 1:1 netem limit 5250 delay 1000us loss 1%\n" in calls
-        assert "class add dev eth0 parent 1: classid 1:1 htb rate 100000000bit" in calls
-        log.unlink()
-        assert why_not(Network(2, delay="1ms")) is None
-        assert "qdisc add dev port0 root netem limit 5250 delay 1000us\n" in log.read_text()

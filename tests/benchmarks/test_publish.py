@@ -13,22 +13,6 @@ from tests.tiers import long
 
 
 @pytest.mark.short
-def test_medians_and_ratios_of_each_link_and_learning_rate() -> None:
-    rows = [
-        {
-            **{"rate": "1gbit", "lr": lr, "plain_seconds": 6.0, "seconds": seconds, "step_seconds": 0.1},
-            **{"nbytes": 1000 * seconds, "whole_bytes": 15e6, "weight_bytes": 20e6},
-        }
-        for lr in (1e-3, 1e-5)
-        for seconds in (1.0, 2.0, 3.0)
-    ]
-    first, second = publish.summarize(rows)
-    assert (first["learning rate"], second["learning rate"]) == ("0.001", "1e-05")
-    assert first["times faster"] == "3.0 (2.0 to 6.0)" and first["published, s"] == "2.000"
-    assert (first["a version, MB"], first["times fewer"], first["weights, MB"]) == ("0.002", "10000.0", "20.00")
-
-
-@pytest.mark.short
 def test_ratios_of_each_guard_and_of_the_flood() -> None:
     rows: list[dict[str, object]] = [
         {
@@ -63,7 +47,7 @@ def test_a_little_of_the_guards(tmp_path: Path) -> None:
     assert len(rows) == 2 * 2 * 4 + 2 and all(row.get("follower_has_it", True) for row in rows)
 
 
-@long(guarded_by="tests/benchmarks/test_publish.py::test_medians_and_ratios_of_each_link_and_learning_rate")
+@long(guarded_by="tests/benchmarks/test_publish.py::test_ratios_of_each_guard_and_of_the_flood")
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces

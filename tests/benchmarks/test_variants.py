@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from benchmarks.training.methods import about, select
+from benchmarks.training.methods import select
 from benchmarks.variants import Variant
 from fusionlayer.base.plan import FusionPlan
 from fusionlayer.transport import Transport
@@ -15,32 +15,6 @@ from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
-
-
-def test_words_come_in_any_order() -> None:
-    variant = Variant.parse("dgc+overlap+density=0.001+safusion")
-    assert variant == Variant("dgc", {"density": 0.001}, "safusion", behind=False, overlap=True)
-    assert variant == Variant.parse("dgc+safusion+density=0.001+overlap")
-    assert variant.make_codec().options["density"] == 0.001
-    assert Variant.parse("topk+behind").behind
-
-
-def test_a_variant_is_told_in_words() -> None:
-    assert about("dgc+density=0.5+wfbp+behind") == (
-        "fusionlayer with the codec dgc, density=0.5, the planner wfbp, sparsified behind fusion"
-    )
-    assert about("dynamiq+bits=4+algorithm=ring") == "fusionlayer with the codec dynamiq, bits=4, the algorithm ring"
-    assert about("topk+freeze_step=9+warmup_codec=int4+feedback_bits=8") == (
-        "fusionlayer with the codec topk, error feedback in 8 bits, momentum after 9 steps, int4 before"
-    )
-    assert about("int4+local=averaging:every=2+nodes") == (
-        "fusionlayer with the codec int4, DDP within hosts, local steps, a sync every 2"
-    )
-    assert about("int4+connections=16") == "fusionlayer with the codec int4, 16 connections of its own"
-    assert about("int8+unchecked") == "fusionlayer with the codec int8, nothing checked"
-    assert about("raw+instep") == "fusionlayer with the codec raw, results with step()"
-    assert Variant.parse("dynamiq+algorithm=ring").make_codec().options["bits"] == 5
-    assert about("ddp").startswith("DistributedDataParallel")
 
 
 @looped(
@@ -59,11 +33,6 @@ def test_what_is_no_variant_is_refused(name: str, complaint: str) -> None:
         Variant.parse(name)
     with pytest.raises(ValueError, match="unknown method 'dgcc'" if name == "dgcc" else complaint.replace("?", r"\?")):
         select([name])
-
-
-def test_variants_come_after_the_methods_that_all_know() -> None:
-    chosen, _ = select(["dgc+wfbp", "int8", "dgc+safusion", "dgc+wfbp"])
-    assert chosen == ["alone", "ddp", "ddp-again", "int8", "dgc+wfbp", "dgc+safusion"]
 
 
 def test_a_variant_wraps_an_optimizer() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -13,9 +12,7 @@ import pytest
 
 from fusionlayer import codecs, collectives
 from fusionlayer.cli import main
-from fusionlayer.cli.parsers.bench import as_bytes
 from fusionlayer.transport import local
-from tests.loops import looped
 
 QUICK = ["--calls", "2", "--warmup", "1"]
 
@@ -69,40 +66,6 @@ def test_algorithms_formats_and_refusals(tmp_path: Path, capsys: pytest.CaptureF
     size, *times, algbw, busbw, effbw, ratio = units.split()
     assert (size, ratio) == ("KiB", "x") and len({*times}) == 1 and len({algbw, busbw, effbw}) == 1
     assert row.split()[:4] == ["all_gather", "bf16", "default", "4"]
-
-
-@pytest.mark.short
-@looped(
-    "arguments, words",
-    [
-        ([], "one rank has nobody to talk to: give -np 2"),
-        (["-np", "1"], "one rank has nobody to talk to"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_ranks_start(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "collectives", *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.short
-def test_ranks_that_a_launcher_has_started_are_those_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["bench", "collectives", "-np", "2"]) == 2
-    assert "-np 2, but torchrun has started 3 ranks; leave -np out" in capsys.readouterr().err
-
-
-@pytest.mark.short
-def test_sizes() -> None:
-    given = ["1", "4096", "64K", "1.5m", "1G", "2KiB", "3MB"]
-    assert [as_bytes(text) for text in given] == [1, 4096, 65536, 3 << 19, 1 << 30, 2048, 3 << 20]
-    for wrong in ("", "0", "-1", "K", "4T", "1e3"):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected bytes"):
-            as_bytes(wrong)
 
 
 @pytest.mark.medium

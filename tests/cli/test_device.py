@@ -39,15 +39,6 @@ def test_a_gpu_that_is_not_there_is_told_of_in_one_line(
     )
 
 
-def test_explain_says_whose_times_they_are(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = str(tmp_path / "plan.yaml")
-    assert main(["plan", "--profile", str(path), "--workers", "4", "--codec", "int4", "-o", plan]) == 0
-    capsys.readouterr()
-    assert main(["explain", plan, "--profile", str(path)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.endswith("Times are those of a device (cuda): one stream of it computes, and one communicates.")
-
-
 def test_simulate_has_a_device_in_place_of_cores(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["simulate", str(path), "--workers", "2", "--rate", "1gbit", "--codec", "int4"]
     assert main(arguments) == 0

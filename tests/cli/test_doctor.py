@@ -12,7 +12,7 @@ import torch
 import fusionlayer
 from fusionlayer import codecs
 from fusionlayer.base.errors import FusionLayerError
-from fusionlayer.cli import doctor, environment, main
+from fusionlayer.cli import doctor, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.quantized.cast import Raw
 from fusionlayer.native import libraries
@@ -125,11 +125,6 @@ def test_version_is_two_lines_or_one_that_says_what_is_missing(
         libraries._cpu_on_one_thread.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fusionlayer --version: libfusionlayer_cpu.so is not installed; reinstall the package")
-
-
-@pytest.mark.short
-def test_a_variable_of_horovod_has_an_effect_or_none() -> None:
-    assert not {*environment.HOROVOD} & {*environment.HOROVOD_UNUSED}
 
 
 @pytest.mark.short

@@ -33,18 +33,6 @@ def test_lines_are_named_at_their_ends_and_names_stay_apart(tmp_path: Path) -> N
     assert all(name in path.read_text() for name in boxes), "text stays text"
 
 
-@needs("matplotlib")
-def test_what_cannot_be_drawn_is_an_error_of_one_line(tmp_path: Path) -> None:
-    with drawing.style():
-        for path, why in (
-            (tmp_path / "a.txt", "Format 'txt' is not supported"),
-            (tmp_path / "no" / "a.png", "No such"),
-        ):
-            with pytest.raises(ConfigError, match=why) as error:
-                drawing.save(drawing.figure(1, 1), path)
-            assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
 def test_without_matplotlib_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):

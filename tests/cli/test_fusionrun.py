@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fusionlayer.base import config
 from fusionlayer.base.errors import ConfigError, TransportError
-from fusionlayer.cli import agent, agents, doctor, forwarded, fusionrun
+from fusionlayer.cli import agent, agents, forwarded, fusionrun
 from fusionlayer.cli.agents import Agent
 from fusionlayer.cli.fusionrun import main
 from fusionlayer.cli.hosts import Host, assign, parse_hosts, read_hostfile, remote_command
@@ -165,24 +165,6 @@ def test_the_report_of_an_agent_is_the_last_that_is_printed(capfd: pytest.Captur
     other = "trap 'echo other errors >&2; exit 3' TERM; while :; do sleep 0.1; done"
     assert agents.run([shell(other), shell(first)], 2) == 9
     assert capfd.readouterr().err == "other errors\nits error\n"
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(150)
-@exhaustive(guarded_by="tests/cli/test_fusionrun.py::test_an_agent_tells_the_error_of_the_rank_that_failed_first")
-def test_a_failing_job(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import sys, fusionlayer as fl\nfl.init()\nif fl.rank() == 1: raise ValueError('boom')\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "from fusionlayer.cli.fusionrun import main; raise SystemExit(main())", "-np", "2"]
-        + [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=140,
-    )
-    assert done.returncode == 1
-    assert re.search("ValueError: boom\nfusionrun: rank 1 on .* ended with exit code 1\n$", done.stderr), done.stderr
 
 
 @pytest.mark.short
@@ -371,19 +353,6 @@ def test_agents_of_torchrun(ssh: Path) -> None:
 
 
 @pytest.mark.short
-def test_python_is_that_of_the_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", "python", "train.py"]))
-    assert only.environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path}"
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setattr(sys, "executable", str(folder / "python3"))
-    assert fusionrun._missing(["python", "train.py"]) == (127, "python: not found; did you mean python3?")
-    (folder / "python").symlink_to("/bin/sh")
-    assert fusionrun._missing(["python", "-c", ""]) == (0, "")
-
-
-@pytest.mark.short
 def test_flags_are_variables_that_the_job_reads() -> None:
     flags = "--fusion-threshold-mb 0.5 --cache-capacity 9 --no-autotune --timeline-filename t.json"
     flags += " --codec int4 --no-stall-check"
@@ -474,13 +443,6 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
 def test_what_cannot_be_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags.split()) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.short
-def test_check_build_is_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "diagnose", lambda _: [doctor.Finding("core", "cpu", "FAIL", "broken")])
-    assert main(["--check-build"]) == 1
-    assert "core     cpu   FAIL   broken" in capsys.readouterr().out
 
 
 @pytest.mark.medium

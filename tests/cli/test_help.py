@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from fusionlayer.cli import bench, main, make_parser, tables
+from fusionlayer.cli import bench, main
 from fusionlayer.cli.parsers import simulate
 from fusionlayer.cli.parsers.bench import DTYPES
 from fusionlayer.planning.collective_phases import ALGORITHMS
-from tests.planning.profiles import write_example
 
 COMMANDS = ("bench collectives", "doctor", "profile", "plan", "explain", "simulate", "trace", "status")
 REFUSED = {
@@ -50,17 +46,6 @@ assert not loaded, loaded
 import fusionlayer
 assert "DistributedOptimizer" in dir(fusionlayer) and "torch" not in sys.modules
 """
-SEARCHED = {
-    "bench collectives -np 2 --codecs raw,itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
-    "bench collectives --codecs itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
-    "bench collectives --algorithms rnig": "unknown collective 'rnig'; did you mean 'ring'? known: ",
-    "profile --codec itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
-    "plan --profile PROFILE --workers 2 -o x --codec itn8": "unknown codec 'itn8'; did you mean 'int8'? known: ",
-    "plan --profile PROFILE --workers 2 -o x --algorithm rnig": "unknown collective 'rnig'; did you mean 'ring'?",
-    "plan --profile PROFILE --workers 2 -o x --planner wfpb": "unknown 'wfpb'; did you mean 'wfbp'? known: ",
-    "simulate PROFILE --codec itn4": "no costs of codec 'itn4'; did you mean 'int4'? known: int4, raw",
-    "simulate PROFILE --algorithm rnig": "unknown 'rnig'; did you mean 'ring'? known: ",
-}
 
 
 @pytest.mark.medium
@@ -85,50 +70,6 @@ def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for line, words in REFUSED.items():
         assert words in refusal(line, capsys), line
-
-
-@pytest.mark.short
-def test_names_that_need_a_search_are_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("bench.run_on_ranks", "bench.context.init", "profile.context.init"):
-        monkeypatch.setattr(f"fusionlayer.cli.{name}", lambda *_, **__: pytest.fail("it has started to work"))
-    profile = str(write_example(tmp_path))
-    for line, words in SEARCHED.items():
-        assert words in refusal(line.replace("PROFILE", profile), capsys), line
-
-
-def column_names(command: str) -> set[str]:
-    """Return the names that ``--columns`` of a command takes, as its refusal lists them."""
-    (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    (option,) = (action for action in commands.choices[command]._actions if action.dest == "columns")
-    assert callable(option.type)
-    with pytest.raises(argparse.ArgumentTypeError) as refused:
-        option.type("no such")
-    return {*str(refused.value).partition("known: ")[2].split(", ")}
-
-
-@pytest.mark.short
-def test_columns_of_all_tables_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: set[str] = set()
-
-    def note(found: Sequence[tables.Table], *_: object) -> str:
-        shown.update(column.name for table in found for column in table.columns if column.name)
-        return ""
-
-    monkeypatch.setattr(tables, "layout", note)
-    monkeypatch.chdir(tmp_path)
-    write_example(tmp_path)
-    plan = "plan --profile example.yaml --workers 4 --rate 100mbit -o plan.yaml "
-    for line in (
-        plan + "--compare",
-        plan + "--codec auto --fidelity local --loss-budget 4",
-        "explain plan.yaml --profile example.yaml",
-        "simulate example.yaml --workers 2,4",
-    ):
-        shown.clear()
-        assert main(line.split()) == 0, line
-        assert shown and shown <= column_names(line.split()[0]), line
 
 
 @pytest.mark.short

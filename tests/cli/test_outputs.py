@@ -52,12 +52,6 @@ def test_rows_go_elsewhere_when_their_file_cannot_be_written_any_more(
     assert json.loads(kept.read_text()) == json.loads(printed.out) and "rows" in printed.out
 
 
-def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
-    out = tmp_path / "gone" / "plan.yaml"
-    outputs.keep(out, lambda place: place.write_text("text"), "--out")
-    assert out.read_text() == "text"
-
-
 def test_ranks_keep_results_where_they_outlive_them(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = temporary / f"{RANKS_PREFIX}x"
     inner.mkdir()

@@ -12,13 +12,12 @@ import pytest
 from fusionlayer import context
 from fusionlayer.base.plan import FusionPlan
 from fusionlayer.cli import main
-from fusionlayer.collectives.switching import KINDS
 from fusionlayer.planning.profile import Profile
 from fusionlayer.scheduler import planners
 from tests.cli.test_simulate import table_rows
+from tests.loops import looped
 from tests.packaging.project_tree import ROOT
 from tests.planning.profiles import write_example
-from tests.planning.test_zipped_costs import ZIP
 from tests.tiers import exhaustive
 
 PLANNING = (ROOT / "docs" / "planning.md").read_text()
@@ -49,13 +48,6 @@ class TestPlan:
         assert {(b.codec, b.options["group_size"], b.algorithm) for b in made.buckets} == {("int", 64, "two_shot")}
         assert f"{out}: {len(made.buckets)} buckets of 3 tensors; predicted" in capsys.readouterr().out
 
-    def test_options_of_the_planner(self, path: Path, tmp_path: Path) -> None:
-        out = tmp_path / "plan.yaml"
-        for buffers in (1, 3):
-            options = ["--planner-option", "scheme=naive", "--planner-option", f"buffers={buffers}"]
-            assert main(["plan", "--profile", str(path), "--workers", "2", *options, "-o", str(out)]) == 0
-            assert len(FusionPlan.from_yaml(out).buckets) == buffers
-
     def test_gradients_are_encoded_ahead_if_wanted(self, path: Path, tmp_path: Path) -> None:
         out = tmp_path / "plan.yaml"
         arguments = ["plan", "--profile", str(path), "--workers", "4", "--codec", "int4", "-o", str(out)]
@@ -83,8 +75,8 @@ class TestPlan:
             found[text] = list(step.values())
         assert all(more > less for more, less in zip(found[slow], found[fast], strict=True))
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
+    @looped(
+        "arguments, message",
         [
             ([], "nothing to do; give -o PLAN.yaml"),
             (["--rates", "1gbit", "-o", "x"], "--rates is for --compare"),
@@ -95,6 +87,8 @@ class TestPlan:
             (["--algorithm", "two_shot", "--ahead", "-o", "x"], "algorithm 'two_shot' sums a flat tensor"),
             (["--codec", "int4", "--algorithm", "dense", "-o", "x"], "algorithm 'dense' sends values as they are and"),
             (["--rate", "fast", "-o", "x"], "rate 'fast'"),
+            (["--codec", "auto", "--no-ahead", "-o", "x"], "--algorithm and --ahead are for one codec"),
+            (["--codec", "int4", "--fidelity", "lossless", "-o", "x"], "--fidelity is for --codec auto"),
         ],
     )
     def test_errors_are_one_line(
@@ -104,12 +98,6 @@ class TestPlan:
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1
         assert not context.is_initialized(), "a command that fails ends what it began"
-
-    @pytest.mark.parametrize("pair", ["threshold", "=1"])
-    def test_options_are_keys_and_values(self, path: Path, pair: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            main(["plan", "--profile", str(path), "--workers", "4", "--planner-option", pair])
-        assert "expected key=value" in capsys.readouterr().err
 
 
 @pytest.mark.short
@@ -134,64 +122,6 @@ class TestExplain:
             name, _, _, codec, bits, alone, saves = line
             assert (name, codec, bits) == (tensor, "int4", "4.25") and float(saves) > float(alone) > 0
         assert "Backward, with what is encoded in it: 200.00 ms." in output
-
-    def test_what_buckets_disturb_is_told(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "disturb" not in self.explained(path, plan, capsys)
-        path.write_text(path.read_text() + "disturbance: 0.001\n")
-        several = 2 * (len(FusionPlan.from_yaml(plan).buckets) - 1)
-        assert several > 0
-        assert f"{several}.00 ms of that because buckets disturb backward;" in self.explained(path, plan, capsys)
-
-    def test_where_zipping_pays_is_told(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "zip pays from" not in self.explained(path, plan, capsys)
-        path.write_text(path.read_text().replace("links:\n", f"{ZIP}links:\n", 1))
-        _, _, table = self.explained(path, plan, capsys).partition("Lossless collectives of f32")
-        rows = table_rows(table)
-        assert [row[0] for row in rows] == list(KINDS)
-        for row in rows:
-            assert len(row) == 6 and 0 <= float(row[5]) < 10_000
-            assert float(row[4]) < float(row[3]), "16 MiB are faster zipped"
-
-    @staticmethod
-    def explained(path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> str:
-        capsys.readouterr()
-        assert main(["explain", str(plan), "--profile", str(path), "--rate", "1gbit"]) == 0
-        return capsys.readouterr().out
-
-    def test_the_timeline_is_drawn(self, path: Path, plan: Path, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        picture = tmp_path / "plan.png"
-        assert main(["explain", str(plan), "--profile", str(path), "--plot", str(picture)]) == 0
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-    def test_what_cannot_be_drawn_is_an_error(
-        self, path: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        pytest.importorskip("matplotlib")
-        assert main(["explain", str(plan), "--profile", str(path), "--plot", str(tmp_path / "plan.txt")]) == 2
-        assert "--plot " in (told := capsys.readouterr().err) and "plan.txt: pictures are .png, .svg or .pdf" in told
-
-    @exhaustive(guarded_by="tests/test_import.py::test_import_brings_nothing_optional_and_starts_nothing")
-    def test_matplotlib_is_imported_when_asked_for(self, path: Path, plan: Path) -> None:
-        program = (
-            "import sys; from fusionlayer.cli import main; "
-            f"main(['explain', {str(plan)!r}, '--profile', {str(path)!r}]); "
-            "sys.exit('matplotlib' in sys.modules)"
-        )
-        assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode == 0
-
-    def test_a_plan_whose_codec_and_collective_do_not_go_together_is_an_error(
-        self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        plan.write_text(plan.read_text().replace("algorithm: two_shot", "algorithm: dense"))
-        assert main(["explain", str(plan), "--profile", str(path)]) == 2
-        assert (
-            "plan: bucket 0: algorithm 'dense' sends values as they are and cannot use int" in capsys.readouterr().err
-        )
-
-    def test_a_file_that_is_no_plan_is_an_error(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["explain", str(path), "--profile", str(path)]) == 2
-        assert "unknown key 'title'; known: version, world_size, buckets" in capsys.readouterr().err
 
 
 SMALL = ["--model", "gpt", "--codec", "int4,raw", "--steps", "1", "--repeats", "1", "--largest", "4096"]
@@ -227,20 +157,6 @@ class TestProfile:
         assert main(["plan", "--profile", str(written), *arguments]) == 0
         assert main(["explain", str(out), "--profile", str(written)]) == 0
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--codec", "int5"], "unknown codec 'int5'"),
-            (["--rate", "fast"], "rate 'fast'"),
-            (["--model", "x"], "model 'x'"),
-        ],
-    )
-    def test_errors_are_one_line(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["profile", *SMALL, *arguments]) == 2
-        captured = capsys.readouterr()
-        assert message in captured.err and captured.err.count("\n") == 1
-        assert not context.is_initialized(), "a command that fails ends what it began"
-
 
 @pytest.mark.short
 class TestPolicy:
@@ -260,35 +176,6 @@ class TestPolicy:
         by_codec = {bucket.codec: bucket.names for bucket in FusionPlan.from_yaml(out).buckets}
         assert by_codec["raw"] == ("head",)
         assert main(["explain", str(out), "--profile", str(path), "--rate", "1gbit"]) == 0
-
-    def test_auto_is_a_codec_of_the_command_line(self, path: Path, tmp_path: Path) -> None:
-        out = tmp_path / "plan.yaml"
-        arguments = ["plan", "--profile", str(path), "--workers", "4", "--codec", "auto", "-o", str(out)]
-        for fidelity, codec in (("near_lossless", "raw"), ("aggressive", "int")):
-            assert main([*arguments, "--fidelity", fidelity]) == 0
-            assert {bucket.codec for bucket in FusionPlan.from_yaml(out).buckets} == {codec}
-
-    def test_local_fidelity_tells_how_often_to_sync_and_why(
-        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        out = tmp_path / "plan.yaml"
-        network = ["--profile", str(path), "--rate", "100mbit"]
-        arguments = ["plan", *network, "--workers", "4", "--codec", "auto", "-o", str(out)]
-        assert main([*arguments, "--fidelity", "aggressive"]) == 0
-        always = FusionPlan.from_yaml(out)
-        assert main(["explain", str(out), *network]) == 0
-        assert "leaves" not in capsys.readouterr().out and not always.skips
-        losses = tmp_path / "losses.yaml"
-        losses.write_text("- {codec: int4, percent: 0.0, source: a training that sends in each step}\n")
-        assert main([*arguments, "--fidelity", "local", "--losses", str(losses)]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert FusionPlan.from_yaml(out) == always
-        (every,) = map(int, re.findall(r"Local steps: plan=\S+ sync=fusionlayer\.Local\.\w+\(every=(\d+)", told))
-        assert every > 1 and "More often would take longer: " in told and "was not measured" in told
-        always.staggered(30).to_yaml(out)
-        assert main(["explain", str(out), *network]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert "29, 59, .." in told and "times are those of a step in which all of them leave" in told
 
     def test_a_loss_budget_takes_what_was_measured(
         self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -320,16 +207,3 @@ class TestPolicy:
         ]:
             assert main(wrong) == 2
             assert error in capsys.readouterr().err
-
-    @pytest.mark.parametrize("arguments", [["--algorithm", "gather"], ["--no-ahead"]])
-    def test_auto_chooses_the_way_too(
-        self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["plan", "--profile", str(path), "--workers", "4", "--codec", "auto", "-o", "x", *arguments]) == 2
-        assert "--algorithm and --ahead are for one codec" in capsys.readouterr().err
-
-    @pytest.mark.parametrize("arguments", [["--codec", "int4"], ["--policy", "policy.yaml"]])
-    def test_fidelity_is_for_auto(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        fixed = ["plan", "--profile", str(path), "--workers", "4", "-o", "x", "--fidelity", "lossless"]
-        assert main([*fixed, *arguments]) == 2
-        assert "--fidelity is for --codec auto" in capsys.readouterr().err

@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from fusionlayer.cli import progress
-from fusionlayer.cli.progress import Progress, follow
+from fusionlayer.cli.progress import Progress
 
 pytestmark = pytest.mark.short
 
@@ -38,22 +37,6 @@ def test_a_log_has_a_line_every_ten_seconds_with_what_is_left() -> None:
     ]
     assert work(io.StringIO(), 400.0).startswith("bench: 10% done, about 6 min left; part 1\n")
     assert work(io.StringIO(), 400.0, shown=False) == "", "one rank of a job is enough"
-
-
-def test_a_log_has_a_line_for_each_phase() -> None:
-    file, now = io.StringIO(), 0.0
-    with Progress("profile", 4, phases=True, file=file, clock=lambda: now) as told:
-        for done, doing in enumerate(("model", "codec raw", "codec int8", "link")):
-            told.at(done, doing)
-            now += 0.1
-    assert [line.split("; ")[1] for line in file.getvalue().splitlines()] == ["model", "codec raw", "link"]
-
-
-def test_items_are_followed_in_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(follow("bench", [1, 2, 3])) == [1, 2, 3] and capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "_REPEATED", 0.0)
-    assert list(follow("bench", [1, 2], "part {}".format)) == [1, 2]
-    assert capsys.readouterr().err == "bench: 0% done; part 1\nbench: 50% done; part 2\n"
 
 
 def test_a_terminal_has_one_line_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fusionlayer.cli import tables
 from fusionlayer.cli.tables import Column, Table, layout, print_table
-from fusionlayer.cli.units import MEMORY, RATES, SECONDS, in_one_unit, in_words
+from fusionlayer.cli.units import MEMORY, RATES, SECONDS, in_one_unit
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
@@ -78,7 +78,3 @@ def test_numbers_of_a_column_have_one_unit_and_equally_many_decimals(
     ladder: dict[str, float], numbers: list[float | None], unit: str, texts: list[str]
 ) -> None:
     assert in_one_unit(ladder, numbers) == (unit, [texts])
-
-
-def test_single_numbers() -> None:
-    assert [in_words(size, MEMORY) for size in (0, 512, 3 << 19)] == ["0 B", "512 B", "1.50 MiB"]

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import fusionlayer as fl
-from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import main
 from fusionlayer.cli.breakdown import break_down
 from fusionlayer.cli.verdict import told, verdict
-from fusionlayer.planning.recorded import Forecast, RecordedBucket, RecordedStep, forecast
+from fusionlayer.planning.recorded import RecordedBucket, RecordedStep, forecast
 from tests.integrations.training import make_model, train
 from tests.loops import looped
 from tests.packaging.project_tree import ROOT
@@ -117,21 +116,6 @@ def test_a_bucket_in_line_waits_for_what_is_done_for_the_one_before() -> None:
 
 
 @pytest.mark.short
-def test_waiting_within_the_next_forward_is_no_forward() -> None:
-    spans = []
-    for step in range(3):
-        spans += [
-            span("FORWARD", 1000.0 * step, 500, step=step),
-            span("WAIT", 1000.0 * step + 100, 200, step=step - 1, bucket=0),
-            span("UPDATE", 1000.0 * step + 300, 50, step=step - 1),
-            span("BACKWARD", 1000.0 * step + 500, 400, step=step),
-        ]
-    phases = break_down(spans, 0, "t").phases
-    assert round(1e6 * phases["forward"]) == 250
-    assert round(1e6 * phases["exposed communication"]) == 200 and round(1e6 * phases["update"]) == 50
-
-
-@pytest.mark.short
 def test_a_span_that_begins_where_one_ends_does_not_lie_in_it() -> None:
     begin = 81234567890.123
     spans = []
@@ -142,14 +126,6 @@ def test_a_span_that_begins_where_one_ends_does_not_lie_in_it() -> None:
     phases = break_down(spans, 0, "t").phases
     assert phases["forward"] == pytest.approx(300.7e-6, rel=1e-3)
     assert phases["backward"] == pytest.approx(600.3e-6, rel=1e-3)
-
-
-@pytest.mark.short
-def test_too_few_steps_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="t has 2 steps of a DistributedOptimizer, 1 of them after the first 1"):
-        break_down(step_spans(0, 0.0) + step_spans(1, 1000.0), 1, "t")
-    with pytest.raises(ConfigError, match="0 steps"):
-        break_down([span("ALLREDUCE", 0, 1, step=0, bucket=0)], 0, "t")
 
 
 @pytest.mark.short
@@ -232,12 +208,6 @@ def test_fewer_bytes_are_predicted_to_pay_where_the_network_is_slow(
     assert f"codec {best} saves" in told([first, *others], step.seconds)
 
 
-@pytest.mark.short
-def test_a_model_that_does_not_fit_the_recorded_step_predicts_nothing() -> None:
-    text = told([Forecast("int4", 0.5, 0.5, 0.6, 1e6)], 1.0)
-    assert text.startswith("No prediction: a simulation of the recorded step gives 600 ms in place of 1000 ms")
-
-
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -302,14 +272,6 @@ def test_what_is_no_timeline_is_told(
     assert main(["trace", str(tmp_path / "x")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(told, line)
-
-
-@pytest.mark.short
-def test_two_files_of_one_rank_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / name, 0, 0.0, whole_steps(6))
-    assert main(["trace", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "a and " in (told := capsys.readouterr().err) and "are both of rank 0; give the files of one run" in told
 
 
 @pytest.mark.medium

@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.loops import looped
 from tests.tiers import exhaustive
 
-from .forked import ended, torchrun
+from .forked import torchrun
 from .places import EXAMPLES
 
 FIELDS = {
@@ -90,17 +88,6 @@ def test_train_gpt_plans_as_the_documents_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
-@exhaustive(guarded_by="tests/integrations/test_local.py::test_training_is_that_of_a_plain_loop")
-def test_train_gpt_takes_local_steps(tmp_path: Path) -> None:
-    """A sync after two of three steps, and one at the end: workers then have one model."""
-    path = tmp_path / "result.json"
-    small = ("--width", "32", "--layers", "1", "--steps", "3", "--json", str(path))
-    output = torchrun(2, "train_gpt.py", "--codec", "int4", "--sync", "averaging", "--every", "2", *small)
-    assert re.search(r"^local steps +averaging$", output, re.MULTILINE)
-    assert json.loads(path.read_text())["replicas_identical"] is True
-
-
-@pytest.mark.medium
 @exhaustive(guarded_by="tests/integrations/test_ddp.py::test_training")
 def test_train_ddp_learns() -> None:
     output = torchrun(2, "train_ddp.py", "int4")
@@ -139,66 +126,6 @@ def test_wrong_options_are_refused(
     assert ended.value.code == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert complaint in told
-
-
-@pytest.mark.short
-@pytest.mark.usefixtures("examples_on_path")
-class TestGPT:
-    def test_sizes(self) -> None:
-        from gpt import GPT, Config
-
-        def count(config: Config) -> int:
-            return sum(parameter.numel() for parameter in GPT(config).parameters())
-
-        assert count(Config()) == 834_304
-        assert count(Config(width=384, layers=6, heads=6, context=128, tied=False)) == 10_893_312
-
-    def test_untrained_model_knows_little_and_no_future(self) -> None:
-        from gpt import GPT, Config
-
-        torch.manual_seed(0)
-        model = GPT(Config(width=32, layers=2))
-        tokens = torch.randint(256, (4, 64))
-        assert abs(model(tokens, tokens.flip(0)).item() - math.log(256)) < 1.5
-        cut = model(tokens[:, :32], tokens[:, 32:])
-        changed = tokens.clone()
-        changed[:, 32:] = 0
-        full = model.forward(changed, torch.cat([tokens[:, 32:], torch.full((4, 32), -100)], dim=1))
-        assert torch.allclose(cut, full, atol=1e-5)
-
-    def test_text_is_the_same_every_time_and_split(self) -> None:
-        from gpt import Corpus
-
-        one, other = Corpus(), Corpus()
-        assert torch.equal(one.train, other.train)
-        assert len(one.validation) > 100_000
-        tokens, targets = one.sample(3, 16, torch.Generator().manual_seed(5))
-        again, _ = other.sample(3, 16, torch.Generator().manual_seed(5))
-        assert torch.equal(tokens, again)
-        assert torch.equal(tokens[:, 1:], targets[:, :-1])
-        text = bytes(one.validation[:2000].tolist())
-        assert text not in bytes(one.train.tolist())
-
-
-@pytest.mark.short
-@pytest.mark.usefixtures("examples_on_path")
-def test_carrier_of_the_workers_traffic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import wire
-
-    row = "{}: 1 2 3 4 5 6 7 8 {} 10 11 12 13 14 15 16\n"
-    table = tmp_path / "dev"
-    table.write_text("head\nhead\n" + row.format("   lo", 90) + row.format(" eth0", 91) + row.format("  ib0", 92))
-    routes = tmp_path / "route"
-    routes.write_text("Iface Destination\nib0 0000FEA9\neth0 00000000\n")
-    places = {"/proc/net/dev": table, "/proc/net/route": routes}
-    monkeypatch.setattr(wire, "Path", lambda path: places[path])
-    assert wire.carrier(2, 2, "eth0") == "lo"
-    assert wire.carrier(1, 2, "none0,ib0") == "ib0"
-    assert wire.carrier(1, 2) == "eth0"
-    assert wire.sent_bytes("ib0") == 92
-    places["/proc/net/dev"] = places["/proc/net/route"] = tmp_path / "missing"
-    assert wire.carrier(2, 2) is None
-    assert wire.carrier(1, 2) is None
 
 
 def of_page(page: str, script: str) -> list[tuple[int, list[str]]]:
@@ -269,20 +196,6 @@ def test_train_gpt_3d_learns(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d+/10  loss (\S+)", out, re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
     assert json.loads(path.read_text())["shape"] == [2, 2, 2]
-
-
-@pytest.mark.medium
-@looped(
-    "script, options, complaint",
-    [
-        ("train_tp.py", ("--heads", "3", "--width", "96"), "2 tensor-parallel ranks do not divide --heads 3"),
-        ("train_pp.py", ("--layers", "1"), "--layers 1 are too few for 2 stages"),
-        ("train_moe.py", ("--experts", "3"), "--experts 3, --experts-per-token 2, --layers 4 over 2 ranks"),
-    ],
-)
-@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
-def test_layers_that_cannot_be_cut_are_refused(script: str, options: tuple[str, ...], complaint: str) -> None:
-    assert any(complaint in outcome.error[1] for outcome in ended(2, script, *options))
 
 
 @pytest.mark.medium

@@ -61,14 +61,3 @@ def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -
     assert losses[-1] < 0.5 * losses[0]
     accuracy = [float(percent) for percent in re.findall(r"accuracy (\S+)%", output)]
     assert len(accuracy) == 2 and accuracy[1] > 70
-
-
-@exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
-@pytest.mark.medium
-def test_synthetic_benchmark_with_adasum_and_f16() -> None:
-    small = ("--blocks", "1", "1", "--width", "4", "--image-size", "16", "--batch-size", "2", "--num-iters", "2")
-    options = ("--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--use-adasum", "--fp16-allreduce")
-    output = torchrun(2, "hvd_synthetic_benchmark.py", *small, *options)
-    first, second = told(output)
-    assert 0 < second < first
-    assert re.search(r"^\S+ \+- \S+ images/s in all$", output, re.MULTILINE)

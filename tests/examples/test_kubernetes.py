@@ -15,10 +15,9 @@ import pytest
 import yaml
 
 from fusionlayer.cli.spawn import without_launcher
-from tests.mpi import mpirun, needs_mpirun
 from tests.packaging.project_tree import NEEDED
 from tests.ports import free_port
-from tests.tiers import exhaustive, long, needs
+from tests.tiers import exhaustive, needs
 
 from .places import EXAMPLES, ROOT
 
@@ -172,28 +171,4 @@ def test_pods_of_a_trainjob_train() -> None:
     told = {"PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
     told |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
     printed = finish([words("trainjob")] * len(pods), [told | {"PET_NODE_RANK": str(pod)} for pod in pods])
-    assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed
-
-
-@long(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
-@pytest.mark.medium
-def test_pods_of_a_jobset_train() -> None:
-    port = str(free_port())
-    here = {"gpt-node-0-0.gpt": "127.0.0.1", "29500": port}
-    command = [here.get(word, word) for word in words("jobset")]
-    commands = [[str(pod) if word == "$JOB_COMPLETION_INDEX" else word for word in command] for pod in range(2)]
-    printed = finish(commands, [{"JOB_COMPLETION_INDEX": str(pod)} for pod in range(2)])
-    assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed
-
-
-@needs_mpirun
-@long(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
-@pytest.mark.medium
-def test_the_launcher_of_an_mpijob_trains(tmp_path: Path) -> None:
-    """Its shell finds the first host in the operator's list, which here has this one."""
-    (tmp_path / "hostfile").write_text("localhost slots=4\n")
-    script = containers("mpijob")[0]["args"][0].replace("/etc/mpi/hostfile", f"{tmp_path}/hostfile")
-    script = script.replace("29500", str(free_port())).replace("mpirun ", f"{mpirun()} --oversubscribe ", 1)
-    script = script.replace("/workspace/examples", str(EXAMPLES))
-    printed = finish([["sh", "-c", f'{script} "$@"', "sh"]], [{}])
     assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed

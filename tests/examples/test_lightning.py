@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 import fusionlayer as fl
 from tests.harness import run_ranks
 from tests.integrations.training import make_batch, make_model, weights
-from tests.test_guides import blocks, check_losses
+from tests.pages import blocks
+from tests.test_guides import check_losses
 from tests.tiers import engine, exhaustive, needs
 
 from .test_start import run

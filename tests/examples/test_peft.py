@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_guides import blocks, check_losses
+from tests.pages import blocks
+from tests.test_guides import check_losses
 from tests.tiers import engine, long, needs
 
 from .test_start import run

@@ -13,7 +13,8 @@ import pytest
 import fusionlayer as fl
 from fusionlayer.launch import Place, find_place
 from fusionlayer.launch.slurm import meeting_point
-from tests.test_guides import blocks, check_losses
+from tests.pages import blocks
+from tests.test_guides import check_losses
 from tests.tiers import exhaustive, long
 
 from .slurm import Cluster, cluster, needs_slurm, read_variables

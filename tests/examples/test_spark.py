@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_guides import blocks, check_losses, lines
+from tests.pages import blocks, lines
+from tests.test_guides import check_losses
 from tests.tiers import engine, long, needs
 
 from .test_start import run

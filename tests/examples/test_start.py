@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from fusionlayer.cli.spawn import without_launcher
-from tests.test_guides import blocks, check_losses, lines
+from tests.pages import blocks, lines
+from tests.test_guides import check_losses
 from tests.tiers import exhaustive, long
 
 from .places import ROOT
@@ -58,7 +59,7 @@ def test_two_processes_of_a_page(page: str, script: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not MISSING, reason="Slurm is here: tests/examples/test_slurm.py runs them on it")
-@exhaustive(guarded_by="tests/test_guides.py::test_links_lead_somewhere_and_commands_are_understood")
+@exhaustive(guarded_by="tests/test_commands.py::test_every_command_is_understood")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_job_of_slurm(number: int, tmp_path: Path) -> None:
     """By stand-ins for srun and scontrol: nodes are this host under two names of its loopback."""

@@ -75,7 +75,7 @@ def small(line: str) -> str:
     return line.replace("--steps 20", "--steps 2 --width 32 --layers 1").replace("--max 4M", "--max 16K --calls 2")
 
 
-@long(guarded_by="tests/test_guides.py::test_links_lead_somewhere_and_commands_are_understood")
+@long(guarded_by="tests/test_commands.py::test_every_command_is_understood")
 def test_by_torchrun(tmp_path: Path) -> None:
     (export,) = (line for line in COMMANDS if line.startswith("export"))
     first, second = (small(line) for line in COMMANDS if line.startswith("torchrun"))

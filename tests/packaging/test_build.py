@@ -89,14 +89,6 @@ def test_unusable_setting_is_one_clear_line(
 
 
 @pytest.mark.short
-@pytest.mark.usefixtures("no_nvcc", "cpu_is_built")
-def test_demanded_cuda_without_nvcc_says_what_to_do(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSIONLAYER_CUDA", "1")
-    with pytest.raises(SetupError, match=r"^FUSIONLAYER_CUDA=1 cannot be done: no nvcc: .* set FUSIONLAYER_NVCC"):
-        build_script.build_native()
-
-
-@pytest.mark.short
 @pytest.mark.usefixtures("no_nvcc")
 @pytest.mark.parametrize(
     "asked, told", [("all", "warning: .*: no nvcc: "), ("", "no NVIDIA GPU .* FUSIONLAYER_CUDA=1")]
@@ -200,31 +192,6 @@ def test_step_runs_again_only_when_command_tool_or_input_change(build_script: Mo
     assert [runs("b", "1.1"), runs("b", "1.1")] == [4, 4]
     output.unlink()
     assert runs("b", "1.1") == 5
-
-
-@pytest.mark.short
-def test_a_second_folder_takes_compiled_files_from_the_cache(
-    build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("FUSIONLAYER_OBJECTS", str(tmp_path / "cache"))
-    log = tmp_path / "log"
-    script = f"echo run >> {log} && cp in object"
-
-    def runs(folder: str, text: str) -> int:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        monkeypatch.chdir(tmp_path / folder)
-        Path("in").write_text(text)
-        build_script.Step(Path("object"), ("sh", "-c", script), (Path("in"),), "1.0").run()
-        assert Path("object").read_text() == text
-        return len(log.read_text().splitlines())
-
-    assert [runs("a", "1"), runs("b", "1"), runs("b", "2"), runs("a", "2")] == [1, 1, 2, 2]
-    (kept, *others) = (tmp_path / "cache").iterdir()
-    assert len(others) == 1
-    os.utime(kept, (0, 0))
-    assert runs("a", "3") == 3 and not kept.exists(), "files that nothing uses are dropped"
-    monkeypatch.delenv("FUSIONLAYER_OBJECTS")
-    assert runs("c", "3") == 4
 
 
 @pytest.mark.short

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -57,49 +56,6 @@ def test_make_target_runs(target: str, command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert command in done.stdout
-
-
-def test_each_target_installs_what_it_needs_and_keeps_a_larger_set(tmp_path: Path) -> None:
-    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    for name in ("setup.py", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).touch()
-    ours = ("MAKE", "FUSIONLAYER", "EXTRAS")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-
-    def make(*arguments: str) -> str:
-        return subprocess.run(
-            ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-        ).stdout
-
-    def extras(target: str) -> list[str]:
-        return re.findall(r"-e '\.\[(.*)\]'", make("-n", target))
-
-    sets = {"demo": "demo", "test": "test", "test-short": "test", "test-all": "dev", "lint": "dev", "docs": "dev"}
-    assert {target: extras(target) for target in sets} == {target: [extra] for target, extra in sets.items()}
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "$* CUDA=${FUSIONLAYER_CUDA-unset}"\n')
-    python.chmod(0o755)
-    (tmp_path / ".venv/.test").touch()
-    assert [extras("demo"), extras("test"), extras("lint")] == [[], [], ["dev"]]
-    (tmp_path / ".venv/.dev").touch()
-    assert [extras("demo"), extras("test"), extras("lint")] == [[], [], []]
-    assert make("demo").splitlines()[0] == "setup.py -q build_ext --inplace CUDA=unset"
-    assert make("test").splitlines()[0] == "setup.py -q build_ext --inplace CUDA=0", "tests need no CUDA library"
-
-
-def test_the_extra_for_tests_is_small() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
-    def packages(extra: str) -> set[str]:
-        found = set()
-        for line in extras[extra]:
-            nested = re.fullmatch(r"fusionlayer\[(.*)\]", line)
-            found |= set().union(*map(packages, nested[1].split(","))) if nested else {re.split("[<>=]", line)[0]}
-        return found
-
-    assert len(packages("test")) <= 12 and packages("test") < packages("dev")
 
 
 @pytest.mark.parametrize("failing", ["", "test", "test-exhaustive"])

@@ -89,38 +89,6 @@ def test_a_stage_leaves_a_result_however_its_programs_end(
     assert all(first[outcome] == outcomes.count(outcome) for outcome in ("passed", "failed", "skipped", "not run"))
 
 
-@pytest.mark.medium
-def test_a_part_that_fails_stops_only_what_builds_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is there after every part, with a log of tracebacks; ``-k`` is for the part that repeats tests."""
-    fails = Run("first", ("python", "-c", SCRIPT, "pytest", "crashes", "passed", "failed"))
-    after = Run("second", fails.words, after="first")
-    last = Run("third", ("python", "-c", SCRIPT, "pytest", "ends", "passed"), again=True)
-    lacks = Run("fourth", last.words, needs=lambda: "a tool")
-    monkeypatch.setitem(stages.SELECTIONS, "first", Stage("a try", (), (fails, after, last, lacks), minutes=True))
-    here, written = stages.Environment.here, []
-    monkeypatch.setattr(stages.Environment, "here", lambda device, hardware: here(torch.device("cpu"), hardware))
-    monkeypatch.setattr(stages, "write", lambda *result: written.append(len(result[4])))
-    assert stages.main(["first", "--out", str(tmp_path), "-k", "words"]) == 1
-    (result,) = tmp_path.glob("gpu-first_*.json")
-    told = {row["what"]: row["status"] for row in json.loads(result.read_text())["rows"]}
-    assert told["first"] == "failed, status 9" and told["third"] == "passed"
-    assert told["second"] == "not run: without 'first' it shows nothing (failed, status 9)"
-    assert told["fourth"] == "not run: it lacks a tool" and written == [1, 2, 3, 4]
-    log = (tmp_path / "gpu-first.log").read_text()
-    assert "what went wrong" in log and log.count("-k words") == 1
-
-
-@pytest.mark.short
-def test_selections_say_what_they_are_without(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        stages.main(["first"])
-    assert "need --out" in capsys.readouterr().err
-    for stage in SELECTIONS.values():
-        names = [run.name for run in stage.runs]
-        assert all(run.after is None or run.after in names[:number] for number, run in enumerate(stage.runs))
-        assert len(names) == len({*names}) and sum(run.share for run in stage.runs) in range(270, 500)
-
-
 @pytest.mark.short
 def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> None:
     """But for the widths of groups, blocks and chunks, of which it has each with f32."""

@@ -62,16 +62,6 @@ def test_wheel_requires_torch_numpy_scipy_and_yaml_alone(wheel: Path) -> None:
     assert {line for line in required if "extra ==" not in line} == {"torch>=2.11", "numpy", "scipy", "PyYAML"}
 
 
-def test_an_editable_install_is_a_path_which_type_checkers_follow(source_tree: Path, run: Run, tmp_path: Path) -> None:
-    program = "import sys, setuptools.build_meta as build; build.build_editable(sys.argv[1])"
-    done = run(source_tree, "-c", program, tmp_path)
-    assert done.returncode == 0, done.stderr
-    (made,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(made) as archive:
-        (path,) = (archive.read(name).decode().strip() for name in archive.namelist() if name.endswith(".pth"))
-    assert (Path(path) / "fusionlayer/py.typed").exists()
-
-
 def test_installed_wheel_opens_its_library(wheel: Path, run: Run, tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "pip", "install", "-q", "--no-deps", "--target", "site", wheel)
     assert done.returncode == 0, done.stderr

@@ -63,15 +63,6 @@ def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second
     assert choice.reason.endswith(f"ms alone{beaten}")
 
 
-def test_what_is_near_lossless() -> None:
-    candidates = {name: codecs.get(name) for name in codecs.names()}
-    lossless = {"raw", "zip", "rans", "delta"}
-    near = lossless | {"bf16", "fp16", "int", "int8", "int_full", "qsdp"}
-    assert set(CodecRules((), "near_lossless").allowed(candidates)) == near
-    assert set(CodecRules((), "lossless").allowed(candidates)) == lossless
-    assert CodecRules((), "aggressive").allowed(candidates) == candidates
-
-
 def test_auto_does_not_compress_what_is_too_small() -> None:
     assert chosen(CodecRules((CodecRule("auto"),), "aggressive"), tensor("bias", 10))[0] == "raw"
 
@@ -81,26 +72,11 @@ def test_a_tensor_without_a_rule_is_an_error() -> None:
         chosen(CodecRules((CodecRule("int4", min_numel=100),)), tensor("bias", 10))
 
 
-def test_nothing_to_choose_from_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="policy: 'auto' may choose only lossless codecs; candidates: int4"):
-        CodecRules((CodecRule("auto"),), "lossless").choose(tensor("t"), {"int4": CANDIDATES["int4"]}, seconds)
-
-
 def test_the_example_of_the_page_is_a_policy(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     (example,) = re.findall(r"^```yaml\n(fidelity.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "policy.yaml").write_text(example)
     assert len(CodecRules.from_yaml(tmp_path / "policy.yaml").rules) == 3
-
-
-def test_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(
-        "fidelity: aggressive\nrules:\n- {match: '*norm*', codec: raw}\n"
-        "- {min_numel: 10000, codec: int, options: {bits: 4}}\n- {codec: auto}\n"
-    )
-    rules = (CodecRule("raw", match="*norm*"), CodecRule("int", {"bits": 4}, min_numel=10_000), CodecRule("auto"))
-    assert CodecRules.from_yaml(path) == CodecRules(rules, "aggressive")
 
 
 @looped(

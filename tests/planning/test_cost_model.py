@@ -22,12 +22,6 @@ def curves(draw: st.DrawFn) -> Curve:
     return Curve(tuple((float(x), draw(st.floats(0, 10))) for x in at))
 
 
-def test_rates_are_in_the_words_of_tc() -> None:
-    assert parse_rate("100mbit") == 1e8
-    assert parse_rate("2.5gbit") == 2.5e9
-    assert parse_rate("64kbit") == 64e3
-
-
 @looped("text", ["fast", "100", "-1mbit", "0mbit", "1 gbit", "1Gbit", ""])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a number above 0 with bit"):
@@ -40,22 +34,10 @@ def test_a_curve_is_linear_between_points_clamped_below_and_goes_on_above() -> N
     assert curve(600) == 11 and curve(300_000) == pytest.approx(5 + 299_700 * 0.02)
 
 
-def test_what_is_measured_to_fall_is_noise() -> None:
-    curve = Curve(((1.0, 4.0), (2.0, 3.0), (3.0, 6.0)))
-    assert [curve(1), curve(2), curve(3)] == [4, 4, 6]
-
-
 def test_a_flat_end_makes_nothing_beyond_it_free() -> None:
     curve = Curve(((100.0, 1.0), (300.0, 5.0), (400.0, 4.0)))
     assert [curve(350), curve(400), curve(500)] == [5, 5, pytest.approx(7)]
     assert Curve(((1.0, 2.0), (2.0, 2.0)))(1000) == 2
-
-
-@given(st.floats(0, 1), st.floats(1e-12, 1e-3), st.integers(1, 1000))
-def test_a_line_that_was_measured_is_the_line_far_beyond(alpha: float, beta: float, factor: int) -> None:
-    line = AlphaBeta(alpha, beta)
-    curve = Curve(tuple((float(4**i), line(4**i)) for i in range(5, 12)))
-    assert curve(factor * 4.0**11) == pytest.approx(line(factor * 4.0**11), rel=1e-6)
 
 
 @given(curves(), sizes, sizes)
@@ -104,25 +86,6 @@ def test_links_between_known_rates_are_interpolated_and_scaled_beyond() -> None:
         assert found.exchange.beta == pytest.approx(8 / rate)
         assert found.all_reduce.beta == pytest.approx(8 / rate)
         assert found.latency == pytest.approx(1e-4)
-
-
-def test_no_link_is_faster_than_its_cpu_time() -> None:
-    found = LinkCost.between(1e12, [(1e9, link(8e-9))])
-    assert isinstance(found.exchange, AlphaBeta)
-    assert found.exchange.beta == found.cpu_per_byte == pytest.approx(1e-10)
-
-
-@given(st.lists(st.floats(1e6, 1e11), min_size=2, max_size=2))
-def test_a_faster_link_never_costs_more(rates: list[float]) -> None:
-    known = [(1e8, link(9e-8)), (1e9, link(1.1e-8))]
-    slow, fast = (LinkCost.between(rate, known) for rate in sorted(rates))
-    assert fast.exchange(1e6) <= slow.exchange(1e6) * (1 + 1e-12)
-
-
-def test_another_latency_changes_latency_alone() -> None:
-    longer = link(8e-9).with_latency(0.5)
-    assert longer.exchange(1e9) == pytest.approx(8.5)
-    assert longer.all_reduce(1e9) == pytest.approx(9.0)
 
 
 def test_gloo_asks_first_and_connections_of_our_own_do_not() -> None:

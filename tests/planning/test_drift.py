@@ -31,11 +31,3 @@ def test_what_is_within_the_tolerance_or_small_beside_the_rest_is_none() -> None
     for pace in (Pace(0.12, 0.1, 0.002), Pace(0.08, 0.06, 0.0), Pace(0.1, 0.08, 0.0029)):
         assert drift.look(pace) is None
     assert drift.look(Pace(0.1, 0.08, 0.0031)) is not None
-
-
-def test_times_that_are_off_in_turn_are_no_drift() -> None:
-    drift = Drift(tolerance=0.3, looks=2)
-    drift.look(NEW)
-    for _ in range(4):
-        assert drift.look(Pace(0.2, 0.08, 0.02)) is None
-        assert drift.look(Pace(0.1, 0.2, 0.02)) is None

@@ -75,16 +75,6 @@ def test_codec_period_and_overlap_are_chosen_together(
     assert re.search(said, found.reason), found.reason
 
 
-def test_where_the_network_is_no_bottleneck_nothing_is_skipped(profile: Profile) -> None:
-    found = choose(profile, [EACH_STEP], rate="1gbit")
-    assert (found.way.codec, found.way.sync, found.way.every) == ("int4", None, 1)
-
-
-def test_a_codec_that_costs_too_much_in_each_step_is_not_taken_with_local_steps(profile: Profile) -> None:
-    found = choose(profile, [LossCost("int4", 9.0, "a test")])
-    assert found.way.codec == "raw" and [verdict for _, verdict in found.others] == ["chosen", "above the budget"]
-
-
 @pytest.mark.parametrize("fidelity", [fidelity for fidelity in FIDELITIES if fidelity != LOCAL])
 def test_no_other_fidelity_may_skip_a_step(profile: Profile, fidelity: str) -> None:
     with pytest.raises(ConfigError, match=f"fidelity='{fidelity}'; only 'local' may skip steps"):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
-from fusionlayer.planning.codec_rules import FIDELITIES
 from fusionlayer.planning.collective_phases import Phase
 from fusionlayer.planning.local_steps import EveryRules, EveryState, choose_every, divergence
 from fusionlayer.planning.plans import make_plan
@@ -120,13 +119,6 @@ def test_the_shortest_period_with_which_the_network_is_no_bottleneck(
     assert re.search(said, found.reason), found.reason
 
 
-@given(st.sampled_from(FIDELITIES), st.floats(1e-3, 1e3), st.integers(1, 5), st.integers(0, 9))
-def test_only_local_fidelity_skips_steps(fidelity: str, rate: float, fragments: int, delay: int) -> None:
-    found = choose_every(1.0, 1.0, rate, fidelity=fidelity, fragments=fragments, delay=delay, most=16)
-    assert found.every in ((1, 2, 4, 8, 16) if fidelity == "local" else (1,))
-    assert found.seconds <= 1.05 or found.every == 16 or fidelity != "local"
-
-
 @looped(
     "options, message",
     [
@@ -198,24 +190,6 @@ def test_a_period_follows_divergence_first_and_waiting_second(
     for drift, waiting in seen:
         state = state.after(drift, waiting, RULES)
     assert state.every == expected
-
-
-@given(
-    st.integers(0, 7).map(lambda power: 2**power),
-    st.lists(st.tuples(st.floats(0, 2), st.floats(0, 1)), max_size=60),
-)
-def test_a_period_stays_within_its_bounds_and_changes_seldom(start: int, seen: list[tuple[float, float]]) -> None:
-    state, since, fell = EveryState(min(max(start, RULES.least), RULES.most)), 0, RULES.rest
-    for drift, waiting in seen:
-        after = state.after(drift, waiting, RULES)
-        since, fell = since + 1, fell + 1
-        assert after.every in (state.every, state.every * 2, state.every // 2)
-        assert RULES.least <= after.every <= RULES.most
-        if after.every != state.every:
-            assert since >= RULES.syncs
-            assert after.every < state.every or fell >= RULES.rest
-            since, fell = 0, 0 if after.every < state.every else fell
-        state = after
 
 
 def test_rules_that_contradict_are_refused() -> None:

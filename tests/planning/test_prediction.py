@@ -16,7 +16,7 @@ from fusionlayer.planning.cluster import Cluster, Scenario
 from fusionlayer.planning.collective_phases import ALGORITHMS
 from fusionlayer.planning.cost_model import AlphaBeta, CodecCost, LinkCost
 from fusionlayer.planning.plans import make_plan
-from fusionlayer.planning.prediction import PlannedBucket, Resources, backward_seconds, predict, predict_plan
+from fusionlayer.planning.prediction import PlannedBucket, backward_seconds, predict, predict_plan
 from fusionlayer.planning.profile import Gradient, Model, Profile
 from fusionlayer.planning.projection import Method, project
 from fusionlayer.scheduler import planners
@@ -77,20 +77,6 @@ def test_planners_search_with_the_model_that_predicts(algorithm: str, model: Mod
     assert found.waiting >= -1e-12
 
 
-@given(models(), st.data())
-def test_update_and_forward_come_after_the_last_result(model: Model, data: st.DataObject) -> None:
-    """What is printed of plans and what is projected differ by what no plan can change."""
-    costs, ends = data.draw(bucket_costs("two_shot")), runs(model, data)
-    names = [tensor.name for tensor in model.tensors]
-    buckets = [PlannedBucket(names[i:j], costs) for i, j in pairwise([0, *ends])]
-    part, whole = predict(model, buckets, whole=False), predict(model, buckets)
-    for one, other in zip(part.spans, whole.spans, strict=True):
-        assert astuple(one) == pytest.approx(astuple(other))
-    # Buckets have disturbed backward before its last gradient, and it goes on after that.
-    backward = part.spans[-1].ready + model.backward - model.tensors[-1].ready
-    assert whole.seconds == pytest.approx(max(part.seconds, backward) + model.optimizer + model.forward)
-
-
 @looped("planner", planners.names())
 @looped("codec", ["raw", "int4"])
 @looped("rate", ["100mbit", "1gbit"])
@@ -105,15 +91,3 @@ def test_a_plan_and_its_projection_agree(profile: Profile, planner: str, codec: 
         assert astuple(one) == pytest.approx(astuple(other))
     model = profile.model
     assert simulated.seconds == pytest.approx(explained.seconds + model.optimizer + model.forward)
-
-
-def test_threads_disturb_each_other_once(profile: Profile) -> None:
-    """On shared cores the simulation says what communication takes; elsewhere the measured disturbance does."""
-    costs = BucketCosts.of(profile, profile.codec("int4"), "two_shot", Scenario("1gbit").cluster(profile, 4))
-    disturbed = BucketCosts(costs.codec, costs.algorithm, costs.cluster, costs.copy, disturbance=1.0)
-    for resources, difference in ((Resources(), 2.0), (Resources(cores=8.0), 0.0)):
-        each = [
-            predict(profile.model, [PlannedBucket([t.name], c) for t in profile.model.tensors], resources)
-            for c in (costs, disturbed)
-        ]
-        assert each[1].spans[-1].ready - each[0].spans[-1].ready == pytest.approx(difference)

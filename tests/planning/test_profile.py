@@ -39,13 +39,6 @@ def test_what_is_written_is_read_again(profile: Profile, tmp_path: Path) -> None
     assert Profile.from_yaml(tmp_path / "again.yaml") == full
 
 
-def test_numbers_are_numbers_however_small(profile: Profile, tmp_path: Path) -> None:
-    for beta in (1e-05, 3e-10, 1.0, 123456789.0, 0.0):
-        replace(profile, copy=AlphaBeta(0.0, beta)).to_yaml(tmp_path / "again.yaml")
-        copy = Profile.from_yaml(tmp_path / "again.yaml").copy
-        assert isinstance(copy, AlphaBeta) and copy.beta == pytest.approx(beta, rel=1e-4)
-
-
 @looped(
     "old, new, message",
     [
@@ -84,27 +77,3 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str
     with pytest.raises(ConfigError, match=message) as caught:
         Profile.from_yaml(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none.yaml cannot be read"):
-        Profile.from_yaml(tmp_path / "none.yaml")
-
-
-def test_unknown_codecs_are_refused(profile: Profile) -> None:
-    with pytest.raises(ConfigError, match="no costs of codec 'int5'; did you mean 'int4'"):
-        profile.codec("int5")
-
-
-def test_a_measured_rate_is_a_line_or_its_curve_and_another_one_a_line(profile: Profile) -> None:
-    assert profile.link("1gbit", curves=True) is profile.links["1gbit"]
-    assert profile.link("1gbit").exchange(4194304) == pytest.approx(3.6e-2, rel=0.02)
-    assert profile.link("300mbit", curves=True) == profile.link("300mbit")
-    assert profile.link("1gbit").exchange(1e6) < profile.link("300mbit").exchange(1e6)
-    assert profile.link("300mbit").exchange(1e6) < profile.link("100mbit").exchange(1e6)
-
-
-def test_ranges_of_a_validation() -> None:
-    known = Validation("r.json", 3, (2, 4), ("100mbit", "1gbit"), ("ddp",), (0.1, 0.05, 0.25), 0.9, 1.0, 1.25)
-    assert [known.covers_workers(count) for count in (1, 2, 3, 4, 5)] == [False, True, True, True, False]
-    assert [known.covers_rate(rate) for rate in ("99mbit", "100mbit", "1gbit", "1.1gbit")] == [False, True, True, False]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from itertools import count
 from pathlib import Path
@@ -17,19 +16,13 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.profiler import (
-    BUILT_IN,
     Sizes,
     as_model,
-    average,
     describe_machine,
-    file_name,
     link,
     load_model,
     measure_codecs,
     measure_collectives,
-    measure_copy,
-    measure_disturbance,
-    measure_link,
     measure_profile,
     measure_step,
     profile_training,
@@ -100,29 +93,6 @@ def test_codecs_have_costs(name: str) -> None:
         assert all(seconds > 0 for _, seconds in costs[verb])
 
 
-def test_copies_have_costs() -> None:
-    assert [size for size, _ in measure_copy((256, 1024), repeats=1)] == [256, 1024]
-
-
-def test_a_link_has_costs_on_every_rank() -> None:
-    for found in over_threads(2, lambda transport: measure_link(transport, (1024, 4096), repeats=2)):
-        assert [size for size, _ in found["exchange"]] == [size for size, _ in found["all_reduce"]] == [1024, 4096]
-        assert found["latency"] > 0 and found["cpu_per_byte"] >= 0
-
-
-def test_collectives_have_costs_with_any_number_of_ranks() -> None:
-    for found in over_threads(3, lambda transport: measure_collectives(transport, (1024, 4096), repeats=2)):
-        assert set(found) == {"dense", "one_shot", "two_shot"}
-        assert all([size for size, _ in points] == [1024, 4096] for points in found.values())
-
-
-@looped("world", [2, 3])
-def test_exchanges_cost_the_thread_that_computes(world: int) -> None:
-    found = over_threads(world, lambda transport: measure_disturbance(transport, 2))
-    assert len(found) == world
-    assert all(math.isfinite(seconds) and seconds >= 0 for seconds in found)
-
-
 def test_sizes_end_where_they_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank stops at the same size, by the clock of rank 0; the first two are always measured."""
     sizes = (1024, 2048, 4096, 8192)
@@ -158,31 +128,6 @@ def test_a_profile_of_the_training_that_runs() -> None:
     assert set(first.codecs) == {"int8"} and set(first.collectives) == {"dense", "one_shot", "two_shot"}
     assert first.transfer("gather", 2) is not None and len(first.links) == 1
     assert torch.equal(torch.get_rng_state(), before), "training goes on with the numbers that it would have drawn"
-
-
-def test_ranks_are_averaged() -> None:
-    def body(transport: local.LocalTransport) -> object:
-        one = float(2 * transport.rank + 1)
-        return average(
-            {"a": one, "curve": [[4, one], [8, 2 * one]], "name": "x", "n": 3, "inner": {"b": 0.0}}, transport
-        )
-
-    mean = {"a": 2.0, "curve": [[4, 2.0], [8, 4.0]], "name": "x", "n": 3, "inner": {"b": 0.0}}
-    assert over_threads(2, body) == [mean, mean]  # type: ignore[arg-type]
-
-
-def test_what_only_some_ranks_measured_is_their_mean() -> None:
-    found = over_threads(3, lambda transport: average([3.0 if transport.rank < 2 else 0.0], transport, measured_by=2))
-    assert found == [[3.0]] * 3
-
-
-@looped("name", BUILT_IN)
-def test_built_in_models_train(name: str) -> None:
-    model, batch = load_model(name)
-    loss = model(*batch)
-    loss.backward()
-    assert loss.numel() == 1
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_model_of_the_users_is_loaded() -> None:
@@ -237,10 +182,3 @@ def test_a_profile_of_more_ranks_is_the_same_on_all(world: int) -> None:
     assert all(other == first for other in others)
     assert set(first.links) == {"1gbit"} and set(first.collectives) == {"dense", "one_shot", "two_shot"}
     assert all(set(by_world) == {str(world)} for by_world in first.collectives.values())
-
-
-def test_files_are_named_by_what_was_measured() -> None:
-    environment = {"hardware": "AMD EPYC 9B14 (x2)", "date": "2026-01-01"}
-    assert file_name("gpt", environment) == "gpt_amd-epyc-9b14-x2_2026-01-01"
-    with pytest.raises(ConfigError, match="no file name"):
-        file_name("gpt", {"hardware": "---", "date": "2026-01-01"})

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
-from fusionlayer.planning import prediction
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile, Validation
 from fusionlayer.planning.projection import Method, break_even, project, projected_band
@@ -37,16 +36,6 @@ def test_ddp_closes_a_bucket_with_the_tensor_that_fills_it(profile: Profile) -> 
     assert sizes(Method.named("ddp", profile), model) == [model[:2], model[2:4], model[4:]]
     model = [mib, 2 * mib, 3 * mib, mib]
     assert sizes(Method.named("ddp-tuned", profile), model) == [model[:3], model[3:]]
-
-
-def test_codecs_use_the_planner_of_the_engine(profile: Profile) -> None:
-    method = Method.named("int4+overlap", profile)
-    assert method.name == "int4+overlap" and method.codec == "int4" and method.overlap_forward
-    half = 1 << 19
-    assert sizes(method, [half] * 8) == [[half] * 2, [half] * 4, [half] * 2]
-    chosen = Method.named("int4+overlap", profile, "ring", "wfbp")
-    assert chosen.name == "int4/ring/wfbp+overlap"
-    assert sizes(chosen, [400] * 3) == [[400]] * 3
 
 
 def test_collectives_are_those_of_the_engine(profile: Profile) -> None:
@@ -80,21 +69,6 @@ def test_a_step_by_hand(profile: Profile) -> None:
     assert step.sent == 16e6
 
 
-def test_overlap_sends_first_what_forward_needs_first(profile: Profile) -> None:
-    slow = Scenario("100mbit", cores=100)
-    plain = project(profile, Method.named("int4", profile), slow, 2)
-    ahead = project(profile, Method.named("int4+overlap", profile), slow, 2)
-    assert ahead.seconds < plain.seconds
-    assert ahead.seconds >= ahead.alone
-
-
-def test_overlap_uses_the_order_of_the_engine(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, slow = Method.named("int4+overlap", profile), Scenario("10mbit", cores=100)
-    chosen = project(profile, method, slow, 2).seconds
-    monkeypatch.setattr(prediction, "send_order", lambda ready, cost: range(len(ready)))
-    assert chosen < project(profile, method, slow, 2).seconds
-
-
 def test_scenarios(profile: Profile) -> None:
     method = Method.named("int4", profile)
     base = project(profile, method, Scenario("1gbit"), 8).seconds
@@ -114,13 +88,6 @@ def test_scenarios(profile: Profile) -> None:
         Scenario("1gb")
 
 
-@given(st.sampled_from(["ddp", "int4", "int4+overlap"]), st.lists(st.integers(50, 20_000), min_size=2, max_size=2))
-def test_a_faster_link_makes_no_slower_step(profile: Profile, name: str, rates: list[int]) -> None:
-    method = replace(Method.named(name, profile), lanes=1)
-    slow, fast = (project(profile, method, Scenario(f"{rate}mbit"), 8).seconds for rate in sorted(rates))
-    assert fast <= slow * (1 + 1e-9)
-
-
 def test_the_band_is_that_of_the_validation(profile: Profile) -> None:
     known = replace(profile, validation=VALIDATED)
     int4, raw = Method.named("int4", known), Method.named("raw", known)
@@ -137,15 +104,3 @@ def test_break_even_is_where_the_order_changes(per_host: int, hosts: set[int], p
     changes = break_even(lambda count: (count < place) == first, workers, per_host)
     expected = [count for count in range(workers[0], workers[-1] + 1, per_host) if count >= place][:1]
     assert changes == (expected if workers[0] < place <= workers[-1] else [])
-
-
-def test_the_example_breaks_even_where_steps_are_equal(profile: Profile) -> None:
-    ddp, int4 = Method.named("ddp", profile), Method.named("int4", profile)
-
-    def ahead(workers: int) -> bool:
-        steps = [project(profile, method, Scenario("1gbit"), workers).seconds for method in (int4, ddp)]
-        return steps[0] < steps[1]
-
-    assert ahead(2)
-    for place in break_even(ahead, [2, 64, 4096]):
-        assert ahead(place) != ahead(place - 1)

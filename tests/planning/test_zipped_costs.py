@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
-from fusionlayer.base.errors import ConfigError
 from fusionlayer.collectives.switching import KINDS
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile
@@ -48,16 +46,3 @@ def test_zipping_pays_on_slow_links_from_some_size_on(tmp_path: Path) -> None:
     assert codec == pytest.approx(2 * 1e-3 / (1 << 22) / 4, rel=0.05)
     assert fast["all_to_all"].seconds(1e9)[1] == pytest.approx(27.2 / 32 * beta * 1e9 + codec * 1e9, rel=0.01)
     assert fast["all_gather"].codec == pytest.approx(codec / 2 * (1 / 3 + 1), rel=1e-6), "one encoding, three decodings"
-
-
-def test_one_exchange_becomes_two(tmp_path: Path) -> None:
-    costs = expected_costs(profile(tmp_path), Scenario("1gbit"), 2)
-    for kind in ("all_gather", "all_to_all", "reduce_scatter"):
-        assert costs[kind].zipped.alpha == pytest.approx(2 * costs[kind].native.alpha)
-    assert math.isclose(costs["all_reduce"].zipped.alpha, 2 * costs["all_reduce"].native.alpha)
-
-
-def test_costs_that_lack_are_named(tmp_path: Path) -> None:
-    known = Profile.from_yaml(write_example(tmp_path))
-    with pytest.raises(ConfigError, match="no costs of codec 'zip'"):
-        expected_costs(known, Scenario("1gbit"), 4)

@@ -173,16 +173,6 @@ def test_what_cannot_be_published_is_told(tmp_path: Path) -> None:
             publisher.update([1])  # type: ignore[arg-type]
 
 
-@pytest.mark.short
-def test_what_is_published_is_the_moment_of_the_step(tmp_path: Path) -> None:
-    x = torch.zeros(1000)
-    with fl.publish({"x": x}, tmp_path) as publisher, fl.subscribe(tmp_path) as follower:
-        publisher.step()
-        x += 1
-        follower.wait(LONG)
-        assert not follower.state_dict()["x"].any()
-
-
 class Receiver:
     """Takes weights as engines of inference do, vLLM's models among them: any order, names of their own, fused."""
 

@@ -89,15 +89,6 @@ def test_one_who_missed_versions_gets_one_difference() -> None:
         assert len(trainer.outlet._kept) <= 2
 
 
-def test_nothing_is_encoded_while_nobody_follows_and_old_versions_are_not_kept() -> None:
-    with Trainer() as trainer:
-        for version in range(5):
-            trainer.publish(plain_state(version))
-        assert not trainer.outlet._kept and not trainer.outlet._updates and trainer.publisher.flush(0)
-        with fl.subscribe(trainer.publisher.address) as follower:
-            assert follower.wait(LONG) == 4
-
-
 def test_a_cut_link_comes_back_and_goes_on_with_differences() -> None:
     with Trainer() as trainer, Gateway(trainer.port) as gateway, fl.subscribe(gateway.address) as follower:
         trainer.publish(plain_state(0, 200_000))
@@ -282,8 +273,3 @@ def test_a_forked_child_leaves_publisher_and_follower_to_its_parent() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         trainer.publish(plain_state(1))
         assert follower.wait(LONG) == 1 and trainer.is_its(follower)
-
-
-def test_a_port_that_is_taken_is_told() -> None:
-    with Trainer() as trainer, pytest.raises(ConfigError, match="nobody can listen at tcp://127.0.0.1"):
-        fl.publish({}, trainer.publisher.address)
