@@ -59,6 +59,14 @@ def take(engine: Any, steps: int, first: int = 0) -> Tensor:
     return parameters_to_vector(engine.module.parameters()).detach().clone()
 
 
+def trained(kind: str, section: dict[str, Any], **more: Any) -> bytes:
+    """Return the bits of the weights of a training."""
+    engine = engine_of(kind, section, **more)
+    found = take(engine, STEPS).view(torch.uint8).numpy().tobytes()
+    engine.destroy()
+    return found
+
+
 def gathered(mine: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks, as they are."""
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

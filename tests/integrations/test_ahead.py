@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import fusionlayer as fl
-from fusionlayer import codecs, context
+from fusionlayer import context
 from fusionlayer.transport import local
 from tests.codecs.toy_sparse import toy_sparse
-from tests.codecs.variants import is_kind
 from tests.integrations.training import fill, loss_of, make_model, reference, train, weights
 from tests.loops import looped
+from tests.ranks import on_ranks
 from tests.synthetic import gradient
-from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
 
@@ -62,114 +60,30 @@ def test_at_density_one_training_is_that_of_one_process(world: int, algorithm: s
     local.run(rank_main, world)
 
 
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"overlap": True},
-    {"ahead": False},
-    {"algorithm": "oktopk"},
-    {"algorithm": "gather_v"},
-    {"planner": "wfbp"},
-]
-
-
-@looped("way", WAYS, ids=str)
-def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str, Any]) -> None:
-    """At every step, in the warm-up of the codec and after it."""
-    steps = 5
-
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(**SPARSE, **way)
-        train(model, optimizer, rank, range(steps))
-        optimizer.synchronize()
-        uninterrupted = weights(model)
-        optimizer.close()
-        assert equal_everywhere(uninterrupted)
-        for stop in range(1, steps):
-            model, optimizer = make_pair(**SPARSE, **way)
-            train(model, optimizer, rank, range(stop))
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            optimizer.close()
-            model, optimizer = make_pair(**SPARSE, **way)
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            train(model, optimizer, rank, range(stop, steps))
-            optimizer.synchronize()
-            assert torch.equal(weights(model), uninterrupted), stop
-            optimizer.close()
-
-    local.run(rank_main, 2)
-
-
-SPARSIFIERS = [name for name in codecs.names() if codecs.get(name).ahead]
-
-
-@looped("name", tiered(SPARSIFIERS, lambda name: is_kind(codecs.get(name))))
-@looped("way", WAYS, ids=str)
-def test_every_sparsifier_resumes_bit_by_bit(name: str, way: dict[str, Any]) -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(codec=name, density=0.1, **way)
-        train(model, optimizer, rank, range(2))
-        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        train(model, optimizer, rank, range(2, 5))
-        optimizer.synchronize()
-        uninterrupted = weights(model)
-        optimizer.close()
-        assert equal_everywhere(uninterrupted)
-        model, optimizer = make_pair(codec=name, density=0.1, **way)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        train(model, optimizer, rank, range(2, 5))
-        optimizer.synchronize()
-        optimizer.close()
-        assert torch.equal(weights(model), uninterrupted)
-
-    local.run(rank_main, 3)
-
-
-def test_loading_goes_back_into_the_warm_up() -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(**SPARSE)
-        train(model, optimizer, rank, range(2))
-        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        train(model, optimizer, rank, range(2, 5))
-        first = weights(model)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        train(model, optimizer, rank, range(2, 5))
-        assert torch.equal(weights(model), first)
-
-    local.run(rank_main, 2)
-
-
-def test_a_state_without_more_than_residuals_is_taken() -> None:
+@on_ranks(2)
+def test_a_state_without_more_than_residuals_is_taken(rank: int) -> None:
     """As it was saved before codecs kept states of their own."""
-
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(**SPARSE)
-        train(model, optimizer, rank, range(2))
-        state = optimizer.state_dict()
-        mine = state["fusionlayer"]
-        old = {key: mine[key] for key in ("rank", "size", "step", "residuals")}
-        optimizer.load_state_dict({**state, "fusionlayer": old})
-        loaded = optimizer.state_dict()["fusionlayer"]
-        assert not loaded["numbers"] and not loaded["tensors"]
-        assert all(torch.equal(loaded["residuals"][name], kept) for name, kept in mine["residuals"].items())
-
-    local.run(rank_main, 2)
+    model, optimizer = make_pair(**SPARSE)
+    train(model, optimizer, rank, range(2))
+    state = optimizer.state_dict()
+    mine = state["fusionlayer"]
+    old = {key: mine[key] for key in ("rank", "size", "step", "residuals")}
+    optimizer.load_state_dict({**state, "fusionlayer": old})
+    loaded = optimizer.state_dict()["fusionlayer"]
+    assert not loaded["numbers"] and not loaded["tensors"]
+    assert all(torch.equal(loaded["residuals"][name], kept) for name, kept in mine["residuals"].items())
 
 
-def test_overlap_forward_changes_no_bit() -> None:
-    def rank_main(rank: int) -> None:
-        results = []
-        for overlap in (False, True):
-            model, optimizer = make_pair(overlap=overlap, **SPARSE)
-            train(model, optimizer, rank, range(10))
-            optimizer.synchronize()
-            optimizer.close()
-            results.append(weights(model))
-        assert torch.equal(*results) and equal_everywhere(results[0])
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_overlap_forward_changes_no_bit(rank: int) -> None:
+    results = []
+    for overlap in (False, True):
+        model, optimizer = make_pair(overlap=overlap, **SPARSE)
+        train(model, optimizer, rank, range(10))
+        optimizer.synchronize()
+        optimizer.close()
+        results.append(weights(model))
+    assert torch.equal(*results) and equal_everywhere(results[0])
 
 
 def test_gradients_of_any_layout() -> None:
@@ -198,52 +112,47 @@ def test_gradients_of_any_layout() -> None:
     local.run(rank_main, 2)
 
 
-def test_what_is_owed_waits_for_a_gradient_that_some_rank_has() -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(codec="toysparse", density=0.3)
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
+@on_ranks(2)
+def test_what_is_owed_waits_for_a_gradient_that_some_rank_has(rank: int) -> None:
+    model, optimizer = make_pair(codec="toysparse", density=0.3)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
 
-        def kept() -> Tensor:
-            state: dict[str, Tensor] = optimizer.state_dict()["fusionlayer"]["residuals"]
-            return torch.cat(list(state.values()))
+    def kept() -> Tensor:
+        state: dict[str, Tensor] = optimizer.state_dict()["fusionlayer"]["residuals"]
+        return torch.cat(list(state.values()))
 
-        before = kept()
-        assert before.any()
+    before = kept()
+    assert before.any()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(kept(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for step in range(1, 9):
         optimizer.zero_grad()
-        optimizer.step()
-        assert torch.equal(kept(), before)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        for step in range(1, 9):
-            optimizer.zero_grad()
-            if rank == 0:
-                (0 * loss_of(model, rank, step)).backward()
-            optimizer.step()
-        assert not kept().any()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        optimizer.close()
-
-    local.run(rank_main, 2)
-
-
-def test_a_broadcast_state_brings_the_step() -> None:
-    """Warm-ups and seeds depend on it; error feedback stays the rank's own."""
-
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(**SPARSE)
-        train(model, optimizer, rank, range(2))
-        state = optimizer.state_dict()
-        residuals = state["fusionlayer"]["residuals"]
         if rank == 0:
-            optimizer.load_state_dict({**state, "fusionlayer": {**state["fusionlayer"], "step": 7}})
-        fl.broadcast_optimizer_state(optimizer, root_rank=0)
-        mine = optimizer.state_dict()["fusionlayer"]
-        assert mine["step"] == 7 and mine["rank"] == rank
-        assert all(torch.equal(mine["residuals"][name], kept) for name, kept in residuals.items())
-        plain = SGD(model.parameters(), lr=0.1)
-        fl.broadcast_optimizer_state(plain, root_rank=0)
+            (0 * loss_of(model, rank, step)).backward()
+        optimizer.step()
+    assert not kept().any()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer.close()
 
-    local.run(rank_main, 2)
+
+@on_ranks(2)
+def test_a_broadcast_state_brings_the_step(rank: int) -> None:
+    """Warm-ups and seeds depend on it; error feedback stays the rank's own."""
+    model, optimizer = make_pair(**SPARSE)
+    train(model, optimizer, rank, range(2))
+    state = optimizer.state_dict()
+    residuals = state["fusionlayer"]["residuals"]
+    if rank == 0:
+        optimizer.load_state_dict({**state, "fusionlayer": {**state["fusionlayer"], "step": 7}})
+    fl.broadcast_optimizer_state(optimizer, root_rank=0)
+    mine = optimizer.state_dict()["fusionlayer"]
+    assert mine["step"] == 7 and mine["rank"] == rank
+    assert all(torch.equal(mine["residuals"][name], kept) for name, kept in residuals.items())
+    plain = SGD(model.parameters(), lr=0.1)
+    fl.broadcast_optimizer_state(plain, root_rank=0)
 
 
 def test_the_configuration_and_the_argument_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +160,7 @@ def test_the_configuration_and_the_argument_decide(monkeypatch: pytest.MonkeyPat
         def rank_main(rank: int) -> set[bool]:
             model, optimizer = make_pair(codec="toysparse", **options)
             train(model, optimizer, rank, range(1))
-            buckets = {bucket.ahead for bucket in optimizer._fl_engine.plan.buckets}
+            buckets = {bucket.ahead for bucket in optimizer.fusion_plan.buckets}
             optimizer.close()
             return buckets
 

@@ -17,10 +17,9 @@ from torch.optim import SGD
 import fusionlayer as fl
 from fusionlayer.scheduler import Memory
 from tests.codecs.toy_sparse import toy_sparse
-from tests.harness import run_ranks
-from tests.integrations.training import CLASSES, fill, loss_of, make_batch, make_model, train, weights
+from tests.integrations.training import loss_of, make_model, train, weights
+from tests.ranks import on_processes
 from tests.synthetic import gradient
-from tests.tiers import tiered
 
 pytestmark = pytest.mark.medium
 
@@ -45,7 +44,8 @@ def assert_same_on_all_ranks(mine: Tensor) -> None:
     assert all(torch.equal(theirs, mine) for theirs in every)
 
 
-def check_training(rank: int, world: int) -> None:
+@on_processes(3)
+def test_training(rank: int, world: int) -> None:
     """As plain DDP does it: exactly for ``raw``, nearly for the rest, the same bits on all ranks always."""
 
     def trained(**options: Any) -> Tensor:
@@ -75,7 +75,8 @@ def check_training(rank: int, world: int) -> None:
         assert (result - plain).norm() < bound * (plain - start).norm(), options
 
 
-def check_noise(rank: int, world: int) -> None:
+@on_processes(2)
+def test_noise_is_new_in_every_bucket_and_step(rank: int, world: int) -> None:
     """The same gradients are rounded anew in each bucket and each step."""
     features = 64
     model = nn.Sequential(*(nn.Linear(features, 1, bias=False) for _ in range(2)))
@@ -103,22 +104,10 @@ class _SideBySide(nn.Module):
         return torch.stack([layer(x).sum() for layer in self.layers]).sum()
 
 
-def test_noise_is_new_in_every_bucket_and_step() -> None:
-    run_ranks(check_noise, 2)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_training(world: int) -> None:
-    run_ranks(check_training, world)
-
-
-def check_feedback(rank: int, world: int) -> None:
-    """What was given to the hook is what came out plus what all ranks hold back, by parameter, whatever the buckets.
-
-    With three ranks the feedback takes 8 bits, and this holds but for their rounding.
-    """
-    bits = 8 if world == 3 else 32
-    model, hook = make_ddp("int4", feedback_bits=bits)
+@on_processes(3)
+def test_error_feedback_survives_the_rebuilding_of_buckets_and_a_checkpoint(rank: int, world: int) -> None:
+    """What was given to the hook is what came out plus what all ranks hold back, but for the rounding to 8 bits."""
+    model, hook = make_ddp("int4", feedback_bits=8)
     alone = make_model()
     given = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
     came_out = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
@@ -139,12 +128,12 @@ def check_feedback(rank: int, world: int) -> None:
         plain = Memory()
         plain.load_state_dict(hook.state_dict())
         held_back = plain.state_dict()["residuals"]
-        assert bool(hook.state_dict()["packed"]) == (bits == 8)
+        assert hook.state_dict()["packed"]
         assert held_back.keys() == given.keys()
         for name in given:
             held = total(held_back[name]).view_as(given[name])
             assert held.abs().max() > 0
-            slack = 1e-6 if bits == 32 else float(given[name].abs().max()) / 100
+            slack = float(given[name].abs().max()) / 100
             torch.testing.assert_close(came_out[name] + held, given[name], rtol=1e-4, atol=slack)
 
     steps(range(1))
@@ -155,7 +144,7 @@ def check_feedback(rank: int, world: int) -> None:
 
     saved = hook.state_dict()
     hook.close()
-    model, hook = make_ddp("int4", feedback_bits=bits)
+    model, hook = make_ddp("int4", feedback_bits=8)
     hook.load_state_dict(saved)
     assert hook.state_dict()["sent"] == saved["sent"] == sum(buckets)
     buckets.clear()
@@ -163,12 +152,8 @@ def check_feedback(rank: int, world: int) -> None:
     assert_nothing_is_lost()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_error_feedback_survives_the_rebuilding_of_buckets_and_a_checkpoint(world: int) -> None:
-    run_ranks(check_feedback, world)
-
-
-def check_sparse(rank: int, world: int) -> None:
+@on_processes(3)
+def test_sparse_codecs(rank: int, world: int) -> None:
     """Exact at density 1; otherwise equal on all ranks, nothing lost, and resumed within the warm-up as it went on."""
     with toy_sparse():
         plain = trained_plainly(rank)
@@ -198,7 +183,8 @@ def check_sparse(rank: int, world: int) -> None:
             make_ddp("toysparse", algorithm="gather", ahead=False)
 
 
-def check_one_by_one(rank: int, world: int) -> None:
+@on_processes(2)
+def test_one_by_one_it_is_the_same_as_an_optimizer(rank: int, world: int) -> None:
     """Averages are those of an optimizer ahead of fusion, to the last bit, whatever buckets DDP makes."""
     with toy_sparse():
         results = []
@@ -222,80 +208,14 @@ def check_one_by_one(rank: int, world: int) -> None:
                 assert torch.equal(state["residuals"][name], residual)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_one_by_one_it_is_the_same_as_an_optimizer(world: int) -> None:
-    run_ranks(check_one_by_one, world)
-
-
 def trained_plainly(rank: int) -> Tensor:
     model, _ = make_ddp()
     train(model, SGD(model.parameters(), lr=0.1), rank, range(4))
     return weights(model)
 
 
-@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 3))
-def test_sparse_codecs(world: int) -> None:
-    run_ranks(check_sparse, world)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.even, self.odd = make_model(), nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)
-        fill(self)
-
-    def forward(self, x: Tensor, even: bool) -> Tensor:
-        return (self.even if even else self.odd)(self.trunk(x))
-
-
-def check_ways(rank: int, world: int) -> None:
-    """no_sync, unused parameters, two models at once."""
-
-    def accumulated(codec: str | None) -> Tensor:
-        model, hook = make_ddp(codec)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            with model.no_sync():
-                loss_of(model, rank, 2 * step).backward()
-            assert not hook or hook.state_dict()["step"] == step
-            loss_of(model, rank, 2 * step + 1).backward()
-            assert not hook or hook.state_dict()["step"] == step + 1
-            optimizer.step()
-        return weights(model)
-
-    def branched(codec: str | None) -> Tensor:
-        model = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL_BUCKETS)
-        if codec:
-            fl.ddp.register(model, codec)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            x, y = make_batch(rank, step)
-            ((model(x, (rank + step) % 2 == 0) - y) ** 2).mean().backward()
-            optimizer.step()
-        return weights(model)
-
-    for way in (accumulated, branched):
-        plain, raw, small = way(None), way("raw"), way("int8")
-        torch.testing.assert_close(raw, plain, rtol=1e-5, atol=1e-7)
-        assert (small - plain).norm() < 0.05 * plain.norm()
-        assert_same_on_all_ranks(raw)
-        assert_same_on_all_ranks(small)
-
-    first, _ = make_ddp("int8")
-    second, _ = make_ddp("int4")
-    for step in range(3):
-        (loss_of(first, rank, step) + loss_of(second, rank, step)).backward()
-    for model in (first, second):
-        assert_same_on_all_ranks(torch.cat([p.grad.view(-1) for p in model.parameters()]))
-
-
-def test_accumulation_unused_parameters_and_two_models() -> None:
-    run_ranks(check_ways, 2)
-
-
-def check_refusals(rank: int, world: int) -> None:
+@on_processes(2)
+def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
     with pytest.raises(fl.ConfigError, match="register got a Sequential; wrap the model in DistributedDataParallel"):
         fl.ddp.register(make_model())
     with pytest.raises(fl.ConfigError, match="did you mean 'int8'"):
@@ -354,11 +274,8 @@ def check_refusals(rank: int, world: int) -> None:
     hook.close()
 
 
-def test_what_cannot_be_is_refused_on_every_rank() -> None:
-    run_ranks(check_refusals, 2)
-
-
-def check_forgotten(rank: int, world: int) -> None:
+@on_processes(2)
+def test_a_hook_that_nobody_closes_leaves_no_threads(rank: int, world: int) -> None:
     """A backward that fails on every rank; nobody closes the hook."""
     before = set(threading.enumerate())
 
@@ -379,7 +296,3 @@ def check_forgotten(rank: int, world: int) -> None:
     for thread in ours:
         thread.join(180)
         assert not thread.is_alive(), thread.name
-
-
-def test_a_hook_that_nobody_closes_leaves_no_threads() -> None:
-    run_ranks(check_forgotten, 2)

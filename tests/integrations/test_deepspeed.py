@@ -20,7 +20,7 @@ import fusionlayer as fl
 from fusionlayer.backend import hint
 from tests.harness import run_ranks
 from tests.ports import free_port
-from tests.tiers import engine, needs
+from tests.tiers import engine, exhaustive, needs
 
 from . import deepspeed_oracles as oracles
 from . import deepspeed_training as training
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.medium, engine, needs("deepspeed")]
 STEPS = 3
 INT8 = {"codec": "int8", "min_bytes": 0}
 INT4 = {"codec": "int4", "min_bytes": 0}
+BF16 = {"bf16": {"enabled": True}}
 BITS = {"zero0": 32, "zero1": 8, "zero2": 8}
 """Of the error feedback's elements, by kind of training."""
 
@@ -70,6 +71,7 @@ def compressed(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]
                 section = {"gradients": INT4, "error_feedback": feedback, "feedback_bits": BITS[kind]}
                 results["feedback", kind, feedback] = _error_of_mean_gradient(kind, section)
         if kind == "zero3":
+            results["exempt"] = [_with_exempt(scatters) for scatters in (True, False)]
             with poisoned():
                 results["poisoned"] = _train(kind, {"gradients": INT8, "weights": INT8})
             results["zero++"] = _train(kind, {"zero_plus_plus": True})
@@ -89,8 +91,11 @@ def compressed(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]
         if kind == "zero0":
             results["1-bit Adam"] = oracles.one_bit()
             results["frozen Adam"] = oracles.one_bit({"gradients": "raw"})
+            results["experts"] = refusal(lambda: oracles.engine_of("moe", optimizer=oracles.ONE_BIT))
         if kind == "zero2":
             results["differences"] = oracles.differences(kind)
+            lossless = {"gradients": "raw", "weights": {"codec": "delta", "min_bytes": 0}}
+            results["delta"] = [oracles.trained(kind, section, **BF16) for section in ({"gradients": "raw"}, lossless)]
             results["resumed"] = oracles.resumed(kind, folder, oracles.SDP4BIT)
     return results
 
@@ -206,14 +211,30 @@ def _error_of_mean_gradient(kind: str, section: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _averages(kind: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the bits of averaged gradients by name."""
-    engine = training.engine_of(fl.deepspeed.initialize, kind, section)
+def _averages(kind: str, section: dict[str, Any], **zero: Any) -> dict[str, Any]:
+    """Return the bits of averaged gradients by name; ``zero`` are keys of the configuration of ZeRO."""
+    from deepspeed.utils import safe_get_full_grad
+
+    model = training.build(kind)
+    config = training.settings(kind, section)
+    config["zero_optimization"] |= zero
+    engine = fl.deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     engine.backward(engine(*next(training.batches(1))))
-    bits = {name: each.grad.numpy().tobytes() for name, each in engine.module.named_parameters()}
+    with hint(plain=True):
+        found = {
+            name: safe_get_full_grad(each) if kind == "zero3" else each.grad
+            for name, each in engine.module.named_parameters()
+        }
+    bits = {name: each.numpy().tobytes() for name, each in found.items()}
     exempt = engine.fusionlayer.exempt
     engine.destroy()
     return {"bits": bits, "exempt": exempt}
+
+
+def _with_exempt(scatters: bool) -> list[dict[str, Any]]:
+    """Average in buffers in which one parameter is exempt and its neighbours are not, uncompressed and compressed."""
+    sections = ({"gradients": "raw"}, {"gradients": INT4, "exempt": ["blocks.0.*.bias"]})
+    return [_averages("zero3", section, reduce_scatter=scatters) for section in sections]
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
@@ -306,6 +327,22 @@ def test_gradients_of_routers_are_exempt(found: Found) -> None:
         assert raw["bits"]["head.weight"] != coded["bits"]["head.weight"]
 
 
+def test_exempt_gradients_in_mixed_buffers_travel_as_they_are(found: Found) -> None:
+    for mine in found:
+        for raw, coded in mine["exempt"]:
+            equal = {name for name, bits in raw["bits"].items() if bits == coded["bits"][name]}
+            assert len(coded["exempt"]) > 1 and set(coded["exempt"]) <= equal < set(raw["bits"])
+        raw, scattered = mine["exempt"][0]
+        others = {name for name in raw["bits"] if name not in scattered["exempt"] and name.endswith("weight")}
+        assert all(raw["bits"][name] != scattered["bits"][name] for name in others)
+
+
+def test_changed_weights_of_a_16_bit_model_lose_no_bit(found: Found) -> None:
+    for mine in found:
+        plain, delta = mine["delta"]
+        assert plain == delta
+
+
 def test_where_a_section_may_come_from(found: Found) -> None:
     assert [mine["ways"] for mine in found] == [["int4", "int4", None, "int4", None, "int8"]] * 2
 
@@ -316,6 +353,8 @@ def test_mistakes_that_show_when_processes_meet(plain: Found, found: Found) -> N
         assert kind == "ConfigError" and "runs already with the backend" in message and "gloo" in message
         assert "init_distributed(config)" in message
     for mine in found:
+        kind, message = mine["experts"]
+        assert kind == "ConfigError" and '"OneBitAdam" with experts' in message
         kind, message = mine["mismatch"]
         assert kind == "PlanMismatch" and 'the section "fusionlayer"' in message
 
@@ -334,6 +373,7 @@ def pipelines_compressed(rank: int, world: int, port: int) -> list[dict[str, Any
     return [_train("pipeline", section) for section in ({"gradients": "raw"}, {"gradients": INT8, "activations": INT8})]
 
 
+@exhaustive(guarded_by="tests/integrations/test_deepspeed.py::test_gradients_travel_compressed_after_the_warm_up")
 def test_two_pipelines_of_two_stages_average_their_gradients() -> None:
     expected = run_ranks(pipelines_on_gloo, 4, free_port(), backend=None)
     found = run_ranks(pipelines_compressed, 4, free_port(), backend=None)

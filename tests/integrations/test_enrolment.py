@@ -15,6 +15,7 @@ import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.integrations.training import CLASSES, fill, loss_of, make_model, train, weights
 from tests.loops import looped
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
 
@@ -147,70 +148,61 @@ def half_frozen() -> nn.Sequential:
     return model
 
 
-def test_ranks_that_change_different_parameters_are_told_which() -> None:
-    def rank_main(rank: int) -> None:
-        model = half_frozen()
-        optimizer = wrap(model)
-        train(model, optimizer, rank, range(2))
-        (model[0].bias if rank == 1 else model[0].weight).requires_grad_(True)
-        with pytest.raises(fl.PlanMismatch) as error:
-            train(model, optimizer, rank, range(2, 4))
-        assert error.value.ranks == (1,)
-        assert "'0.bias' only on ranks [1], '0.weight' only on ranks [0, 2]" in str(error.value)
-
-    local.run(rank_main, 3)
+@on_ranks(3)
+def test_ranks_that_change_different_parameters_are_told_which(rank: int) -> None:
+    model = half_frozen()
+    optimizer = wrap(model)
+    train(model, optimizer, rank, range(2))
+    (model[0].bias if rank == 1 else model[0].weight).requires_grad_(True)
+    with pytest.raises(fl.PlanMismatch) as error:
+        train(model, optimizer, rank, range(2, 4))
+    assert error.value.ranks == (1,)
+    assert "'0.bias' only on ranks [1], '0.weight' only on ranks [0, 2]" in str(error.value)
 
 
-def test_a_rank_that_unfreezes_alone_is_named_everywhere_with_its_parameters() -> None:
+@on_ranks(3)
+def test_a_rank_that_unfreezes_alone_is_named_everywhere_with_its_parameters(rank: int) -> None:
     """Also where the others send as many bytes as a digest has: 8 numbers of f32."""
-
-    def rank_main(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 2, bias=False))
-        fill(model)
-        model[0].requires_grad_(False)
-        optimizer = wrap(model, algorithm="one_shot")
-        for step in range(3):
-            if rank == 1 and step == 2:
-                model[0].bias.requires_grad_(True)
-            before = weights(model)
-            optimizer.zero_grad()
-            loss = model(torch.ones(1, 1)).sum()
-            if step < 2:
-                loss.backward()
-                optimizer.step()
-        with pytest.raises(
-            fl.TransportError, match=r"rank 1 (is )?in an agreement.*\('0.bias' now require gradients\)"
-        ):
-            loss.backward()
-        assert torch.equal(weights(model), before)
-
-    local.run(rank_main, 3)
-
-
-def test_a_gradient_that_came_too_late_is_refused() -> None:
-    def rank_main(rank: int) -> None:
-        model = half_frozen()
-        optimizer = wrap(model)
-        train(model, optimizer, rank, range(1))
-        for synchronized in (False, True):
-            loss_of(model, rank, 1).backward()
-            if synchronized:
-                optimizer.synchronize()
+    model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 2, bias=False))
+    fill(model)
+    model[0].requires_grad_(False)
+    optimizer = wrap(model, algorithm="one_shot")
+    for step in range(3):
+        if rank == 1 and step == 2:
             model[0].bias.requires_grad_(True)
-            model[0].bias.sum().backward()
-            with pytest.raises(fl.UsageError, match="gradient '0.bias' is not reduced.*before backward"):
-                if synchronized:
-                    with optimizer.skip_synchronize():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-            model[0].bias.grad.zero_()  # as zero_grad(set_to_none=False) leaves it
-            optimizer.step() if not synchronized else None
-            assert planned(optimizer) == FIRST
-            model[0].bias.requires_grad_(False)
-            optimizer.zero_grad()
+        before = weights(model)
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 1)).sum()
+        if step < 2:
+            loss.backward()
+            optimizer.step()
+    with pytest.raises(fl.TransportError, match=r"rank 1 (is )?in an agreement.*\('0.bias' now require gradients\)"):
+        loss.backward()
+    assert torch.equal(weights(model), before)
 
-    local.run(rank_main, 2)
+
+@on_ranks(2)
+def test_a_gradient_that_came_too_late_is_refused(rank: int) -> None:
+    model = half_frozen()
+    optimizer = wrap(model)
+    train(model, optimizer, rank, range(1))
+    for synchronized in (False, True):
+        loss_of(model, rank, 1).backward()
+        if synchronized:
+            optimizer.synchronize()
+        model[0].bias.requires_grad_(True)
+        model[0].bias.sum().backward()
+        with pytest.raises(fl.UsageError, match="gradient '0.bias' is not reduced.*before backward"):
+            if synchronized:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        model[0].bias.grad.zero_()  # as zero_grad(set_to_none=False) leaves it
+        optimizer.step() if not synchronized else None
+        assert planned(optimizer) == FIRST
+        model[0].bias.requires_grad_(False)
+        optimizer.zero_grad()
 
 
 def test_a_gradient_that_was_begun_is_still_reduced_if_its_parameter_is_frozen() -> None:
@@ -272,135 +264,125 @@ def test_all_parameters_may_be_frozen_for_a_while() -> None:
     assert torch.equal(*local.run(rank_main, 2))
 
 
-def test_a_given_plan_must_have_them(tmp_path: Path) -> None:
-    def rank_main(rank: int) -> None:
-        model = make_model()
-        optimizer = wrap(model)
-        train(model, optimizer, rank, range(1))
-        whole = optimizer.fusion_plan
-        optimizer.close()
+@on_ranks(2)
+def test_a_given_plan_must_have_them(rank: int, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    train(model, optimizer, rank, range(1))
+    whole = optimizer.fusion_plan
+    optimizer.close()
 
-        # A plan of the whole model serves while parts of it are frozen.
-        model[0].requires_grad_(False)
-        optimizer = wrap(model, plan=whole)
-        train(model, optimizer, rank, range(1, 2))
-        part = optimizer.fusion_plan
-        assert planned(optimizer) == FIRST
-        model.requires_grad_(True)
-        train(model, optimizer, rank, range(2, 3))
-        assert optimizer.fusion_plan == whole
-        optimizer.adopt_plan(part)  # of before: it changes nothing
-        train(model, optimizer, rank, range(3, 4))
-        assert optimizer.fusion_plan == whole
-        optimizer.close()
+    # A plan of the whole model serves while parts of it are frozen.
+    model[0].requires_grad_(False)
+    optimizer = wrap(model, plan=whole)
+    train(model, optimizer, rank, range(1, 2))
+    part = optimizer.fusion_plan
+    assert planned(optimizer) == FIRST
+    model.requires_grad_(True)
+    train(model, optimizer, rank, range(2, 3))
+    assert optimizer.fusion_plan == whole
+    optimizer.adopt_plan(part)  # of before: it changes nothing
+    train(model, optimizer, rank, range(3, 4))
+    assert optimizer.fusion_plan == whole
+    optimizer.close()
 
-        model[0].requires_grad_(False)
-        path = tmp_path / f"{rank}.yaml"
-        part.to_yaml(path)
-        optimizer = wrap(model, plan=path)
-        train(model, optimizer, rank, range(1))
-        model[0].requires_grad_(True)
+    model[0].requires_grad_(False)
+    path = tmp_path / f"{rank}.yaml"
+    part.to_yaml(path)
+    optimizer = wrap(model, plan=path)
+    train(model, optimizer, rank, range(1))
+    model[0].requires_grad_(True)
+    optimizer.zero_grad()
+    text = r"2 tensors differ.*'0.bias': plan has none.*make a plan for this"
+    for again in (lambda: loss_of(model, rank, 1).backward(), optimizer.step):
+        with pytest.raises(fl.ConfigError, match=text):
+            again()
+
+
+@on_ranks(2)
+def test_names_of_added_parameters(rank: int) -> None:
+    model = make_model()
+    extra = nn.Parameter(torch.ones(3))
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    named = list(model[0].named_parameters())
+
+    def names_after(optimizer: Any, group: Any) -> set[str]:
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
         optimizer.zero_grad()
-        text = r"2 tensors differ.*'0.bias': plan has none.*make a plan for this"
-        for again in (lambda: loss_of(model, rank, 1).backward(), optimizer.step):
-            with pytest.raises(fl.ConfigError, match=text):
-                again()
+        optimizer.add_param_group({"params": group, "lr": 0.5})
+        (loss_of(model, rank, 0) + extra.sum()).backward()
+        optimizer.step()
+        assert optimizer.param_groups[-1]["lr"] == 0.5
+        names = planned(optimizer)
+        optimizer.close()
+        return names
 
-    local.run(rank_main, 2)
-
-
-def test_names_of_added_parameters() -> None:
-    def rank_main(rank: int) -> None:
-        model = make_model()
-        extra = nn.Parameter(torch.ones(3))
-        first, last = list(model[0].parameters()), list(model[2].parameters())
-        named = list(model[0].named_parameters())
-
-        def names_after(optimizer: Any, group: Any) -> set[str]:
-            loss_of(model, rank, 0).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.add_param_group({"params": group, "lr": 0.5})
-            (loss_of(model, rank, 0) + extra.sum()).backward()
-            optimizer.step()
-            assert optimizer.param_groups[-1]["lr"] == 0.5
-            names = planned(optimizer)
-            optimizer.close()
-            return names
-
-        assert names_after(wrap(model, first), last) == FIRST | LATER  # listed when it was wrapped
-        by_place = fl.DistributedOptimizer(SGD(first, lr=0.1))
-        places = {f"allreduce.noname.{place}" for place in ("0.0", "0.1", "1.0")}
-        assert names_after(by_place, extra) == places
-        by_name = fl.DistributedOptimizer(SGD(named, lr=0.1), named)
-        assert names_after(by_name, [("extra", extra)]) == {"weight", "bias", "extra"}
-
-    local.run(rank_main, 2)
+    assert names_after(wrap(model, first), last) == FIRST | LATER  # listed when it was wrapped
+    by_place = fl.DistributedOptimizer(SGD(first, lr=0.1))
+    places = {f"allreduce.noname.{place}" for place in ("0.0", "0.1", "1.0")}
+    assert names_after(by_place, extra) == places
+    by_name = fl.DistributedOptimizer(SGD(named, lr=0.1), named)
+    assert names_after(by_name, [("extra", extra)]) == {"weight", "bias", "extra"}
 
 
-def test_added_parameters_begin_with_rank_0s_values_and_ranks_add_the_same() -> None:
-    def rank_main(rank: int) -> None:
-        model = make_model()
-        optimizer = wrap(model)
-        train(model, optimizer, rank, range(1))
-        extra = nn.Parameter(torch.full((3,), float(rank)))
-        optimizer.add_param_group({"params": [extra]})
-        assert not extra.any()
-        train(model, optimizer, rank, range(1))
-        text = r"rank 1 (is )?in add_param_group\(\) \(which adds 'allreduce.noname.2.0'\)"
-        with pytest.raises(fl.TransportError, match=text):
-            if rank == 1:
-                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8))]})
-            else:
-                train(model, optimizer, rank, range(1))
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_added_parameters_begin_with_rank_0s_values_and_ranks_add_the_same(rank: int) -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    train(model, optimizer, rank, range(1))
+    extra = nn.Parameter(torch.full((3,), float(rank)))
+    optimizer.add_param_group({"params": [extra]})
+    assert not extra.any()
+    train(model, optimizer, rank, range(1))
+    text = r"rank 1 (is )?in add_param_group\(\) \(which adds 'allreduce.noname.2.0'\)"
+    with pytest.raises(fl.TransportError, match=text):
+        if rank == 1:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8))]})
+        else:
+            train(model, optimizer, rank, range(1))
 
 
 @looped("world", [1, 2])
-def test_groups_that_cannot_be_added_leave_the_optimizer_as_it_was(world: int) -> None:
-    def rank_main(rank: int) -> None:
-        model, other = make_model(), make_model()
-        named = list(model[0].named_parameters())
-        # Where step() does not wait for backward's results, they are being reduced in between.
-        optimizer: Any = fl.DistributedOptimizer(SGD(named, lr=0.1), named, overlap_forward=model)
-        theirs = wrap(other)
-        taken: list[tuple[Any, str]] = [
-            ([("weight", nn.Parameter(torch.ones(2)))], "has the name 'weight' of another one"),
-            ([("w", nn.Parameter(torch.ones(2, device="meta")))], "meta.*one optimizer for each device"),
-        ]
-        if world > 1:
-            taken += [([("w", other[0].weight)], "'w' belongs to a DistributedOptimizer already")]
-        for group, text in taken:
-            with pytest.raises(fl.ConfigError, match=text):
-                optimizer.add_param_group({"params": group})
-            assert len(optimizer.param_groups) == 1
-        loss_of(model, rank, 0).backward()
-        if world > 1:
-            with pytest.raises(fl.UsageError, match="being reduced; call it before backward"):
-                optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2)))]})
-        optimizer.step()
-        optimizer.close()
-        theirs.close()
-
-    local.run(rank_main, world)
+@on_ranks()
+def test_groups_that_cannot_be_added_leave_the_optimizer_as_it_was(rank: int, world: int) -> None:
+    model, other = make_model(), make_model()
+    named = list(model[0].named_parameters())
+    # Where step() does not wait for backward's results, they are being reduced in between.
+    optimizer: Any = fl.DistributedOptimizer(SGD(named, lr=0.1), named, overlap_forward=model)
+    theirs = wrap(other)
+    taken: list[tuple[Any, str]] = [
+        ([("weight", nn.Parameter(torch.ones(2)))], "has the name 'weight' of another one"),
+        ([("w", nn.Parameter(torch.ones(2, device="meta")))], "meta.*one optimizer for each device"),
+    ]
+    if world > 1:
+        taken += [([("w", other[0].weight)], "'w' belongs to a DistributedOptimizer already")]
+    for group, text in taken:
+        with pytest.raises(fl.ConfigError, match=text):
+            optimizer.add_param_group({"params": group})
+        assert len(optimizer.param_groups) == 1
+    loss_of(model, rank, 0).backward()
+    if world > 1:
+        with pytest.raises(fl.UsageError, match="being reduced; call it before backward"):
+            optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2)))]})
+    optimizer.step()
+    optimizer.close()
+    theirs.close()
 
 
-def test_state_and_plan_of_added_parameters_survive_reconnect_and_reload() -> None:
-    def rank_main(rank: int) -> None:
-        model = half_frozen()
-        optimizer = wrap(model, list(model[2].parameters()), codec="int4", error_feedback=True)
-        train(model, optimizer, rank, range(1))
-        optimizer.add_param_group({"params": list(model[0].parameters())})
-        model.requires_grad_(True)
-        train(model, optimizer, rank, range(1, 3))
-        state, plan = optimizer.state_dict(), optimizer.fusion_plan
-        assert set(state["fusionlayer"]["residuals"]) == FIRST | LATER
-        optimizer.reconnect()
-        train(model, optimizer, rank, range(3, 4))
-        assert optimizer.fusion_plan == plan
-        optimizer.load_state_dict(state)
-        again = optimizer.state_dict()["fusionlayer"]["residuals"]
-        assert all(torch.equal(again[name], kept) for name, kept in state["fusionlayer"]["residuals"].items())
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_state_and_plan_of_added_parameters_survive_reconnect_and_reload(rank: int) -> None:
+    model = half_frozen()
+    optimizer = wrap(model, list(model[2].parameters()), codec="int4", error_feedback=True)
+    train(model, optimizer, rank, range(1))
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    model.requires_grad_(True)
+    train(model, optimizer, rank, range(1, 3))
+    state, plan = optimizer.state_dict(), optimizer.fusion_plan
+    assert set(state["fusionlayer"]["residuals"]) == FIRST | LATER
+    optimizer.reconnect()
+    train(model, optimizer, rank, range(3, 4))
+    assert optimizer.fusion_plan == plan
+    optimizer.load_state_dict(state)
+    again = optimizer.state_dict()["fusionlayer"]["residuals"]
+    assert all(torch.equal(again[name], kept) for name, kept in state["fusionlayer"]["residuals"].items())

@@ -24,6 +24,7 @@ import fusionlayer as fl
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_optimizer_results import plan_of
 from tests.integrations.training import loss_of, make_model, train, weights
+from tests.ranks import on_processes
 from tests.tiers import exhaustive, tiered
 
 pytestmark = pytest.mark.medium
@@ -200,7 +201,8 @@ def test_survivors_of_a_lost_rank_are_told_which(how: str, tmp_path: Path) -> No
         assert of_ddp["bucket"] == 0 and set(of_ddp["tensors"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def check_disagreements(rank: int, world: int) -> None:
+@on_processes(3)
+def test_ranks_that_disagree_are_told_before_anything_is_sent(rank: int, world: int) -> None:
     os.environ["FUSIONLAYER_TIMEOUT"] = "15"
     odd = rank == 1
     base = {"codec": "int4"}
@@ -268,7 +270,3 @@ def assert_mismatch(optimizer: Any, model: nn.Module, rank: int) -> None:
     for again in (lambda: loss_of(model, rank, 1).backward(), optimizer.step):
         with pytest.raises(fl.PlanMismatch, match="differs over ranks"):
             again()
-
-
-def test_ranks_that_disagree_are_told_before_anything_is_sent() -> None:
-    run_ranks(check_disagreements, 3)

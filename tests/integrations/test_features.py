@@ -31,8 +31,9 @@ from fusionlayer.scheduler import Memory
 from tests.harness import run_ranks
 from tests.integrations.test_averages_after_backward import CHANGES
 from tests.integrations.training import fill, weights
+from tests.ranks import on_processes
 from tests.synthetic import gradient
-from tests.tiers import exhaustive, long
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
@@ -470,15 +471,13 @@ def test_what_an_unused_parameter_owes_is_kept_to_the_bit_with_every_codec() -> 
 
 
 @exhaustive(guarded_by="tests/integrations/test_features.py::test_features")
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=long)])
-def test_all_features(world: int) -> None:
-    run_ranks(check_features, world, tuple(FEATURES), MORE_CODECS, timeout=600)
+def test_all_features() -> None:
+    run_ranks(check_features, 2, tuple(FEATURES), MORE_CODECS, timeout=600)
 
 
 @exhaustive(guarded_by="tests/integrations/test_features.py::test_features_of_models_with_an_optimizer")
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=long)])
-def test_all_features_with_an_optimizer(world: int) -> None:
-    run_ranks(check_features, world, OPTIMIZED, MORE_CODECS, with_optimizer, timeout=600)
+def test_all_features_with_an_optimizer() -> None:
+    run_ranks(check_features, 2, OPTIMIZED, MORE_CODECS, with_optimizer, timeout=600)
 
 
 def make_ddp() -> Any:
@@ -691,14 +690,11 @@ def check_changes(rank: int, world: int) -> None:
     torch.testing.assert_close(doubled, 2 * model.module.third.weight.grad)
 
 
-def test_two_passes_copies_and_refusals() -> None:
-    run_ranks(check_all_else, 2, CODECS, timeout=120)
-
-
-def check_all_else(rank: int, world: int, codecs: dict[str, dict[str, Any]]) -> None:
-    check_two_passes(rank, world, codecs)
-    check_copies(rank, world, codecs)
-    check_optimizer(rank, world, codecs)
+@on_processes(2, timeout=120)
+def test_two_passes_copies_and_refusals(rank: int, world: int) -> None:
+    check_two_passes(rank, world, CODECS)
+    check_copies(rank, world, CODECS)
+    check_optimizer(rank, world, CODECS)
     check_resumed_types(rank, world)
     check_refusals(rank, world)
     check_changes(rank, world)

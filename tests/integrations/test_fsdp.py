@@ -27,19 +27,19 @@ from fusionlayer.base.errors import ConfigError, PlanMismatch
 from fusionlayer.codecs import Codec
 from fusionlayer.sharded.fsdp_collectives import AllGather, ReduceScatter, ReplicaGather, _scale
 from fusionlayer.training.parameters import all_finite, local_part
-from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.harness import checkpoint, outcomes_of
 from tests.integrations.training import fill, weights
+from tests.ranks import on_processes
 from tests.synthetic import gradient
-from tests.tiers import exhaustive, tiered
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
 FEATURES, WIDTH, BATCH, LAYERS = 24, 65, 4, 3  # no number of ranks but 1 divides 65: shards are padded
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 F16 = MixedPrecisionPolicy(param_dtype=torch.float16)
-POLICIES = {"f32": MixedPrecisionPolicy(), "bf16": BF16, "all bf16": ALL_BF16, "f16": F16}
+POLICIES = {"f32": MixedPrecisionPolicy(), "bf16": BF16, "f16": F16}
 
 Shard = Callable[[nn.Module], object]
 
@@ -154,9 +154,10 @@ def test_sums_are_scaled_as_torch_asks() -> None:
 # ---- training to the last bit ---------------------------------------------------------------------------------------
 
 
-def hold_lossless(rank: int, world: int, policy: str, steps: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    for reshard in (True, False):
+@on_processes(2)
+def test_zipped_weights_train_to_the_bits_of_torch_s_own(rank: int, world: int) -> None:
+    mesh, steps = init_device_mesh("cpu", (world,)), 2
+    for policy, reshard in (("f32", True), ("bf16", False)):
         native = run(sharded(mesh, policy, reshard_after_forward=reshard), steps)
         model = sharded(mesh, policy, reshard_after_forward=reshard)
         compression = fl.fsdp.compress(model, all_gather="zip", reduce_scatter=None)
@@ -167,26 +168,19 @@ def hold_lossless(rank: int, world: int, policy: str, steps: int) -> None:
         assert low * gathered < compression.bytes_sent < high * gathered, "every module's, and zipped"
 
 
-@pytest.mark.parametrize(
-    "world, policy, steps",
-    tiered([(2, "f32", 2), (4, "bf16", 6)], lambda world, policy, steps: steps == 2),
-)
-def test_zipped_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
-    run_ranks(hold_lossless, world, policy, steps)
-
-
 def digest(model: nn.Module) -> Tensor:
     """Return what tells apart this rank's shards: it is compared over steps, not printed."""
     data = b"".join(p.to_local().detach().numpy().tobytes() for p in model.parameters())  # type: ignore[attr-defined]
     return torch.tensor(list(hashlib.sha256(data).digest()), dtype=torch.uint8)
 
 
-def hold_changes(rank: int, world: int, policy: str, steps: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@on_processes(2)
+def test_changes_of_weights_train_to_the_bits_of_torch_s_own(rank: int, world: int) -> None:
+    mesh, steps = init_device_mesh("cpu", (world,)), 6
     found: list[list[Tensor]] = []
     sent: list[int] = []
     for by in (None, "delta"):
-        model = sharded(mesh, policy)
+        model = sharded(mesh, "bf16")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         compression = fl.fsdp.compress(model, by, None) if by else None
         trace = []
@@ -196,30 +190,20 @@ def hold_changes(rank: int, world: int, policy: str, steps: int) -> None:
             sent += [compression.bytes_sent - before] if compression else []
         found.append(trace)
     assert same(*found), "the losses and the weights of torch's own, to the bit, in every step"
-    whole = elements(model) * (4 if policy == "f32" else 2) / world * (world - 1)
-    assert sent[0] >= whole, "whole weights travel once"
-    if policy == "bf16":
-        assert max(sent[1:]) < whole / 4, "then what has changed, once in each step"
+    whole = elements(model) * 2 / world * (world - 1)
+    assert sent[0] >= whole, "whole weights are sent once"
+    assert max(sent[1:]) < whole / 4, "then the changed ones, once in each step"
 
 
-@pytest.mark.parametrize(
-    "world, policy, steps",
-    tiered([(2, "bf16", 6), (2, "f32", 8), (4, "bf16", 40)], lambda *case: case[2] == 6, lambda *case: case[2] == 8),
-)
-def test_changes_of_weights_train_to_the_bits_of_torch_s_own(world: int, policy: str, steps: int) -> None:
-    run_ranks(hold_changes, world, policy, steps)
-
-
-def hold_lossless_gradients(rank: int, world: int, policy: str) -> None:
-    """Two summands have one order, so there torch's sum is ours to the last bit."""
-    mesh = init_device_mesh("cpu", (world,))
+@on_processes(2)
+def test_zipped_gradients_train_as_torch_s_own(rank: int, world: int) -> None:
+    """Two summands have one order, so torch's sum is ours to the last bit. Weights are bf16, sums f32."""
+    mesh, policy = init_device_mesh("cpu", (world,)), "bf16"
     native = run(sharded(mesh, policy), 6)
-    compressed = []
     for codec in ("raw", "zip", "auto"):
         model = sharded(mesh, policy)
         fl.fsdp.compress(model, weights=codec, gradients=codec)
-        compressed.append(run(model, 6))
-    assert same(compressed[0], compressed[1]) and same(compressed[0], compressed[2])
+        assert same(run(model, 6), native), codec
     calls: list[Tensor] = []
     own = dist.reduce_scatter_tensor
 
@@ -230,27 +214,14 @@ def hold_lossless_gradients(rank: int, world: int, policy: str) -> None:
     with patch.object(dist, "reduce_scatter_tensor", counting):
         model = sharded(mesh, policy)
         fl.fsdp.compress(model, baseline="native")
-        raced = run(model, 6)
+        assert same(run(model, 6), native)
     assert calls, "torch's own is timed, and so used"
     kinds = {decision.kind for decision in fl.switcher(mesh.get_group()).decisions}
     assert kinds == {"all_gather", "reduce_scatter"}
-    if world == 2:
-        assert same(compressed[0], native) and same(raced, native)
-    else:
-        for mine, theirs in zip(compressed[0] + raced, native + native, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    "world, policy",
-    # Both types at once: weights travel in bf16, and gradients that fit in it are summed in f32.
-    tiered([(2, "bf16"), (2, "all bf16"), (3, "f32")], lambda *case: case == (2, "bf16")),
-)
-def test_zipped_gradients_train_as_torch_s_own(world: int, policy: str) -> None:
-    run_ranks(hold_lossless_gradients, world, policy)
-
-
-def hold_gradients_that_fit_in_bf16(rank: int, world: int) -> None:
+@on_processes(2)
+def test_gradients_that_fit_in_bf16_travel_as_bf16(rank: int, world: int) -> None:
     """Gradients of a bf16 model are f32 for the sum only; those that were accumulated in f32 are not."""
     mesh = init_device_mesh("cpu", (world,))
     sent = {}
@@ -268,11 +239,9 @@ def hold_gradients_that_fit_in_bf16(rank: int, world: int) -> None:
         assert 0.7 < sent[policy, accumulate, "zip"] / sent[policy, accumulate, "raw"] < 0.95
 
 
-def test_gradients_that_fit_in_bf16_travel_as_bf16() -> None:
-    run_ranks(hold_gradients_that_fit_in_bf16, 2)
-
-
-def hold_ways_to_shard(rank: int, world: int) -> None:
+@exhaustive(guarded_by="tests/integrations/test_fsdp.py::test_weights_are_the_same_bits_on_all_ranks")
+@on_processes(4)
+def test_every_way_to_shard_keeps_its_bits(rank: int, world: int) -> None:
     """Prefetching, early unsharding, smaller groups after forward, two-dimensional meshes, other types, offloading."""
     mesh = init_device_mesh("cpu", (world,))
     replicated = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
@@ -302,45 +271,31 @@ def hold_ways_to_shard(rank: int, world: int) -> None:
     def freezing(model: nn.Sequential) -> None:
         model[2].requires_grad_(False)
 
-    def nothing(model: nn.Sequential) -> None:
-        pass
-
-    ways: dict[str, tuple[DeviceMesh, dict[str, Any], Callable[[nn.Sequential], None]]] = {
-        "prefetching": (mesh, {}, prefetching),
-        "unsharding early": (mesh, {}, unsharding_early),
-        "smaller groups": (mesh, {"reshard_after_forward": world // 2}, nothing),
-        "replicas": (replicated, {"policy": "bf16"}, nothing),
-        "f16": (mesh, {"policy": "f16"}, nothing),
-        "f64": (mesh, {"dtype": torch.float64}, nothing),
-        "offloading": (mesh, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, nothing),
-    }
-    for name, (over, how, arrange) in ways.items():
-        results = []
+    ways: list[tuple[DeviceMesh, dict[str, Any], Callable[[nn.Sequential], object]]] = [
+        (mesh, {}, prefetching),
+        (mesh, {}, unsharding_early),
+        (mesh, {}, accumulating),
+        (mesh, {}, freezing),
+        (mesh, {"reshard_after_forward": world // 2}, id),
+        (replicated, {"policy": "bf16"}, id),
+        (mesh, {"policy": "f16"}, id),
+        (mesh, {"dtype": torch.float64}, id),
+        (mesh, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, id),
+    ]
+    for over, how, arrange in ways:
+        ends = []
         for compressed in (False, True):
             model = sharded(over, **how)
             arrange(model)
             compression = fl.fsdp.compress(model, "zip", None) if compressed else None
-            results.append(run(model, 2, how.get("dtype", torch.float32)))
-            assert compression is None or compression.bytes_sent > 0
-        assert same(*results), name
-    for name, arrange in (("accumulating", accumulating), ("freezing", freezing)):
-        ends = []
-        for compressed in (False, True):
-            model = sharded(mesh)
-            arrange(model)
-            if compressed:
-                fl.fsdp.compress(model, "zip", None)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            ends.append(train(model, optimizer, range(4)) + full(model.parameters()))
-        assert same(*ends), name
+            ends.append(train(model, optimizer, range(4), how.get("dtype", torch.float32)) + full(model.parameters()))
+            assert compression is None or compression.bytes_sent > 0
+        assert same(*ends), (how, arrange)
 
 
-@exhaustive(guarded_by="tests/integrations/test_fsdp.py::test_weights_are_the_same_bits_on_all_ranks")
-def test_every_way_to_shard_keeps_its_bits() -> None:
-    run_ranks(hold_ways_to_shard, 4)
-
-
-def hold_mixed_types(rank: int, world: int) -> None:
+@on_processes(2)
+def test_weights_of_several_types_travel_as_they_are(rank: int, world: int) -> None:
     """Weights of several types are bytes to torch, and travel as they are."""
     mesh = init_device_mesh("cpu", (world,))
     outputs = []
@@ -356,11 +311,8 @@ def hold_mixed_types(rank: int, world: int) -> None:
     assert same(*outputs)
 
 
-def test_weights_of_several_types_travel_as_they_are() -> None:
-    run_ranks(hold_mixed_types, 2)
-
-
-def hold_checkpoint(rank: int, world: int, folder: str) -> None:
+@on_processes(2)
+def test_a_checkpoint_continues_to_the_last_bit(rank: int, world: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
 
     def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -371,24 +323,21 @@ def hold_checkpoint(rank: int, world: int, folder: str) -> None:
     model, optimizer = begin()
     train(model, optimizer, range(5))
     of_model, state = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": state}, checkpoint_id=folder)
+    dcp.save({"model": of_model, "optimizer": state}, checkpoint_id=tmp_path)
     expected = train(model, optimizer, range(5, 10)) + full(model.parameters())
 
     model, optimizer = begin()
     of_model, state = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": state}, checkpoint_id=folder)
+    dcp.load({"model": of_model, "optimizer": state}, checkpoint_id=tmp_path)
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=state)
     assert same(train(model, optimizer, range(5, 10)) + full(model.parameters()), expected)
-
-
-def test_a_checkpoint_continues_to_the_last_bit(tmp_path: Path) -> None:
-    run_ranks(hold_checkpoint, 2, str(tmp_path))
 
 
 # ---- lossy codecs ---------------------------------------------------------------------------------------------------
 
 
-def hold_lossy_gradients(rank: int, world: int) -> None:
+@on_processes(2)
+def test_gradients_come_close(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
 
     def gradients(codec: str | Codec | None, factor: float | None = None, policy: str = "f32") -> list[Tensor]:
@@ -421,12 +370,8 @@ def hold_lossy_gradients(rank: int, world: int) -> None:
     assert float((found - half).norm()) <= 0.03 * float(half.norm())
 
 
-@pytest.mark.parametrize("world", tiered([2, 4], lambda world: world == 2, lambda _: False))
-def test_gradients_come_close(world: int) -> None:
-    run_ranks(hold_lossy_gradients, world)
-
-
-def hold_lossy_weights(rank: int, world: int) -> None:
+@on_processes(3)
+def test_weights_are_the_same_bits_on_all_ranks(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     for codec, bound in (("int8", 0.02), ("int4", 0.2), ("bf16", 0.005), ("qsdp", 0.02)):
         model = sharded(mesh)
@@ -443,21 +388,15 @@ def hold_lossy_weights(rank: int, world: int) -> None:
         assert same_on_all_ranks(found), "also where the shard is the rank's own"
         assert 0 < float((found - exact).norm()) <= bound * float(exact.norm()), codec
     # It learns, and what is left out of the weights' messages is not lost to the optimizer.
-    losses = run_with_lossy_weights(mesh)
-    assert torch.stack(losses[:5]).mean() > 2 * torch.stack(losses[45:50]).mean()
-
-
-def run_with_lossy_weights(mesh: DeviceMesh) -> list[Tensor]:
     model = sharded(mesh, "bf16")
     fl.fsdp.compress(model, weights="int8", gradients="int8")
-    return run(model, 50)
+    losses = torch.stack(train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), [0] * 15))
+    dist.all_reduce(losses)
+    assert losses[-1] < losses[0] / 3
 
 
-def test_weights_are_the_same_bits_on_all_ranks() -> None:
-    run_ranks(hold_lossy_weights, 3)
-
-
-def hold_replicas_of_lossy_weights(rank: int, world: int) -> None:
+@on_processes(4)
+def test_replicas_of_a_shard_agree(rank: int, world: int) -> None:
     """The two replicas of HSDP begin with the weights of the first, and decode the same, rounding at random too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
@@ -481,14 +420,11 @@ def hold_replicas_of_lossy_weights(rank: int, world: int) -> None:
         optimizer.step()
 
 
-def test_replicas_of_a_shard_agree() -> None:
-    run_ranks(hold_replicas_of_lossy_weights, 4)
-
-
 # ---- parts of a model, and what cannot be ---------------------------------------------------------------------------
 
 
-def hold_parts(rank: int, world: int) -> None:
+@on_processes(2)
+def test_parts_of_a_model_have_codecs_of_their_own(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     model = sharded(mesh)
     fl.fsdp.compress(model, weights="zip")
@@ -500,11 +436,8 @@ def hold_parts(rank: int, world: int) -> None:
     assert not torch.equal(y, expected) and same_on_all_ranks(y)
 
 
-def test_parts_of_a_model_have_codecs_of_their_own() -> None:
-    run_ranks(hold_parts, 2)
-
-
-def hold_refusals(rank: int, world: int) -> None:
+@on_processes(1)
+def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
     with pytest.raises(
         ConfigError, match="got a Sequential with none of its modules where modules of FSDP2 are.*fully"
     ):
@@ -532,11 +465,8 @@ def hold_refusals(rank: int, world: int) -> None:
         fl.fsdp.compress(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(hold_refusals, 1)
-
-
-def differ(rank: int, world: int) -> None:
+@on_processes(3)
+def test_a_rank_with_another_codec_or_another_type_is_named(rank: int, world: int) -> None:
     for what in ("codec", "type"):
         odd = rank == 1 and what
         mesh = init_device_mesh("cpu", (world,))
@@ -547,26 +477,18 @@ def differ(rank: int, world: int) -> None:
         assert error.value.ranks == (1,)
 
 
-def test_a_rank_with_another_codec_or_another_type_is_named() -> None:
-    run_ranks(differ, 3)
-
-
-def lose_a_peer(rank: int, world: int, when: str) -> None:
+def lose_a_peer(rank: int, world: int) -> None:
     fl.init()
     model = sharded(init_device_mesh("cpu", (world,)))
     fl.fsdp.compress(model, weights="zip", gradients="int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     train(model, optimizer, range(2))
-    if when == "backward":
-        model[2].register_full_backward_pre_hook(lambda *_: checkpoint(when))
-    else:
-        checkpoint(when)
+    model[2].register_full_backward_pre_hook(lambda *_: checkpoint("backward"))
     train(model, optimizer, range(2, 100))
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_lost_peer_is_named(when: str) -> None:
-    outcomes = outcomes_of(lose_a_peer, 3, when, signals={(1, when): signal.SIGKILL})
+def test_a_lost_peer_is_named() -> None:
+    outcomes = outcomes_of(lose_a_peer, 3, signals={(1, "backward"): signal.SIGKILL})
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2):
         assert outcomes[rank].error[0] == "TransportError", outcomes[rank]
@@ -574,7 +496,9 @@ def test_a_lost_peer_is_named(when: str) -> None:
         assert outcomes[rank].attributes["ranks"] == (1,)
 
 
-def overflow_in_one_shard(rank: int, world: int) -> None:
+@pytest.mark.timeout(200)
+@on_processes(2, timeout=150)
+def test_an_overflow_in_one_shard_makes_all_ranks_skip(rank: int, world: int) -> None:
     """One element of rank 1's shard is infinite: all ranks skip, with one scale."""
     model = sharded(init_device_mesh("cpu", (world,)))
     fl.fsdp.compress(model, "qw", "int8")
@@ -593,8 +517,3 @@ def overflow_in_one_shard(rank: int, world: int) -> None:
         moved = [not torch.equal(a, local_part(p.detach())) for a, p in zip(before, model.parameters(), strict=True)]
         assert any(moved) is (step != 1)
         assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
-
-
-@pytest.mark.timeout(200)
-def test_an_overflow_in_one_shard_makes_all_ranks_skip() -> None:
-    run_ranks(overflow_in_one_shard, 2, timeout=150)

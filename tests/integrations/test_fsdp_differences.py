@@ -23,7 +23,7 @@ from fusionlayer.training.weights import Weights
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_fsdp import BF16, FEATURES, WIDTH, Layer, batch, same_on_all_ranks, train
 from tests.integrations.training import fill
-from tests.tiers import exhaustive
+from tests.ranks import on_processes
 
 pytestmark = pytest.mark.medium
 
@@ -79,40 +79,11 @@ def unsharded(model: nn.Module) -> Tensor:
 # ---- copies -----------------------------------------------------------------------------------------------------
 
 
-def hold_copies(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    for nodes in (2, 4):
-        model = make(mesh)
-        compression = fl.fsdp.compress(model, "sdp4bit", nodes=nodes)
-        assert compression.weights is not None and compression.weights.startswith("differences, int(bits=4")
-        assert compression.gradients == str(fl.codecs.get("tlq_hs"))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        losses = []
-        for step in range(100):
-            losses += train(model, optimizer, [step])
-            if step % 33 == 0:
-                before = main_and_replica(model, compression)[1]
-                copy = unsharded(model)
-                assert same_on_all_ranks(copy.view(torch.uint8)), "the same bits"
-                main, after = main_and_replica(model, compression)
-                change = float((main - before).abs().max())
-                rounding = 1.01 * float(main.abs().max()) * torch.finfo(torch.bfloat16).eps
-                assert float((main - after).abs().max()) <= change / 14 + rounding
-        assert torch.stack(losses[:5]).mean() > 2 * torch.stack(losses[90:]).mean()
-        rows = sum(-(-p.shape[0] // world) * p[0].numel() for p in model.parameters())
-        assert compression.replica_bytes == 2 * rows * (world + 1), "bf16 of all ranks' parts, and once more of its own"
-
-
-@exhaustive(guarded_by="tests/integrations/test_replica.py::test_copies_are_equal_and_stay_near")
-def test_copies_are_equal_and_stay_near() -> None:
-    """Over two nodes of two ranks, and one of four."""
-    run_ranks(hold_copies, 4)
-
-
 # ---- when weights travel ----------------------------------------------------------------------------------------
 
 
-def hold_when(rank: int, world: int) -> None:
+@on_processes(2)
+def test_weights_travel_once_for_every_step(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     coded = []
     for how in ({"reshard": True}, {"reshard": False}, {"recompute": True}):
@@ -184,11 +155,8 @@ def hold_changes(model: nn.Module, compression: FSDPCompression, x: Tensor) -> N
     assert weight is not None
 
 
-def test_weights_travel_once_for_every_step() -> None:
-    run_ranks(hold_when, 2)
-
-
-def hold_smaller_groups(rank: int, world: int) -> None:
+@on_processes(4)
+def test_smaller_groups_carry_the_weights_of_forward(rank: int, world: int) -> None:
     """ZeRO++: int8 weights over all ranks, and in backward, inside the node, what forward has had."""
     mesh = init_device_mesh("cpu", (world,))
     x, y = batch(rank, 0)
@@ -216,10 +184,6 @@ def hold_smaller_groups(rank: int, world: int) -> None:
         fl.fsdp.compress(make(mesh), "sdp4bit", "int8")
     with pytest.raises(ConfigError, match=r"state of fsdp\.compress lacks \['replica"):
         fl.fsdp.compress(model, "qwd").load_state_dict(fl.fsdp.compress(model, "qw").state_dict())
-
-
-def test_smaller_groups_carry_the_weights_of_forward() -> None:
-    run_ranks(hold_smaller_groups, 4)
 
 
 # ---- a lost rank, and a new start from a checkpoint ---------------------------------------------------------------

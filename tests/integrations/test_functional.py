@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.transport import local
-from tests.harness import run_ranks
 from tests.loops import looped
+from tests.ranks import on_processes
 from tests.synthetic import gradient
 
 # Codec, options, and a bound of the relative error of two encodings one after the other.
@@ -241,11 +241,8 @@ def check_groups(rank: int, world: int) -> None:
     assert fl.all_reduce(torch.tensor([float(rank)]), op=fl.Sum).item() == 3.0
 
 
-def check_everything_and_groups(rank: int, world: int) -> None:
+@pytest.mark.medium
+@on_processes(3)
+def test_over_processes(rank: int, world: int) -> None:
     check_everything(rank, world)
     check_groups(rank, world)
-
-
-@pytest.mark.medium
-def test_over_processes() -> None:
-    run_ranks(check_everything_and_groups, 3)

@@ -14,6 +14,7 @@ import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, reference, weights
 from tests.loops import looped
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
 
@@ -69,23 +70,21 @@ def test_clipping_after_unscale() -> None:
     [{"codec": "raw"}, {"codec": "fp16"}, {"codec": "int8", "error_feedback": True}],
     ids=lambda o: o["codec"],
 )
-def test_infinity_on_one_rank_makes_all_ranks_skip(options: dict[str, Any], clip: bool) -> None:
-    def rank_main(rank: int) -> None:
-        before, scale, _ = scaled_training(rank, 1, clip=clip, **options)
-        assert scale == 1024.0
-        skipped, scale, residuals = scaled_training(rank, 2, clip=clip, inf_at=1, **options)
-        assert scale == 512.0
-        assert torch.equal(skipped, before), "the step was taken"
-        assert all(torch.isfinite(residual).all() for residual in residuals.values())
-        after, scale, residuals = scaled_training(rank, 4, clip=clip, inf_at=1, **options)
-        assert scale == 512.0
-        assert torch.isfinite(after).all() and not torch.equal(after, before)
-        assert all(torch.isfinite(residual).all() for residual in residuals.values())
-        other = after.clone()
-        local.current().broadcast(other, 0)
-        assert torch.equal(other, after)
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_infinity_on_one_rank_makes_all_ranks_skip(rank: int, options: dict[str, Any], clip: bool) -> None:
+    before, scale, _ = scaled_training(rank, 1, clip=clip, **options)
+    assert scale == 1024.0
+    skipped, scale, residuals = scaled_training(rank, 2, clip=clip, inf_at=1, **options)
+    assert scale == 512.0
+    assert torch.equal(skipped, before), "the step was taken"
+    assert all(torch.isfinite(residual).all() for residual in residuals.values())
+    after, scale, residuals = scaled_training(rank, 4, clip=clip, inf_at=1, **options)
+    assert scale == 512.0
+    assert torch.isfinite(after).all() and not torch.equal(after, before)
+    assert all(torch.isfinite(residual).all() for residual in residuals.values())
+    other = after.clone()
+    local.current().broadcast(other, 0)
+    assert torch.equal(other, after)
 
 
 def test_parameters_that_one_rank_does_not_use() -> None:

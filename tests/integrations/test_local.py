@@ -239,26 +239,6 @@ def load(data: bytes, model: nn.Module, optimizer: Any) -> None:
     model.load_state_dict(checkpoint["model"])
 
 
-@looped("codec", ["int4", "topk"])
-def test_resumed_training_equals_uninterrupted_training_bit_by_bit(codec: str) -> None:
-    """From within a round: anchors, outer momentum, error feedback and the count of steps are saved."""
-
-    def rank_main(rank: int) -> None:
-        options = {"codec": codec, "error_feedback": True, "sync": fl.Local.diloco(every=3)}
-        model, optimizer = make_pair(adamw, **options)
-        train(model, optimizer, rank, range(5))
-        checkpoint = saved(model, optimizer)
-        train(model, optimizer, rank, range(5, 11))
-        uninterrupted = weights(model)
-        optimizer.close()
-        model, optimizer = make_pair(adamw, **options)
-        load(checkpoint, model, optimizer)
-        train(model, optimizer, rank, range(5, 11))
-        assert torch.equal(weights(model), uninterrupted)
-
-    local.run(rank_main, 2)
-
-
 @looped("order", ["model, optimizer", "optimizer alone", "optimizer, model", "model, wrap, optimizer"])
 @looped("anchored", [False, True])
 def test_a_state_of_the_middle_of_a_round_is_the_rank_s_own_in_any_order(anchored: bool, order: str) -> None:
@@ -441,20 +421,6 @@ def test_a_state_without_local_steps_begins_a_round_at_the_loaded_parameters() -
         assert torch.equal(*found)
 
     local.run(rank_main, 2)
-
-
-def test_a_nan_of_one_rank_reaches_all_with_the_sync() -> None:
-    def rank_main(rank: int) -> tuple[bool, bool]:
-        model, optimizer = make_pair(codec="int8", sync=fl.Local.averaging(every=2))
-        train(model, optimizer, rank, [0])
-        if rank == 1:
-            with torch.no_grad():
-                model[0].weight[0, 0] = float("nan")
-        before = bool(weights(model).isnan().any())
-        train(model, optimizer, rank, [1])
-        return before, bool(weights(model).isnan().any())
-
-    assert local.run(rank_main, 3) == [(False, True), (True, True), (False, True)]
 
 
 def test_a_rank_that_syncs_elsewhere_is_named_on_all() -> None:

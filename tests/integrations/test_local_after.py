@@ -19,6 +19,7 @@ from fusionlayer.transport import local
 from tests.integrations.test_local import Oracle, adamw, load, make_pair, same, saved, sgd
 from tests.integrations.training import loss_of, make_model, reference, train, weights
 from tests.loops import looped
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
 
@@ -207,49 +208,43 @@ def test_onebit_adam_takes_local_steps_when_its_variance_is_frozen(sync: fl.Loca
 
 @looped("saved_after", [2, 3, 6], ids=["before", "at the change", "with a fragment under way"])
 @looped("loads_into", ["a new one", "one that is ahead"])
-def test_a_state_goes_on_from_either_side_of_the_change(saved_after: int, loads_into: str) -> None:
+@on_ranks(2)
+def test_a_state_goes_on_from_either_side_of_the_change(rank: int, saved_after: int, loads_into: str) -> None:
     """To the bits of training without a break, also back from local steps to averaged gradients."""
-
-    def rank_main(rank: int) -> None:
-        options = {"sync": fl.Local.overlapped(every=2), "codec": "int8", "error_feedback": True}
+    options = {"sync": fl.Local.overlapped(every=2), "codec": "int8", "error_feedback": True}
+    model, optimizer = make_pair(coarse, **options)
+    train(model, optimizer, rank, range(saved_after))
+    checkpoint = saved(model, optimizer)
+    kept = optimizer.state_dict()["fusionlayer"]["residuals"].values()
+    assert any(map(Tensor.any, kept)) == (saved_after != FREEZE), "what was lost of gradients goes at the change"
+    train(model, optimizer, rank, range(saved_after, 11))
+    uninterrupted = weights(model)
+    if loads_into == "a new one":
+        optimizer.close()
         model, optimizer = make_pair(coarse, **options)
-        train(model, optimizer, rank, range(saved_after))
-        checkpoint = saved(model, optimizer)
-        kept = optimizer.state_dict()["fusionlayer"]["residuals"].values()
-        assert any(map(Tensor.any, kept)) == (saved_after != FREEZE), "what was lost of gradients goes at the change"
-        train(model, optimizer, rank, range(saved_after, 11))
-        uninterrupted = weights(model)
-        if loads_into == "a new one":
-            optimizer.close()
-            model, optimizer = make_pair(coarse, **options)
-        load(checkpoint, model, optimizer)
-        train(model, optimizer, rank, range(saved_after, 11))
-        assert torch.equal(weights(model), uninterrupted)
-
-    local.run(rank_main, 2)
+    load(checkpoint, model, optimizer)
+    train(model, optimizer, rank, range(saved_after, 11))
+    assert torch.equal(weights(model), uninterrupted)
 
 
-def test_momentum_counts_the_steps_of_its_own_round() -> None:
+@on_ranks(2)
+def test_momentum_counts_the_steps_of_its_own_round(rank: int) -> None:
     """A state that others got by a broadcast begins a round: steps that were made before it belong to no difference."""
-
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(one_bit_adam, sync=fl.Local.averaging(every=2))
-        train(model, optimizer, rank, range(FREEZE + 1))
-        state = optimizer.state_dict()
-        del state["fusionlayer"]["local"]
-        optimizer.load_state_dict(state)
-        fl.broadcast_parameters(model.state_dict(), root_rank=0)
-        before = [p.detach().clone() for p in model.parameters()]
-        train(model, optimizer, rank, [4, 5])
-        decay = 1 - ADAM["lr"] * ADAM["weight_decay"]
-        rates = sum(ADAM["lr"] / (1 - ADAM["betas"][0] ** step) * decay ** (6 - step) for step in (5, 6))
-        for p, anchor in zip(model.parameters(), before, strict=True):
-            variance = optimizer.state[p]["exp_avg_sq"] / (1 - ADAM["betas"][1] ** FREEZE)
-            led = (decay**2 * anchor - p.detach()) * (variance.sqrt() + ADAM["eps"]) / rates
-            expected = torch.where(variance.isinf(), 0, led)
-            torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-3, atol=1e-5)
-
-    local.run(rank_main, 2)
+    model, optimizer = make_pair(one_bit_adam, sync=fl.Local.averaging(every=2))
+    train(model, optimizer, rank, range(FREEZE + 1))
+    state = optimizer.state_dict()
+    del state["fusionlayer"]["local"]
+    optimizer.load_state_dict(state)
+    fl.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, rank, [4, 5])
+    decay = 1 - ADAM["lr"] * ADAM["weight_decay"]
+    rates = sum(ADAM["lr"] / (1 - ADAM["betas"][0] ** step) * decay ** (6 - step) for step in (5, 6))
+    for p, anchor in zip(model.parameters(), before, strict=True):
+        variance = optimizer.state[p]["exp_avg_sq"] / (1 - ADAM["betas"][1] ** FREEZE)
+        led = (decay**2 * anchor - p.detach()) * (variance.sqrt() + ADAM["eps"]) / rates
+        expected = torch.where(variance.isinf(), 0, led)
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-3, atol=1e-5)
 
 
 def test_nothing_is_counted_without_local_steps() -> None:

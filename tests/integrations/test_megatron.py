@@ -24,6 +24,11 @@ EXACT = {"weights": "delta", "gradients": "raw", "tokens": "zip"}
 GUARD = "tests/integrations/test_megatron.py::test_buckets_over_the_backend"
 
 
+def on_megatron(test: Any) -> Any:
+    """Mark a test that imports Megatron."""
+    return needs("megatron")(engine(pytest.mark.medium(test)))
+
+
 def sdp4bit(numel: int) -> int:
     """Return the bytes that a rank sends another for a shard: its weights in 4 bits, gradients in 8 on one host."""
     weights = fl.codecs.get("int4", hadamard=False, group_size=2048).bare
@@ -69,9 +74,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(in_pairs, 2, tmp_path_factory.mktemp("pairs"), backend=None, timeout=200)
 
 
-@needs("megatron")
-@engine
-@pytest.mark.medium
+@on_megatron
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[long] * (kind != "data")) for kind in training.KINDS])
 @exhaustive(guarded_by=GUARD)
 def test_lossless_codecs_change_no_bit(kind: str, request: pytest.FixtureRequest) -> None:
@@ -88,9 +91,7 @@ def test_lossless_codecs_change_no_bit(kind: str, request: pytest.FixtureRequest
             assert (buckets > 1) == overlaps
 
 
-@needs("megatron")
-@engine
-@pytest.mark.medium
+@on_megatron
 @long(guarded_by=GUARD)
 def test_sequence_parallel_layers_and_all_mappings(pairs: list[dict[str, Any]]) -> None:
     for each in pairs:
@@ -99,9 +100,7 @@ def test_sequence_parallel_layers_and_all_mappings(pairs: list[dict[str, Any]]) 
         assert calls == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 2, "all_to_all": 2}
 
 
-@needs("megatron")
-@engine
-@pytest.mark.medium
+@on_megatron
 @long(guarded_by=GUARD)
 def test_pipeline_stages(pairs: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(pairs):
@@ -110,9 +109,7 @@ def test_pipeline_stages(pairs: list[dict[str, Any]]) -> None:
         assert calls == {"send": 4, "recv": 4}, "each microbatch forward and back"
 
 
-@needs("megatron")
-@engine
-@pytest.mark.medium
+@on_megatron
 @long(guarded_by=GUARD)
 def test_the_programs_of_the_page(pairs: list[dict[str, Any]]) -> None:
     """The command for four ranks is run in tests/examples."""
@@ -142,9 +139,7 @@ def in_fours(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@needs("megatron")
-@engine
-@pytest.mark.medium
+@on_megatron
 @long(guarded_by=GUARD)
 def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(fours: list[dict[str, Any]]) -> None:
     """TACO between tensor-parallel ranks, SDP4Bit between replicas."""
@@ -164,9 +159,7 @@ def test_the_codecs_of_the_papers_send_what_they_say_and_learn_as_much(fours: li
         )
 
 
-@needs("megatron")
-@engine
-@pytest.mark.medium
+@on_megatron
 @long(guarded_by=GUARD)
 def test_weights_of_experts_that_replicas_share(fours: list[dict[str, Any]]) -> None:
     """Megatron steps an optimizer for experts after the other one."""

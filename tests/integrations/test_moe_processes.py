@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fusionlayer as fl
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.training import fill
+from tests.ranks import on_processes
 from tests.synthetic import gradient
 from tests.tiers import exhaustive
 
@@ -41,7 +42,9 @@ def data(stream: int) -> Tensor:
     return gradient(TOKENS * WIDTH, 8000 + stream).view(TOKENS, WIDTH)
 
 
-def hold_compiled(rank: int, world: int) -> None:
+@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
+@on_processes(2)
+def test_a_compiled_model_is_the_same(rank: int, world: int) -> None:
     results = []
     for compiled in (False, True):
         model = Mixture("zip")
@@ -53,11 +56,6 @@ def hold_compiled(rank: int, world: int) -> None:
     for one, other in zip(*results, strict=True):
         assert one is not None and other is not None
         torch.testing.assert_close(other, one)
-
-
-@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
-def test_a_compiled_model_is_the_same() -> None:
-    run_ranks(hold_compiled, 2)
 
 
 def hold_shared(rank: int, world: int) -> list[list[float]]:

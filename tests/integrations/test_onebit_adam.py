@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import fusionlayer as fl
-from fusionlayer import codecs
 from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, weights
 from tests.loops import looped
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
 
@@ -128,31 +128,6 @@ def test_alone_it_is_its_own_oracle_and_an_element_without_variance_rests() -> N
     assert still[0] < 1 and still[1] == 1
 
 
-@looped("codec, warmup_codec", [("onebit", "raw"), ("topk", "int4")])
-@looped("saved_after", [FREEZE - 1, FREEZE, FREEZE + 2])
-def test_resumed_training_has_the_same_bits(codec: str, warmup_codec: str, saved_after: int) -> None:
-    """Saved before the variance is frozen, just then, and later."""
-
-    def rank_main(rank: int) -> None:
-        model, optimizer = make(codec, warmup_codec)
-        saved: Any = None
-        for step in range(STEPS):
-            if step == saved_after:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            step_of(model, optimizer, rank, step)
-            used = codecs.get(optimizer.fusion_plan.buckets[0].codec).name
-            assert used == codecs.get(codec if step >= FREEZE else warmup_codec).name
-        optimizer.close()
-        again, resumed = make(codec, warmup_codec)
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        for step in range(saved_after, STEPS):
-            step_of(again, resumed, rank, step)
-        assert torch.equal(weights(again), weights(model))
-
-    local.run(rank_main, WORLD)
-
-
 def test_a_variance_that_is_loaded_takes_the_place_of_the_one_before() -> None:
     """What divides momenta is kept between steps."""
 
@@ -173,20 +148,18 @@ def test_a_variance_that_is_loaded_takes_the_place_of_the_one_before() -> None:
     assert torch.equal(*parameters) and parameters[0].any()
 
 
-def test_a_rank_without_a_gradient_sends_what_is_left_of_the_momentum() -> None:
-    def rank_main(rank: int) -> None:
-        parameter = nn.Parameter(torch.zeros(4))
-        optimizer: Any = fl.OneBitAdam([parameter], freeze_step=1, betas=(0.5, 0.9))
-        optimizer = fl.DistributedOptimizer(optimizer, codec="raw")
-        for step in range(2):
-            optimizer.zero_grad()
-            if step == 0 or rank == 0:
-                (8 * parameter).sum().backward()
-            optimizer.step()
-        # 0.5 * 8 after the first step; then 0.5 * 4 + 0.5 * 8 and 0.5 * 4.
-        assert optimizer.state[parameter]["exp_avg"].tolist() == [4.0] * 4
-
-    local.run(rank_main, WORLD)
+@on_ranks(WORLD)
+def test_a_rank_without_a_gradient_sends_what_is_left_of_the_momentum(rank: int) -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer: Any = fl.OneBitAdam([parameter], freeze_step=1, betas=(0.5, 0.9))
+    optimizer = fl.DistributedOptimizer(optimizer, codec="raw")
+    for step in range(2):
+        optimizer.zero_grad()
+        if step == 0 or rank == 0:
+            (8 * parameter).sum().backward()
+        optimizer.step()
+    # 0.5 * 8 after the first step; then 0.5 * 4 + 0.5 * 8 and 0.5 * 4.
+    assert optimizer.state[parameter]["exp_avg"].tolist() == [4.0] * 4
 
 
 class Late(nn.Module):

@@ -23,12 +23,12 @@ from fusionlayer.training import construction
 from fusionlayer.training.construction import GradientOptions, make_planning
 from fusionlayer.transport import local
 from tests.fake_device import FakeDevice
-from tests.harness import run_ranks
 from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
 from tests.integrations.test_optimizer_results import assert_same_bits, sgd, trained
 from tests.integrations.training import make_model, reference, train, weights
 from tests.loops import looped
 from tests.planning.measured import costs_measured
+from tests.ranks import on_processes
 from tests.scheduler.engines import MODEL
 from tests.tiers import tiered
 
@@ -241,7 +241,10 @@ def test_the_configuration_has_it_all(tmp_path: Path, monkeypatch: pytest.Monkey
 # ---- ranks that are processes ---------------------------------------------------------------------------------------
 
 
-def check_training(rank: int, world: int) -> None:
+@pytest.mark.medium
+@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
+@on_processes()
+def test_training(rank: int, world: int) -> None:
     """With costs that are measured in earnest."""
     dense, plain = deep(rank, codec="raw")
     plain.close()
@@ -259,9 +262,3 @@ def check_training(rank: int, world: int) -> None:
             assert torch.equal(mine, dense)
         elif options["codec"] == "raw":
             torch.testing.assert_close(mine, dense)
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
-def test_training(world: int) -> None:
-    run_ranks(check_training, world)

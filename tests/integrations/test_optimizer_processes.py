@@ -16,6 +16,7 @@ import fusionlayer as fl
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_results import CODECS, plan_of, sgd
 from tests.integrations.training import loss_of, make_model, reference, train, weights
+from tests.ranks import on_processes
 
 pytestmark = pytest.mark.medium
 
@@ -34,7 +35,9 @@ def assert_same_on_all_ranks(mine: torch.Tensor) -> None:
     assert all(torch.equal(theirs, mine) for theirs in every)
 
 
-def check_training(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3, 4])
+@on_processes()
+def test_training(rank: int, world: int) -> None:
     """Every codec and planner: the same bits everywhere, near the training of one process."""
     start, exact = weights(make_model()), reference(world, 3, sgd)
     for options in [*CODECS, {"planner": "wfbp"}, {"groups": 2}, {"plan": plan_of(world, "int8")}]:
@@ -44,12 +47,9 @@ def check_training(rank: int, world: int) -> None:
         assert distance < (0.25 if "int" in str(options) else 1e-5 if options.get("codec") != "bf16" else 0.05), options
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_training(world: int) -> None:
-    run_ranks(check_training, world)
-
-
-def check_overlap(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_processes()
+def test_overlap_with_the_next_forward(rank: int, world: int) -> None:
     """The next forward begins early: the same bits, and what is under way at a rank's end still reaches the others."""
     expected = trained(rank, 12, codec="int4", planner="wfbp")
     model = make_model()
@@ -65,12 +65,8 @@ def check_overlap(rank: int, world: int) -> None:
     assert torch.equal(weights(model), expected)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_overlap_with_the_next_forward(world: int) -> None:
-    run_ranks(check_overlap, world)
-
-
-def check_dynamic(rank: int, world: int) -> None:
+@on_processes(3)
+def test_dynamic_graphs_scaler_and_two_optimizers(rank: int, world: int) -> None:
     """Ranks take other paths, scaled, clipped, over two optimizers at once, one of them over some of the ranks."""
     pair = dist.new_group([0, 1])
     model, other = make_model(), make_model(torch.bfloat16)
@@ -97,10 +93,6 @@ def check_dynamic(rank: int, world: int) -> None:
         assert torch.equal(weights(other), expected)
 
 
-def test_dynamic_graphs_scaler_and_two_optimizers() -> None:
-    run_ranks(check_dynamic, 3)
-
-
 def check_fsdp(rank: int, world: int) -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in model:
@@ -116,7 +108,8 @@ def test_sharded_parameters_are_refused() -> None:
         assert "fusionlayer.fsdp.compress(model)" in message
 
 
-def check_state(rank: int, world: int) -> None:
+@on_processes(2)
+def test_start_save_and_resume(rank: int, world: int) -> None:
     """Start from rank 1's values, save, start anew, load: as if nothing had happened."""
     options = {"codec": "int", "bits": 4, "rounding": "stochastic", "error_feedback": True}
 
@@ -147,7 +140,3 @@ def check_state(rank: int, world: int) -> None:
     optimizer.load_state_dict(saved[1])
     train(model, optimizer, rank, range(2, 4))
     assert torch.equal(weights(model), uninterrupted)
-
-
-def test_start_save_and_resume() -> None:
-    run_ranks(check_state, 2)

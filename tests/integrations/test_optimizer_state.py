@@ -14,13 +14,9 @@ import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
-
-STOCHASTIC = {"codec": "int", "bits": 4, "rounding": "stochastic"}
-CODECS = [{"codec": "raw"}, {"codec": "int4"}, STOCHASTIC, {**STOCHASTIC, "error_feedback": True}]
-CODECS += [{"codec": "int4", "feedback_bits": 8}, {"codec": "topk", "density": 0.1, "feedback_bits": 8}]
-CODECS.append({"codec": "mxfp4", "scale": "auto"})  # whose headroom has moved after two steps
 
 
 def make_pair(**options: Any) -> tuple[nn.Module, Any]:
@@ -38,126 +34,81 @@ def load(data: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-@looped("world", [2, 3])
-@looped("options", CODECS, ids=lambda o: "-".join(map(str, o.values())))
-def test_resumed_training_equals_uninterrupted_training_bit_by_bit(options: dict[str, Any], world: int) -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(**options)
-        train(model, optimizer, rank, range(5))
-        uninterrupted = weights(model)
+@on_ranks(2)
+def test_a_state_of_another_rank_is_refused_unless_the_rank_has_its_own(rank: int) -> None:
+    model, optimizer = make_pair(codec="int4")
+    train(model, optimizer, rank, range(2))
+    state = optimizer.state_dict()
+    mine = state["fusionlayer"]
+    assert (mine["rank"], mine["size"], mine["step"]) == (rank, 2, 2)
+    assert mine["residuals"].keys() == dict(model.named_parameters()).keys()
+    assert all(residual.any() for residual in mine["residuals"].values())
 
-        model, optimizer = make_pair(**options)
-        train(model, optimizer, rank, range(2))
-        saved = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        optimizer.close()
-
-        model, optimizer = make_pair(**options)
-        checkpoint = load(saved)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        train(model, optimizer, rank, range(2, 5))
-        assert torch.equal(weights(model), uninterrupted)
-
-    local.run(rank_main, world)
-
-
-def test_loading_goes_back_in_the_middle_of_training() -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(codec="int4")
-        train(model, optimizer, rank, range(2))
-        saved = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        train(model, optimizer, rank, range(2, 4))
-        first = weights(model)
-        checkpoint = load(saved)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        train(model, optimizer, rank, range(2, 4))
-        assert torch.equal(weights(model), first)
-
-    local.run(rank_main, 2)
-
-
-def test_a_state_of_another_rank_is_refused_unless_the_rank_has_its_own() -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(codec="int4")
-        train(model, optimizer, rank, range(2))
-        state = optimizer.state_dict()
-        mine = state["fusionlayer"]
-        assert (mine["rank"], mine["size"], mine["step"]) == (rank, 2, 2)
-        assert mine["residuals"].keys() == dict(model.named_parameters()).keys()
-        assert all(residual.any() for residual in mine["residuals"].values())
-
-        def kept() -> bool:
-            loaded = optimizer.state_dict()["fusionlayer"]
-            same = (torch.equal(loaded["residuals"][name], kept) for name, kept in mine["residuals"].items())
-            return loaded["step"] == 2 and all(same)
-
-        for key, value in (("rank", 1 - rank), ("size", 3)):
-            other = {**state, "fusionlayer": {**mine, key: value}}
-            with pytest.raises(fl.ConfigError, match=rf"of rank \d of \d, this is rank {rank} of 2; .* every rank"):
-                optimizer.load_state_dict(other)
-            assert kept(), "a refused state changes nothing"
-            optimizer.load_state_dict(state)
-            optimizer.load_state_dict(other)  # as frameworks do that load rank 0's state everywhere
-            assert kept()
-            with pytest.raises(fl.ConfigError, match="every rank"):
-                optimizer.load_state_dict({**state, "fusionlayer": {**other["fusionlayer"], "step": 7}})
-            optimizer._fl_restored = None
-        optimizer.load_state_dict({**state, "fusionlayer": {"rank": 1 - rank, "size": 2, "step": 7}})
+    def kept() -> bool:
         loaded = optimizer.state_dict()["fusionlayer"]
-        assert loaded["step"] == 7, "a state without error feedback serves all ranks"
-        assert not any(residual.any() for residual in loaded["residuals"].values())
+        same = (torch.equal(loaded["residuals"][name], kept) for name, kept in mine["residuals"].items())
+        return loaded["step"] == 2 and all(same)
+
+    for key, value in (("rank", 1 - rank), ("size", 3)):
+        other = {**state, "fusionlayer": {**mine, key: value}}
+        with pytest.raises(fl.ConfigError, match=rf"of rank \d of \d, this is rank {rank} of 2; .* every rank"):
+            optimizer.load_state_dict(other)
+        assert kept(), "a refused state changes nothing"
         optimizer.load_state_dict(state)
+        optimizer.load_state_dict(other)  # as frameworks do that load rank 0's state everywhere
         assert kept()
-
-    local.run(rank_main, 2)
-
-
-def test_state_is_exchanged_with_the_plain_optimizer() -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(codec="int4")
-        train(model, optimizer, rank, range(2))
-        plain = Adam(model.parameters(), lr=1.0)
-        plain.load_state_dict(optimizer.state_dict())
-        assert plain.param_groups[0]["lr"] == 0.01
-        assert torch.equal(plain.state[model[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
-        residuals = optimizer.state_dict()["fusionlayer"]["residuals"]
-        optimizer.load_state_dict(plain.state_dict())
-        kept = optimizer.state_dict()["fusionlayer"]["residuals"]
-        assert all(torch.equal(kept[name], residual) for name, residual in residuals.items())
-
-    local.run(rank_main, 2)
+        with pytest.raises(fl.ConfigError, match="every rank"):
+            optimizer.load_state_dict({**state, "fusionlayer": {**other["fusionlayer"], "step": 7}})
+        optimizer._fl_restored = None
+    optimizer.load_state_dict({**state, "fusionlayer": {"rank": 1 - rank, "size": 2, "step": 7}})
+    loaded = optimizer.state_dict()["fusionlayer"]
+    assert loaded["step"] == 7, "a state without error feedback serves all ranks"
+    assert not any(residual.any() for residual in loaded["residuals"].values())
+    optimizer.load_state_dict(state)
+    assert kept()
 
 
-def test_broadcast_parameters_gives_the_roots_values_in_place() -> None:
-    def rank_main(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        fill(model, stream=rank)
-        model[1].num_batches_tracked.fill_(rank)
-        state = {
-            **model.state_dict(),
-            "empty": torch.full((0, 3), float(rank)),
-            "strided": torch.full((4, 3), float(rank)).t(),
-            "flag": torch.tensor([rank == 1, False]),
-            "note": f"not a tensor, on rank {rank}",
-        }
-        address = model[0].weight.data_ptr()
-        fl.broadcast_parameters(state, root_rank=1)
-        assert model[0].weight.data_ptr() == address
-        expected = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        fill(expected, stream=1)
-        for name, value in expected.named_parameters():
-            assert torch.equal(state[name], value)
-        assert model[1].num_batches_tracked == 1
-        assert torch.equal(state["strided"], torch.ones(3, 4)) and state["strided"].stride() == (1, 3)
-        assert state["flag"].tolist() == [True, False]
-        assert state["note"] == f"not a tensor, on rank {rank}"
-        fill(model, stream=rank)
-        fl.broadcast_parameters(model.named_parameters(), root_rank=0)
-        fill(expected, stream=0)
-        assert torch.equal(weights(model), weights(expected))
+@on_ranks(2)
+def test_state_is_exchanged_with_the_plain_optimizer(rank: int) -> None:
+    model, optimizer = make_pair(codec="int4")
+    train(model, optimizer, rank, range(2))
+    plain = Adam(model.parameters(), lr=1.0)
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.01
+    assert torch.equal(plain.state[model[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+    residuals = optimizer.state_dict()["fusionlayer"]["residuals"]
+    optimizer.load_state_dict(plain.state_dict())
+    kept = optimizer.state_dict()["fusionlayer"]["residuals"]
+    assert all(torch.equal(kept[name], residual) for name, residual in residuals.items())
 
-    local.run(rank_main, 3)
+
+@on_ranks(3)
+def test_broadcast_parameters_gives_the_roots_values_in_place(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    fill(model, stream=rank)
+    model[1].num_batches_tracked.fill_(rank)
+    state = {
+        **model.state_dict(),
+        "empty": torch.full((0, 3), float(rank)),
+        "strided": torch.full((4, 3), float(rank)).t(),
+        "flag": torch.tensor([rank == 1, False]),
+        "note": f"not a tensor, on rank {rank}",
+    }
+    address = model[0].weight.data_ptr()
+    fl.broadcast_parameters(state, root_rank=1)
+    assert model[0].weight.data_ptr() == address
+    expected = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    fill(expected, stream=1)
+    for name, value in expected.named_parameters():
+        assert torch.equal(state[name], value)
+    assert model[1].num_batches_tracked == 1
+    assert torch.equal(state["strided"], torch.ones(3, 4)) and state["strided"].stride() == (1, 3)
+    assert state["flag"].tolist() == [True, False]
+    assert state["note"] == f"not a tensor, on rank {rank}"
+    fill(model, stream=rank)
+    fl.broadcast_parameters(model.named_parameters(), root_rank=0)
+    fill(expected, stream=0)
+    assert torch.equal(weights(model), weights(expected))
 
 
 @looped("other", ["name", "shape", "type", "root", "missing"])
@@ -181,52 +132,46 @@ def test_broadcast_of_different_things_is_a_mismatch_on_every_rank(other: str) -
     assert local.run(rank_main, 3) == [(1,)] * 3
 
 
-def test_broadcast_arguments_are_checked() -> None:
-    def rank_main(rank: int) -> None:
-        with pytest.raises(fl.ConfigError, match=r"model\.state_dict\(\)"):
-            fl.broadcast_parameters([torch.zeros(3)])  # type: ignore[list-item]
-        for root in (-1, 2):
-            with pytest.raises(fl.ConfigError, match="0 to 1"):
-                fl.broadcast_parameters({"w": torch.zeros(3)}, root_rank=root)
-            with pytest.raises(fl.ConfigError, match="0 to 1"):
-                fl.broadcast_object("x", root_rank=root)
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_broadcast_arguments_are_checked(rank: int) -> None:
+    with pytest.raises(fl.ConfigError, match=r"model\.state_dict\(\)"):
+        fl.broadcast_parameters([torch.zeros(3)])  # type: ignore[list-item]
+    for root in (-1, 2):
+        with pytest.raises(fl.ConfigError, match="0 to 1"):
+            fl.broadcast_parameters({"w": torch.zeros(3)}, root_rank=root)
+        with pytest.raises(fl.ConfigError, match="0 to 1"):
+            fl.broadcast_object("x", root_rank=root)
 
 
-def test_broadcast_object() -> None:
-    def rank_main(rank: int) -> None:
-        given = {"rank": rank, "list": [rank, None, "x"], "tensor": torch.arange(3) * rank}
-        found = fl.broadcast_object(given, root_rank=2)
-        assert found["rank"] == 2 and found["list"] == [2, None, "x"] and found["tensor"].tolist() == [0, 2, 4]
-        assert fl.broadcast_object(None if rank else "", 0) == ""
-
-    local.run(rank_main, 3)
+@on_ranks(3)
+def test_broadcast_object(rank: int) -> None:
+    given = {"rank": rank, "list": [rank, None, "x"], "tensor": torch.arange(3) * rank}
+    found = fl.broadcast_object(given, root_rank=2)
+    assert found["rank"] == 2 and found["list"] == [2, None, "x"] and found["tensor"].tolist() == [0, 2, 4]
+    assert fl.broadcast_object(None if rank else "", 0) == ""
 
 
 @looped("wrapped", [False, True])
-def test_broadcast_optimizer_state(wrapped: bool) -> None:
-    def rank_main(rank: int) -> None:
-        model = make_model()
-        optimizer: Optimizer = SGD(model.parameters(), lr=0.1 if rank == 0 else 0.5, momentum=0.9)
-        if rank == 0:
-            train(model, optimizer, 0, range(2))
-        if wrapped:
-            optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters(), codec="int4")
-        fl.broadcast_parameters(model.state_dict(), root_rank=0)
-        fl.broadcast_optimizer_state(optimizer, root_rank=0)
-        assert optimizer.param_groups[0]["lr"] == 0.1
-        momentum = optimizer.state[model[0].weight]["momentum_buffer"]
-        seen = momentum.clone()
+@on_ranks(2)
+def test_broadcast_optimizer_state(rank: int, wrapped: bool) -> None:
+    model = make_model()
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.1 if rank == 0 else 0.5, momentum=0.9)
+    if rank == 0:
+        train(model, optimizer, 0, range(2))
+    if wrapped:
+        optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters(), codec="int4")
+    fl.broadcast_parameters(model.state_dict(), root_rank=0)
+    fl.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    momentum = optimizer.state[model[0].weight]["momentum_buffer"]
+    seen = momentum.clone()
+    local.current().broadcast(seen, 0)
+    assert momentum.any() and torch.equal(momentum, seen)
+    if wrapped:
+        train(model, optimizer, rank, range(2, 4))
+        seen = weights(model)
         local.current().broadcast(seen, 0)
-        assert momentum.any() and torch.equal(momentum, seen)
-        if wrapped:
-            train(model, optimizer, rank, range(2, 4))
-            seen = weights(model)
-            local.current().broadcast(seen, 0)
-            assert torch.equal(weights(model), seen)
-
-    local.run(rank_main, 2)
+        assert torch.equal(weights(model), seen)
 
 
 def test_state_saved_between_backward_and_step_does_not_disturb_the_step() -> None:

@@ -22,6 +22,7 @@ from fusionlayer.training.overlap import SEPARABLE
 from fusionlayer.transport import local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
 
@@ -125,22 +126,20 @@ def test_step_returns_before_the_results_are_there() -> None:
         registry.remove("gated")
 
 
-def test_each_module_waits_for_its_own_parameters_only() -> None:
-    def body(rank: int) -> None:
-        model = make_model()
-        optimizer = wrap(model)
-        first, _, last = model
-        train(model, optimizer, rank, [0])
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        first(torch.zeros(1, first.in_features))
-        assert not torch.equal(first.weight, before[0]) and torch.equal(last.weight, before[2])
-        optimizer.synchronize()
-        assert not torch.equal(last.weight, before[2])
-        after = weights(model).clone()
-        optimizer.synchronize()
-        assert torch.equal(weights(model), after), "an update was made twice"
-
-    local.run(body, WORLD)
+@on_ranks(WORLD)
+def test_each_module_waits_for_its_own_parameters_only(rank: int) -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    first, _, last = model
+    train(model, optimizer, rank, [0])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    first(torch.zeros(1, first.in_features))
+    assert not torch.equal(first.weight, before[0]) and torch.equal(last.weight, before[2])
+    optimizer.synchronize()
+    assert not torch.equal(last.weight, before[2])
+    after = weights(model).clone()
+    optimizer.synchronize()
+    assert torch.equal(weights(model), after), "an update was made twice"
 
 
 def test_gradients_can_be_had_by_synchronize() -> None:
@@ -340,12 +339,10 @@ def test_what_is_refused_at_once(make: Callable[..., Optimizer], model: Any, mes
         )
 
 
-def test_step_hooks_are_refused() -> None:
-    def body(rank: int) -> None:
-        model = make_model()
-        optimizer = wrap(model)
-        optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(UsageError, match="step hooks of the optimizer would run once for each bucket"):
-            train(model, optimizer, rank, [0])
-
-    local.run(body, WORLD)
+@on_ranks(WORLD)
+def test_step_hooks_are_refused(rank: int) -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="step hooks of the optimizer would run once for each bucket"):
+        train(model, optimizer, rank, [0])

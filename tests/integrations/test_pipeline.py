@@ -20,6 +20,7 @@ import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, PlanMismatch
 from tests.harness import run_ranks
 from tests.integrations.training import fill
+from tests.ranks import on_processes
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.medium
@@ -166,7 +167,8 @@ class Several(nn.Module):
         return (x.t().contiguous().t() if rest else x.contiguous()) * 2, mask, wide
 
 
-def hold_other_types(rank: int, world: int) -> None:
+@on_processes(3)
+def test_what_no_codec_takes_travels_as_it_is(rank: int, world: int) -> None:
     x, _ = data(0)
     stage = fl.pipeline.PipelineStage(Several(), rank, world, torch.device("cpu"), codec="int8")
     schedule = ScheduleGPipe(stage, 2)
@@ -180,11 +182,8 @@ def hold_other_types(rank: int, world: int) -> None:
         assert not torch.equal(doubled, x * 2**world)
 
 
-def test_what_no_codec_takes_travels_as_it_is() -> None:
-    run_ranks(hold_other_types, 3)
-
-
-def hold_non_finite(rank: int, world: int) -> None:
+@on_processes(2)
+def test_what_is_not_finite_surfaces(rank: int, world: int) -> None:
     schedule, blocks, stages = make_schedule("1f1b", rank, world, codec="int8")
     if rank == 0:
         with torch.no_grad():
@@ -194,11 +193,8 @@ def hold_non_finite(rank: int, world: int) -> None:
     assert all(grad.isnan().any() for grad in gradients(blocks))
 
 
-def test_what_is_not_finite_surfaces() -> None:
-    run_ranks(hold_non_finite, 2)
-
-
-def hold_refusals(rank: int, world: int) -> None:
+@on_processes(2)
+def test_stages_that_disagree_are_refused(rank: int, world: int) -> None:
     def make(group: Any = None, **how: Any) -> Any:
         return fl.pipeline.PipelineStage(make_block(rank), rank, world, torch.device("cpu"), group=group, **how)
 
@@ -216,11 +212,8 @@ def hold_refusals(rank: int, world: int) -> None:
         make(codec="int8", warmup_steps=rank)
 
 
-def test_stages_that_disagree_are_refused() -> None:
-    run_ranks(hold_refusals, 2)
-
-
-def hold_one_after_another(rank: int, world: int) -> None:
+@on_processes(2)
+def test_a_pipeline_with_another_codec_follows_one_that_is_gone(rank: int, world: int) -> None:
     """Pipelines of one process in one group, each with another codec; also again one from before."""
     found: dict[str, list[Tensor]] = {}
     for name in ("interleaved", "gpipe"):
@@ -233,7 +226,3 @@ def hold_one_after_another(rank: int, world: int) -> None:
                 make_schedule(name, rank, world, codec="bf16")
             del schedule, blocks, stages
     assert not any(map(torch.equal, found["gpipeint8"], found["gpipeint4"]))
-
-
-def test_a_pipeline_with_another_codec_follows_one_that_is_gone() -> None:
-    run_ranks(hold_one_after_another, 2)

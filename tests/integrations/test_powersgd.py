@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -16,16 +15,9 @@ from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
 from tests.integrations.training import fill, loss_of, make_model, train, weights
-from tests.loops import looped
+from tests.ranks import on_ranks
 
 POWERSGD: dict[str, Any] = {"codec": "powersgd", "rank": 2}
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"warmup_steps": 2},
-    {"warm_start": False},
-    {"overlap": True, "planner": "wfbp"},
-    {"factors": "bf16"},
-]
 
 
 def make_pair(overlap: bool = False, **options: Any) -> tuple[nn.Module, Any]:
@@ -37,58 +29,34 @@ def make_pair(overlap: bool = False, **options: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.short
-@looped("way", WAYS, ids=str)
-def test_resumed_training_equals_uninterrupted_training_bit_by_bit(way: dict[str, Any]) -> None:
-    steps = 5
-
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(**way)
-        train(model, optimizer, rank, range(steps))
-        optimizer.synchronize()
-        uninterrupted = weights(model)
-        buckets = optimizer.fusion_plan.buckets
-        assert {bucket.algorithm for bucket in buckets} == {"low_rank"}
-        optimizer.close()
-        for stop in (1, 3):
-            model, optimizer = make_pair(**way)
-            train(model, optimizer, rank, range(stop))
-            saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-            optimizer.close()
-            kept = saved["optimizer"]["fusionlayer"]["tensors"]
-            expected = way.get("warm_start", True) and stop > way.get("warmup_steps", 0)
-            assert set(kept) == ({"0.weight", "2.weight"} if expected else set())
-            model, optimizer = make_pair(**way)
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            train(model, optimizer, rank, range(stop, steps))
-            optimizer.synchronize()
-            assert torch.equal(weights(model), uninterrupted), stop
-            optimizer.close()
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_factors_are_kept_once_the_warm_up_is_over(rank: int) -> None:
+    model, optimizer = make_pair(warmup_steps=2)
+    for step in range(4):
+        train(model, optimizer, rank, [step])
+        kept = optimizer.state_dict()["fusionlayer"]["tensors"]
+        assert set(kept) == ({"0.weight", "2.weight"} if step >= 2 else set())
+    assert {bucket.algorithm for bucket in optimizer.fusion_plan.buckets} == {"low_rank"}
 
 
 @pytest.mark.short
-def test_results_do_not_depend_on_what_travels_together() -> None:
+@on_ranks(3)
+def test_results_do_not_depend_on_what_travels_together(rank: int) -> None:
     """One bucket, a bucket for each tensor, two lanes or one, or another plan from the third step on: the same bits."""
-
-    def rank_main(rank: int) -> None:
-        found = []
-        for planner in ("wfbp", "horovod"):
-            model, optimizer = make_pair(planner=planner)
-            train(model, optimizer, rank, range(4))
-            found.append(weights(model))
-            plan = optimizer.fusion_plan
-            assert len(plan.buckets) == (4 if planner == "wfbp" else 1)
-            optimizer.close()
-        model, optimizer = make_pair(planner="wfbp")
-        train(model, optimizer, rank, range(2))
-        optimizer._fl_engine.switch(plan)
-        train(model, optimizer, rank, range(2, 4))
+    found = []
+    for planner in ("wfbp", "horovod"):
+        model, optimizer = make_pair(planner=planner)
+        train(model, optimizer, rank, range(4))
+        found.append(weights(model))
+        plan = optimizer.fusion_plan
+        assert len(plan.buckets) == (4 if planner == "wfbp" else 1)
         optimizer.close()
-        assert torch.equal(*found) and torch.equal(weights(model), found[0])
-
-    local.run(rank_main, 3)
+    model, optimizer = make_pair(planner="wfbp")
+    train(model, optimizer, rank, range(2))
+    optimizer._fl_engine.switch(plan)
+    train(model, optimizer, rank, range(2, 4))
+    optimizer.close()
+    assert torch.equal(*found) and torch.equal(weights(model), found[0])
 
 
 @pytest.mark.short

@@ -11,7 +11,7 @@ from fusionlayer.sharded.replica import Replica
 from fusionlayer.training.weights import Weights
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -74,19 +74,17 @@ def test_one_version_travels_once_and_whole_weights_first() -> None:
         assert sent == [whole, 0, coded, 0, coded, whole]
 
 
-def test_a_replica_goes_on_from_the_parts_of_all_ranks() -> None:
-    def body(transport: Transport) -> None:
-        device = torch.device("cpu")
-        kept, again = Replica(CODEC), Replica(CODEC)
-        first, second = (replica.memory(2 * NUMEL, torch.float32, device) for replica in (kept, again))
-        for version in range(6):
-            if version == 3:
-                assert kept.own is not None
-                again.restore(kept.own.clone(), 2)
-            for replica in (kept, again)[: 1 + (version >= 3)]:
-                replica.gather(weights_at(version, transport.rank), transport, version)
-            assert version < 3 or torch.equal(first, second)
-        with pytest.raises(fl.ConfigError, match=r"10 weights of .*float32 .* where 10000 .* keeps its shape"):
-            kept.memory(10, torch.float32, device)
-
-    over_threads(2, body)
+@on_threads(2)
+def test_a_replica_goes_on_from_the_parts_of_all_ranks(transport: Transport) -> None:
+    device = torch.device("cpu")
+    kept, again = Replica(CODEC), Replica(CODEC)
+    first, second = (replica.memory(2 * NUMEL, torch.float32, device) for replica in (kept, again))
+    for version in range(6):
+        if version == 3:
+            assert kept.own is not None
+            again.restore(kept.own.clone(), 2)
+        for replica in (kept, again)[: 1 + (version >= 3)]:
+            replica.gather(weights_at(version, transport.rank), transport, version)
+        assert version < 3 or torch.equal(first, second)
+    with pytest.raises(fl.ConfigError, match=r"10 weights of .*float32 .* where 10000 .* keeps its shape"):
+        kept.memory(10, torch.float32, device)

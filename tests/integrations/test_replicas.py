@@ -20,7 +20,7 @@ from fusionlayer.training.replicas import Replicas, broadcast_from_0, sum_of_bit
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_ranks, over_threads
 
 pytestmark = pytest.mark.short
 
@@ -256,56 +256,48 @@ def test_learning_rates_that_differ_are_named_before_parameters_do(make: str, at
         assert not any("broadcast_parameters" in text for text in texts)
 
 
-def test_learning_rates_of_local_steps_are_each_ranks_own() -> None:
-    def rank_main(rank: int) -> None:
-        model = make_model()
-        sync = fl.Local.averaging(every=2)
-        optimizer: Any = fl.DistributedOptimizer(
-            SGD(model.parameters(), lr=0.1 + rank), model, check_replicas=1, sync=sync
-        )
-        train(model, optimizer, rank, range(4))
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_learning_rates_of_local_steps_are_each_ranks_own(rank: int) -> None:
+    model = make_model()
+    sync = fl.Local.averaging(every=2)
+    optimizer: Any = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1 + rank), model, check_replicas=1, sync=sync)
+    train(model, optimizer, rank, range(4))
 
 
-def test_ranks_that_have_joined_are_not_compared() -> None:
-    def rank_main(rank: int) -> None:
-        hvd.init()
-        model = make_model()
-        optimizer: Any = hvd.DistributedOptimizer(
-            SGD(model.parameters(), lr=0.1), model.named_parameters(), broadcast=True, check_replicas=1
-        )
-        train(model, optimizer, rank, range(2 if rank == 1 else 5))
-        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join())
-        train(model, optimizer, rank, range(5, 8))
-        if rank == 2:
-            model[0].weight.data[3, 3] += 1
-        with pytest.raises(fl.ReplicaMismatch, match="'0.weight' on rank 2;"):
-            train(model, optimizer, rank, [8])
-        optimizer.close()
-        hvd.shutdown()
-
-    local.run(rank_main, 3)
+@on_ranks(3)
+def test_ranks_that_have_joined_are_not_compared(rank: int) -> None:
+    hvd.init()
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(
+        SGD(model.parameters(), lr=0.1), model.named_parameters(), broadcast=True, check_replicas=1
+    )
+    train(model, optimizer, rank, range(2 if rank == 1 else 5))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join())
+    train(model, optimizer, rank, range(5, 8))
+    if rank == 2:
+        model[0].weight.data[3, 3] += 1
+    with pytest.raises(fl.ReplicaMismatch, match="'0.weight' on rank 2;"):
+        train(model, optimizer, rank, [8])
+    optimizer.close()
+    hvd.shutdown()
 
 
 @looped("weights_by", ["raw", "qwd"])
-def test_copies_of_a_sharded_optimizer_are_compared(weights_by: str) -> None:
-    def body(rank: int) -> None:
-        model = make_model()
-        optimizer = fl.ShardedOptimizer(
-            [{"params": model[0].parameters()}, {"params": model[2].parameters()}],
-            SGD,
-            weights=weights_by,
-            lr=0.1,
-            check_replicas=3,
-        )
-        train(model, optimizer, rank, range(7))
-        if rank == 1:
-            model[2].weight.data.view(torch.int32)[0, 0] ^= 1  # in rank 0's part
-        with pytest.raises(fl.ReplicaMismatch, match="1 of 4 .*'group 1, parameter 0' on rank 1;"):
-            train(model, optimizer, rank, range(7, 10))
-
-    local.run(body, 3)
+@on_ranks(3)
+def test_copies_of_a_sharded_optimizer_are_compared(rank: int, weights_by: str) -> None:
+    model = make_model()
+    optimizer = fl.ShardedOptimizer(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters()}],
+        SGD,
+        weights=weights_by,
+        lr=0.1,
+        check_replicas=3,
+    )
+    train(model, optimizer, rank, range(7))
+    if rank == 1:
+        model[2].weight.data.view(torch.int32)[0, 0] ^= 1  # in rank 0's part
+    with pytest.raises(fl.ReplicaMismatch, match="1 of 4 .*'group 1, parameter 0' on rank 1;"):
+        train(model, optimizer, rank, range(7, 10))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex128])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fusionlayer as fl
+from fusionlayer import codecs
 from fusionlayer.scheduler.memory import merged_residuals
-from fusionlayer.transport import Transport
+from fusionlayer.transport import Transport, local
+from tests.codecs.toy_sparse import toy_sparse
+from tests.codecs.variants import is_kind
 from tests.harness import run_ranks
 from tests.integrations.training import make_model, train
 from tests.loops import looped
 from tests.ranks import over_threads
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, tiered
 
 STEPS, AT = range(7), 5
 """Five steps, then a checkpoint: in the middle of a round of four local steps."""
@@ -209,6 +213,110 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_resumed_training_by_all_ways_equals_uninterrupted_training(tmp_path: Path) -> None:
     assert run_ranks(check_matrix, 2, str(tmp_path), ALL, timeout=280) == [[], []]
+
+
+# ---- ranks that are threads: every codec and kind of step, from before and within each phase -------------------------
+
+
+def adam(parameters: Any) -> Optimizer:
+    return Adam(parameters, lr=0.01)
+
+
+def momentum(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def onebit_over(warmup_codec: str) -> Callable[[Any], Optimizer]:
+    return lambda p: fl.OneBitAdam(p, lr=0.01, betas=(0.8, 0.95), eps=1e-6, freeze_step=3, warmup_codec=warmup_codec)
+
+
+STOCHASTIC = {"codec": "int", "bits": 4, "rounding": "stochastic"}
+TOY: dict[str, Any] = {"codec": "toysparse", "density": 0.1, "warmup": 3}
+AHEAD: list[dict[str, Any]] = [
+    {},
+    {"overlap": True},
+    {"ahead": False},
+    {"algorithm": "oktopk"},
+    {"algorithm": "gather_v"},
+    {"planner": "wfbp"},
+]
+SPARSIFIERS = [codecs.get(name) for name in codecs.names() if codecs.get(name).ahead]
+LOCAL: dict[str, Any] = {"error_feedback": True, "sync": fl.Local.diloco(every=3)}
+PLAIN: list[dict[str, Any]] = [
+    {"codec": "raw"},
+    {"codec": "int4"},
+    STOCHASTIC,
+    STOCHASTIC | {"error_feedback": True},
+    {"codec": "int4", "feedback_bits": 8},
+    {"codec": "topk", "density": 0.1, "feedback_bits": 8},
+    {"codec": "mxfp4", "scale": "auto"},  # whose headroom has moved after two steps
+    {"codec": "int4", **LOCAL},
+    {"codec": "topk", **LOCAL},
+]
+POWERSGD: list[dict[str, Any]] = [
+    {},
+    {"warmup_steps": 2},
+    {"warm_start": False},
+    {"overlap": True, "planner": "wfbp"},
+    {"factors": "bf16"},
+]
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    *((adam, options) for options in PLAIN),
+    *((adam, TOY | way) for way in AHEAD),
+    *((adam, {"codec": codec.name, "density": 0.1} | way) for codec in SPARSIFIERS for way in AHEAD),
+    *((momentum, {"codec": "powersgd", "rank": 2} | way) for way in POWERSGD),
+    (onebit_over("raw"), {"codec": "onebit"}),
+    (onebit_over("int4"), {"codec": "topk"}),
+]
+
+
+def is_fast(make: Any, options: dict[str, Any]) -> bool:
+    """Of the sparsifiers that share all but their choice of elements one of each kind is fast."""
+    codec = options["codec"]
+    return (
+        codec == "toysparse" or options in PLAIN or make is not adam or len(options) == 2 and is_kind(codecs.get(codec))
+    )
+
+
+@pytest.mark.short
+@looped("make, options", tiered(CASES, is_fast))
+def test_each_codec_resumes_from_each_step(make: Any, options: dict[str, Any]) -> None:
+    """In new objects, and back in the ones that have trained on; saving changes nothing."""
+
+    def rank_main(rank: int) -> Tensor:
+        def pair() -> tuple[nn.Module, Any]:
+            model = make_model()
+            how = {key: value for key, value in options.items() if key != "overlap"}
+            ahead = model if "overlap" in options else None
+            return model, fl.DistributedOptimizer(make(model.parameters()), model, overlap_forward=ahead, **how)
+
+        def end(first: int) -> Tensor:
+            train(model, optimizer, rank, range(first, 6))
+            optimizer.synchronize()
+            return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+        model, optimizer = pair()
+        states: dict[int, io.BytesIO] = {}
+        for step in (1, 3, 4):
+            train(model, optimizer, rank, range(max(states, default=0), step))
+            states[step] = io.BytesIO()
+            torch.save((model.state_dict(), optimizer.state_dict()), states[step])
+        expected = end(4)
+        for step, file in states.items():
+            if step > 1:
+                optimizer.close()
+                model, optimizer = pair()
+            file.seek(0)
+            of_model, of_optimizer = torch.load(file, weights_only=True)
+            model.load_state_dict(of_model)
+            optimizer.load_state_dict(of_optimizer)
+            assert torch.equal(end(step), expected), step
+        optimizer.close()
+        return expected
+
+    with toy_sparse():
+        first, *others = local.run(rank_main, 3 if options.get("algorithm") == "oktopk" else 2)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def owed(optimizer: Any) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fusionlayer as fl
 from fusionlayer.transport import local
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
 
@@ -34,23 +35,21 @@ class Clipped(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_says_what_it_sends_and_by_which_codec() -> None:
-    def rank_main(rank: int) -> None:
-        parameter = nn.Parameter(torch.zeros(4))
-        optimizer = fl.DistributedOptimizer(Clipped([parameter], lr=1.0), codec="raw")
-        mine = torch.tensor([8.0, 1.0, -8.0, 2.0]) * (1 + rank)
-        means = [[12, 1.5, -12, 3], [12, 1.5, -12, 3], [4, 1.5, -4, 3], [3, 1.5, -1, 2]]
-        for step, mean in enumerate(means):
-            optimizer.zero_grad()
-            if step < 3 or rank == 0:
-                (mine * parameter).sum().backward()
-            before = parameter.detach().clone()
-            optimizer.step()
-            assert (before - parameter).tolist() == mean
-            assert optimizer.fusion_plan is not None
-            assert optimizer.fusion_plan.buckets[0].codec == ("bf16" if step < 2 else "raw")
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_an_optimizer_says_what_it_sends_and_by_which_codec(rank: int) -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = fl.DistributedOptimizer(Clipped([parameter], lr=1.0), codec="raw")
+    mine = torch.tensor([8.0, 1.0, -8.0, 2.0]) * (1 + rank)
+    means = [[12, 1.5, -12, 3], [12, 1.5, -12, 3], [4, 1.5, -4, 3], [3, 1.5, -1, 2]]
+    for step, mean in enumerate(means):
+        optimizer.zero_grad()
+        if step < 3 or rank == 0:
+            (mine * parameter).sum().backward()
+        before = parameter.detach().clone()
+        optimizer.step()
+        assert (before - parameter).tolist() == mean
+        assert optimizer.fusion_plan is not None
+        assert optimizer.fusion_plan.buckets[0].codec == ("bf16" if step < 2 else "raw")
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -14,7 +14,7 @@ from fusionlayer.transport import Transport, local
 from tests.codecs.variants import defaults
 from tests.collectives.conformance import same_everywhere
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -102,26 +102,6 @@ def test_without_loss_sequence_parallelism_is_the_same(world: int) -> None:
 
 
 @looped("sequence", [False, True])
-def test_gradcheck(sequence: bool) -> None:
-    """Numerical derivatives of the uncompressed layer: all ranks move their equal inputs alike."""
-    world = 2
-    up, down = values(1, 6, 3, dtype=torch.float64), values(2, 3, 6, dtype=torch.float64)
-
-    def body(transport: Transport) -> bool:
-        channel = Channel(transport, "raw")
-
-        def layer(x: Tensor) -> Tensor:
-            if not sequence:
-                return parallel_perceptron(channel, x, up, down, False)
-            return channel.join(parallel_perceptron(channel, channel.split(x, 1), up, down, True), 1)
-
-        x = values(0, 1, 4, 3, dtype=torch.float64).requires_grad_()
-        return torch.autograd.gradcheck(layer, (x,))
-
-    assert over_threads(world, body) == [True] * world
-
-
-@looped("sequence", [False, True])
 @looped(
     # onebit's sums are close after many steps, by error feedback, which activations have not.
     "codec",
@@ -152,62 +132,54 @@ def test_every_codec_comes_close(codec: codecs.Codec, sequence: bool) -> None:
 
 
 @looped("algorithm", ["one_shot", "two_shot"])
-def test_the_same_bits_everywhere_in_pieces_too(algorithm: str) -> None:
-    def body(transport: Transport) -> None:
-        results = []
-        for piece_bytes in (None, 512, 4096):
-            channel = Channel(transport, "int", algorithm=algorithm, piece_bytes=piece_bytes, bits=4, group_size=32)
-            x = values(10 + transport.rank, 5, 7, 33)
-            total, every = channel.reduce(x), channel.gather(x, 0)
-            assert same_everywhere(transport, total.view(-1)) and same_everywhere(transport, every.view(-1))
-            results.append((total, every))
-        for total, every in results[1:]:
-            assert torch.equal(total, results[0][0]) and torch.equal(every, results[0][1])
-
-    over_threads(3, body)
+@on_threads(3)
+def test_the_same_bits_everywhere_in_pieces_too(transport: Transport, algorithm: str) -> None:
+    results = []
+    for piece_bytes in (None, 512, 4096):
+        channel = Channel(transport, "int", algorithm=algorithm, piece_bytes=piece_bytes, bits=4, group_size=32)
+        x = values(10 + transport.rank, 5, 7, 33)
+        total, every = channel.reduce(x), channel.gather(x, 0)
+        assert same_everywhere(transport, total.view(-1)) and same_everywhere(transport, every.view(-1))
+        results.append((total, every))
+    for total, every in results[1:]:
+        assert torch.equal(total, results[0][0]) and torch.equal(every, results[0][1])
 
 
 @looped("codec", [codec for codec in defaults() if not codec.ahead], ids=str)
 @looped("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_every_rank(codec: codecs.Codec, value: float) -> None:
-    def body(transport: Transport) -> None:
-        channel = Channel(transport, codec)
-        x = values(transport.rank, 4, 6, 32)
-        if transport.rank == 2:
-            x[1, 3, 5] = value
-        assert not channel.reduce(x)[1, 3, 5].isfinite()
-        assert not channel.gather(x, 1)[1, 2 * 6 + 3, 5].isfinite()
-        assert channel.reduce_scatter(x, 0).isfinite().all() == (transport.rank != 1)
-        clean = values(transport.rank, 4, 6, 32)
-        assert channel.reduce(clean).isfinite().all(), "it outlived its step"
-
-    over_threads(4, body)
+@on_threads(4)
+def test_what_is_not_finite_reaches_every_rank(transport: Transport, codec: codecs.Codec, value: float) -> None:
+    channel = Channel(transport, codec)
+    x = values(transport.rank, 4, 6, 32)
+    if transport.rank == 2:
+        x[1, 3, 5] = value
+    assert not channel.reduce(x)[1, 3, 5].isfinite()
+    assert not channel.gather(x, 1)[1, 2 * 6 + 3, 5].isfinite()
+    assert channel.reduce_scatter(x, 0).isfinite().all() == (transport.rank != 1)
+    clean = values(transport.rank, 4, 6, 32)
+    assert channel.reduce(clean).isfinite().all(), "it outlived its step"
 
 
-def test_shapes_strides_and_types() -> None:
-    def body(transport: Transport) -> None:
-        channel = Channel(transport, "int8")
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x = values(transport.rank, 6, 4, 8).to(dtype).transpose(0, 1)
-            assert channel.reduce(x).shape == (4, 6, 8) and channel.reduce(x).dtype == dtype
-            assert channel.gather(x, 1).shape == (4, 12, 8)
-            assert torch.equal(channel.gather(x, 1), channel.gather(x.contiguous(), -2))
-            assert channel.reduce_scatter(x, 2).shape == (4, 6, 4)
-            empty = x[:, :0]
-            assert channel.reduce(empty).shape == channel.gather(empty, 1).shape == (4, 0, 8)
-            assert channel.reduce_scatter(empty, 1).shape == (4, 0, 8)
-            assert channel.reduce(x[0, 0, 0]).shape == ()
-
-    over_threads(2, body)
+@on_threads(2)
+def test_shapes_strides_and_types(transport: Transport) -> None:
+    channel = Channel(transport, "int8")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = values(transport.rank, 6, 4, 8).to(dtype).transpose(0, 1)
+        assert channel.reduce(x).shape == (4, 6, 8) and channel.reduce(x).dtype == dtype
+        assert channel.gather(x, 1).shape == (4, 12, 8)
+        assert torch.equal(channel.gather(x, 1), channel.gather(x.contiguous(), -2))
+        assert channel.reduce_scatter(x, 2).shape == (4, 6, 4)
+        empty = x[:, :0]
+        assert channel.reduce(empty).shape == channel.gather(empty, 1).shape == (4, 0, 8)
+        assert channel.reduce_scatter(empty, 1).shape == (4, 0, 8)
+        assert channel.reduce(x[0, 0, 0]).shape == ()
 
 
-def test_one_rank_does_nothing() -> None:
-    def body(transport: Transport) -> None:
-        channel, x = Channel(transport, "int4"), values(0, 3, 5)
-        assert all(op is x for op in (channel.copy(x), channel.reduce(x), channel.gather(x, 0)))
-        assert all(op(x, 1) is x for op in (channel.reduce_scatter, channel.split, channel.join))
-
-    over_threads(1, body)
+@on_threads(1)
+def test_one_rank_does_nothing(transport: Transport) -> None:
+    channel, x = Channel(transport, "int4"), values(0, 3, 5)
+    assert all(op is x for op in (channel.copy(x), channel.reduce(x), channel.gather(x, 0)))
+    assert all(op(x, 1) is x for op in (channel.reduce_scatter, channel.split, channel.join))
 
 
 def test_bytes_are_those_of_the_codec() -> None:
@@ -228,58 +200,52 @@ def test_bytes_are_those_of_the_codec() -> None:
     over_threads(world, body)
 
 
-def test_ranks_that_disagree_are_told_before_anything_travels() -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(PlanMismatch, match="codec or options of tensor parallelism differs over ranks.*give every"):
-            Channel(transport, "int8" if transport.rank else "int4")
-
-    over_threads(2, body)
+@on_threads(2)
+def test_ranks_that_disagree_are_told_before_anything_travels(transport: Transport) -> None:
+    with pytest.raises(PlanMismatch, match="codec or options of tensor parallelism differs over ranks.*give every"):
+        Channel(transport, "int8" if transport.rank else "int4")
 
 
-def test_what_cannot_be_is_refused() -> None:
-    def body(transport: Transport) -> None:
-        lossy, lossless = Channel(transport, "int8"), Channel(transport, "raw")
-        x = values(0, 4, 5)
-        with pytest.raises(ConfigError, match="got a torch.float64 tensor; expected float32.*codec='raw' for float64"):
-            lossy.reduce(x.double())
-        with pytest.raises(ConfigError, match="got a torch.int64 tensor"):
-            lossless.gather(x.long(), 0)
-        with pytest.raises(ConfigError, match=r"dimension 1 of shape \(4, 5\) is cut over 2 ranks.*a multiple of 2"):
-            lossy.reduce_scatter(x, 1)
-        with pytest.raises(ConfigError, match=r"dimension 1 of shape \(4, 5\) is cut over 2 ranks"):
-            lossless.split(x, -1)
-        with pytest.raises(ConfigError, match=r"dim=2 of a tensor of shape \(4, 5\); expected 0 to 1"):
-            lossy.gather(x, 2)
-        with pytest.raises(ConfigError, match="algorithm='dense'; expected one_shot or two_shot"):
-            Channel(transport, "int8", algorithm="dense")
-        with pytest.raises(ConfigError, match="algorithm='two_shot'; expected None"):
-            Channel(transport, "raw", algorithm="two_shot")
-        with pytest.raises(ConfigError, match="piece_bytes=0; expected a number of bytes above 0"):
-            Channel(transport, "int8", piece_bytes=0)
-        with pytest.raises(ConfigError, match="got 'tp' as group; expected a process group"):
-            Channel("tp", "int8")  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="unknown codec 'int7'"):
-            Channel(transport, "int7")
-        assert lossy.reduce(x).shape == x.shape, "a refusal has cost the others"
-
-    over_threads(2, body)
+@on_threads(2)
+def test_what_cannot_be_is_refused(transport: Transport) -> None:
+    lossy, lossless = Channel(transport, "int8"), Channel(transport, "raw")
+    x = values(0, 4, 5)
+    with pytest.raises(ConfigError, match="got a torch.float64 tensor; expected float32.*codec='raw' for float64"):
+        lossy.reduce(x.double())
+    with pytest.raises(ConfigError, match="got a torch.int64 tensor"):
+        lossless.gather(x.long(), 0)
+    with pytest.raises(ConfigError, match=r"dimension 1 of shape \(4, 5\) is cut over 2 ranks.*a multiple of 2"):
+        lossy.reduce_scatter(x, 1)
+    with pytest.raises(ConfigError, match=r"dimension 1 of shape \(4, 5\) is cut over 2 ranks"):
+        lossless.split(x, -1)
+    with pytest.raises(ConfigError, match=r"dim=2 of a tensor of shape \(4, 5\); expected 0 to 1"):
+        lossy.gather(x, 2)
+    with pytest.raises(ConfigError, match="algorithm='dense'; expected one_shot or two_shot"):
+        Channel(transport, "int8", algorithm="dense")
+    with pytest.raises(ConfigError, match="algorithm='two_shot'; expected None"):
+        Channel(transport, "raw", algorithm="two_shot")
+    with pytest.raises(ConfigError, match="piece_bytes=0; expected a number of bytes above 0"):
+        Channel(transport, "int8", piece_bytes=0)
+    with pytest.raises(ConfigError, match="got 'tp' as group; expected a process group"):
+        Channel("tp", "int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown codec 'int7'"):
+        Channel(transport, "int7")
+    assert lossy.reduce(x).shape == x.shape, "a refusal has cost the others"
 
 
-def test_equal_channels_have_one_name_that_lives_as_long_as_any_of_them() -> None:
-    def body(transport: Transport) -> None:
-        first, other = Channel(transport, "int8"), Channel(transport, "int4")
-        second = Channel(transport, "int8")
-        assert first.name == second.name != other.name
-        name = first.name
-        third = Channel(transport, "int8")
-        assert third.name == name
-        del first, third
-        assert second.reduce(torch.ones(3)).shape == (3,)
-        del second
-        with pytest.raises(UsageError, match="is gone; keep the Channel as long as"):
-            torch.ops.fusionlayer.tp_all_reduce(torch.ones(3), name)
-
-    over_threads(2, body)
+@on_threads(2)
+def test_equal_channels_have_one_name_that_lives_as_long_as_any_of_them(transport: Transport) -> None:
+    first, other = Channel(transport, "int8"), Channel(transport, "int4")
+    second = Channel(transport, "int8")
+    assert first.name == second.name != other.name
+    name = first.name
+    third = Channel(transport, "int8")
+    assert third.name == name
+    del first, third
+    assert second.reduce(torch.ones(3)).shape == (3,)
+    del second
+    with pytest.raises(UsageError, match="is gone; keep the Channel as long as"):
+        torch.ops.fusionlayer.tp_all_reduce(torch.ones(3), name)
 
 
 def test_without_a_group_it_is_all_ranks() -> None:

@@ -19,6 +19,7 @@ from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.parallel import tensor_parallel as ours
 from tests.harness import run_ranks
 from tests.integrations.training import fill
+from tests.ranks import on_processes
 from tests.synthetic import gradient
 from tests.tiers import tiered
 
@@ -91,7 +92,9 @@ def bits_equal(x: Tensor) -> bool:
     return all(torch.equal(other, x) for other in every)
 
 
-def hold_styles(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", tiered([2, 4], lambda world: world == 2))
+@on_processes()
+def test_styles_are_those_of_torch(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     x, y = data(0)
     for sequence in (False, True):
@@ -118,12 +121,8 @@ def hold_styles(rank: int, world: int) -> None:
         assert transport.bytes_sent > before
 
 
-@pytest.mark.parametrize("world", tiered([2, 4], lambda world: world == 2))
-def test_styles_are_those_of_torch(world: int) -> None:
-    run_ranks(hold_styles, world)
-
-
-def hold_layouts(rank: int, world: int) -> None:
+@on_processes(2)
+def test_layouts_are_those_of_torch(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     x = data(0)[0]
 
@@ -166,11 +165,8 @@ def hold_layouts(rank: int, world: int) -> None:
         torch.testing.assert_close(mine[0], theirs[0])
 
 
-def test_layouts_are_those_of_torch() -> None:
-    run_ranks(hold_layouts, 2)
-
-
-def refuse(rank: int, world: int) -> None:
+@on_processes(4)
+def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ConfigError, match=r"got a mesh with the dimensions \('dp', 'tp'\).*mesh\['tp'\]"):
         ours.Channel(mesh, "int8")
@@ -184,11 +180,9 @@ def refuse(rank: int, world: int) -> None:
             ours.Channel(1, "int8")  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(refuse, 4)
-
-
-def hold_compiled(rank: int, world: int, backend: str) -> None:
+@pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], lambda backend: backend == "aot_eager"))
+@on_processes(2)
+def test_operations_compile_as_one_graph(rank: int, world: int, backend: str) -> None:
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (world,))
     channel = ours.Channel(mesh, "int8", piece_bytes=1024)
@@ -212,12 +206,8 @@ def hold_compiled(rank: int, world: int, backend: str) -> None:
     assert bits_equal(results[1][0])
 
 
-@pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], lambda backend: backend == "aot_eager"))
-def test_operations_compile_as_one_graph(backend: str) -> None:
-    run_ranks(hold_compiled, 2, backend)
-
-
-def hold_compiled_styles(rank: int, world: int) -> None:
+@on_processes(2)
+def test_styles_compile_as_one_graph(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     x, y = data(0)
     for sequence in (False, True):
@@ -230,11 +220,8 @@ def hold_compiled_styles(rank: int, world: int) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=1e-4)
 
 
-def test_styles_compile_as_one_graph() -> None:
-    run_ranks(hold_compiled_styles, 2)
-
-
-def hold_two_dimensions(rank: int, world: int) -> None:
+@on_processes(4)
+def test_data_parallelism_beside_it(rank: int, world: int) -> None:
     """Train on a 2 x 2 mesh: compressed tensor parallelism, and gradients averaged by DistributedOptimizer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = stock.parallelize_module(make_model(), mesh["tp"], plan(ours, False, codec="int8"))
@@ -271,10 +258,6 @@ def hold_two_dimensions(rank: int, world: int) -> None:
             overlap_forward=model,
             group=mesh["dp"].get_group(),
         )
-
-
-def test_data_parallelism_beside_it() -> None:
-    run_ranks(hold_two_dimensions, 4)
 
 
 def differ(rank: int, world: int) -> str:
