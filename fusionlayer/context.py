@@ -74,7 +74,7 @@ def init(
 
     If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
     and, where available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer
-    makes connections of its own beside it. With "mpi" or "horovod" in the settings no group is made
+    makes connections of its own next to it. With "mpi" or "horovod" in the settings no group is made
     or used, and that library determines the ranks. Without a launcher the job is this process alone. A second call does
     nothing. Within ``transport.local.run`` the call does nothing either.
 
@@ -82,7 +82,7 @@ def init(
         timeout: seconds that a collective waits for its peers; overrides the configuration.
         transport: what moves bytes, "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
         settings: used instead of the settings from file and environment.
-        elastic: ranks may be lost, and others may join, while the job goes on (docs/elastic.md). No process group of
+        elastic: ranks may fail, and others may join, while the job goes on (docs/elastic.md). No process group of
             torch is made then. A process that joins later has FUSIONLAYER_JOIN in its environment.
 
     Raises:
@@ -334,12 +334,12 @@ def membership() -> Members:
 
 
 def is_elastic() -> bool:
-    """Return whether ranks of the job may be lost and others may join."""
+    """Return whether ranks of the job may fail and others may join."""
     return local.current() is None and _job is not None and _job.members is not None
 
 
 def refuse_elastic(what: str, instead: str) -> None:
-    """Raise ``ConfigError`` if the job is elastic: ``what`` cannot lose a rank, and ``instead`` says what can."""
+    """Raise ``ConfigError`` if the job is elastic: ``what`` cannot go on without a rank; ``instead`` names what can."""
     if is_elastic():
         raise ConfigError(f"{what} in a job that fusionlayer.init(elastic=True) has begun: {instead}")
 

@@ -60,7 +60,7 @@ def test_a_loopback_address_that_another_host_told() -> None:
     gloo = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: refused, remote=[{}]:9626$0"
     told = explain(RuntimeError(gloo.format("127.0.1.1")))
     assert not told.here, "no rank of this host is to blame"
-    assert told.text.startswith("nobody listens at 127.0.1.1, an address of one host alone; if ranks are on several")
+    assert told.text.startswith("nothing listens at 127.0.1.1, an address of one host alone; if ranks are on several")
     assert "set GLOO_SOCKET_IFNAME on each to the interface that joins them (here: lo" in told.text
     assert explain(RuntimeError(gloo.format("10.0.0.2"))).text == gloo.format("10.0.0.2")
 
@@ -68,7 +68,7 @@ def test_a_loopback_address_that_another_host_told() -> None:
 @pytest.mark.parametrize(
     "rank, place, words, ranks",
     [
-        (1, "nobody", "found no store of rank 0 at 127.0.0.1:.*: nobody listens there; was rank 0 started", (0,)),
+        (1, "nobody", "found no store of rank 0 at 127.0.0.1:.*: nothing listens there; was rank 0 started", (0,)),
         (0, "taken", "cannot open a store at 127.0.0.1:.*: port .* is taken; end the program that has it", (0,)),
         (1, "unknown", f"found no store .* at {UNKNOWN}:.*: the name {UNKNOWN} is unknown", (1,)),
         (0, "unknown", f"cannot open a store at {UNKNOWN}:.*: the name {UNKNOWN} is unknown", (0,)),

@@ -329,7 +329,7 @@ def _fits(name: str, codec: Codec) -> bool:
 
 def _paper(name: str, codec: Codec) -> str:
     """Return the first source in docs/papers.md whose row names the codec's module."""
-    module = f"`codecs/{type(codec).__module__.rpartition('.')[2]}.py`"
+    module = f"`{type(codec).__module__.partition('.')[2].replace('.', '/')}.py`"
     for line in (ROOT / "docs/papers.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) > 4 and module in cells[3]:

@@ -31,7 +31,7 @@ class CallQueue:
     Args:
         name: name of the group, for errors.
         connect: makes the transport; the queue's thread calls it.
-        compare: whether ranks meet before each call, on the CPU. NCCL cannot tell messages of different calls apart,
+        compare: whether ranks meet before each call, on the CPU. NCCL cannot distinguish messages of different calls,
             but a meeting of ranks in different calls fails.
         timeout: returns the seconds that a call may wait; asked before each call, as the program may change it.
         at_once: whether calls of CUDA tensors run within ``submit``. The transport must only queue their work then.

@@ -137,7 +137,7 @@ def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: Seed) -> C
 
 
 def gather_differences(out: Tensor, differences: Differences, seed: Seed) -> Call:
-    """Return a call that brings ``out`` (size * n,), the same copy on all ranks, to what it is to become on each.
+    """Return a call that updates ``out`` (size * n,), the same copy on all ranks, to its new values on each.
 
     Every rank sends how its part differs. All ranks, the sender too, add what they decode to their copies.
     """

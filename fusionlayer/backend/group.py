@@ -372,7 +372,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receive(tensors, lambda xs: native.recv(xs, srcRank, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Receive a tensor from whoever sends one."""
+        """Receive a tensor from any rank."""
         return self._receive(tensors, lambda xs: self._native.group.recv_anysource(xs, tag))
 
     def _between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
@@ -544,8 +544,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             for device, backend in named.items():
                 if device in serves and backend not in (NAME, serves[device]):
                     raise ConfigError(
-                        f"the process group was made with backend {given!r}; beside {NAME}, {device} tensors can only "
-                        f"travel by {serves[device]}: name {serves[device]!r} or {NAME!r}"
+                        f"the process group was made with backend {given!r}; next to {NAME}, {device} tensors can only "
+                        f"be sent by {serves[device]}: name {serves[device]!r} or {NAME!r}"
                     )
             self._devices = frozenset(device for device, backend in named.items() if backend == NAME)
         return self._devices

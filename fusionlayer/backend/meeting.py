@@ -72,7 +72,7 @@ def part(store: dist.Store, rank: int, size: int) -> None:
     """Wait until rank 0 has ended the store, if the store is a server in its process. All ranks call it at the end.
 
     A rank that makes the next default group at once would otherwise connect to the server that is about to end. Where
-    the other ranks are late, or rank 0 keeps its server, the wait ends soon.
+    the other ranks have yet to come, or rank 0 keeps its server, the wait ends soon.
     """
     server = store
     while isinstance(server, dist.PrefixStore):
@@ -80,7 +80,7 @@ def part(store: dist.Store, rank: int, size: int) -> None:
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not isinstance(server, dist.TCPStore) or by_launcher or size == 1:
         return
-    with suppress(RuntimeError, OSError):  # others are late, or the server has ended
+    with suppress(RuntimeError, OSError):  # others have yet to come, or the server has ended
         if store.add("here", 1) == size:
             store.set("all", "")
         store.wait(["all"], timedelta(seconds=_PATIENCE))

@@ -75,7 +75,7 @@ class Native:
             self._gloo: Any = _gloo(dist.PrefixStore("gloo/", self._addresses), rank, size, timeout, options)
             self._backends = self._make_all(timeout)
             self._prove()
-            self.agree(facts)  # all ranks are connected then, so nobody needs the keys any more
+            self.agree(facts)  # all ranks are connected then, so no rank needs the keys any more
         finally:
             self._meeting.forget()
         # Once a rank returns, no rank has left a key that the next group of the same name would read.
@@ -143,7 +143,7 @@ class Native:
         """Return the group by which a message is sent from one rank to another.
 
         NCCL runs the messages between two ranks in the order in which each rank has called for them. If both ranks
-        send first, they wait for each other, unless torch tells NCCL that the calls are one batch; torch does so only
+        send first, they wait for each other, unless torch informs NCCL that the calls are one batch; torch does so only
         for its own class. Therefore messages to lower ranks have communicators of their own.
         """
         if device.type != "cuda" or self.serves["cuda"] != "nccl" or source == to:

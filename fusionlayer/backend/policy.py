@@ -113,7 +113,7 @@ class CallRule:
         return codecs.get(self.codec, **self.options)
 
     def concerns(self, op: str, dtype: torch.dtype) -> bool:
-        """Return whether calls of ``op`` with elements of ``dtype`` fit the rule, sizes aside."""
+        """Return whether calls of ``op`` with elements of ``dtype`` fit the rule, whatever their size."""
         wanted = _listed(self.dtype)
         return op in self.ops and dtype in DTYPE_CODES and (not wanted or str(dtype).removeprefix("torch.") in wanted)
 

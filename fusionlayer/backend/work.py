@@ -103,7 +103,7 @@ class BackgroundWork(dist.Work):
             self.ticket.wait()
             return True
         if timeout and not self.job.ends_within(timeout.total_seconds()):
-            raise TransportError(f"a call has not ended within {timeout}; the other ranks may be late or gone")
+            raise TransportError(f"a call has not ended within {timeout}; the other ranks may be slow or gone")
         self.job.wait()
         self.ticket.wait()
         return True

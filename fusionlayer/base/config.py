@@ -47,14 +47,14 @@ class Config:
     )
     planner_options: Mapping[str, Any] = _setting("options of that planner; sizes in bytes", factory=dict)
     plan: str | None = _setting(
-        "file with a fusion plan for an optimizer, in place of `planner`; it names its own codecs, in place of `codec` "
+        "file with a fusion plan for an optimizer, instead of `planner`; it names its own codecs, instead of `codec` "
         "too",
         None,
     )
     profile: str | None = _setting(
         "file with measured costs of the model, for planning by costs; null: the first steps are measured", None
     )
-    policy: str | None = _setting("file with rules that give each gradient a codec, in place of `codec`", None)
+    policy: str | None = _setting("file with rules that give each gradient a codec, instead of `codec`", None)
     fidelity: str = _setting(
         "what `auto` may choose codecs from: `lossless`, `near_lossless` (changes at most 1e-4 of a Gaussian's energy) "
         "or `aggressive`",
@@ -69,13 +69,13 @@ class Config:
         "compare parameters over ranks, so that a difference is found within this many steps; 0: never", 200
     )
     checksum: bool | None = _setting(
-        "send a checksum with every message and compare it before use; with true CUDA tensors travel through host "
+        "send a checksum with every message and compare it before use; with true CUDA tensors are sent through host "
         "memory, as NCCL carries none; null: between nodes, except by NCCL and in uncompressed sums from 1 MiB on",
         None,
     )
     transport: str = _setting(
         "what moves bytes between processes: `c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), "
-        "`auto` (`sockets` in place of gloo where a measurement at the start finds them faster), `mpi` (mpi4py; start "
+        "`auto` (`sockets` instead of gloo where a measurement at the start finds them faster), `mpi` (mpi4py; start "
         "by mpirun) or `horovod`",
         "c10d",
     )
@@ -94,11 +94,11 @@ class Config:
         None,
     )
     encrypt: bool = _setting(
-        "what `sockets` send is encrypted by TLS 1.3, and authenticated by it in place of tags; needs OpenSSL 3", False
+        "what `sockets` send is encrypted by TLS 1.3, and authenticated by it instead of tags; needs OpenSSL 3", False
     )
     peer_memory_mb: int = _setting(
         "MiB of each GPU by which ranks of one host reach each other's memory: for messages, where copies are measured "
-        "to be faster than NCCL, and as much again for sums in one launch; 0: all travels by NCCL",
+        "to be faster than NCCL, and as much again for sums in one launch; 0: all is sent by NCCL",
         0,
     )
     rates: tuple[str, ...] = _setting(
@@ -107,11 +107,9 @@ class Config:
         (),
     )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
-    stall_warning: float = _setting(
-        "seconds of waiting after which late ranks are named in a warning; `inf`: never", 60.0
-    )
+    stall_warning: float = _setting("seconds of waiting after which a warning names stragglers; `inf`: never", 60.0)
     watch: bool | None = _setting(
-        "watch the job, and name on rank 0's log who is late, where and why: true in `fl.init()`, false never; null: "
+        "watch the job, and log stragglers on rank 0: where they are and why: true in `fl.init()`, false never; null: "
         "where the default process group has the backend `fusionlayer`",
         None,
     )
@@ -125,7 +123,7 @@ class Config:
         "ranks that share a node, counted in rank order; null: those that share a host and its network", None
     )
     lanes: int | None = _setting(
-        "buckets of an optimizer that are under way at once; null: 2; over NCCL always 1",
+        "buckets of an optimizer that are in flight at once; null: 2; over NCCL always 1",
         None,
     )
     backend: Mapping[str, Any] | None = _setting(
@@ -164,7 +162,7 @@ _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
     "FUSIONLAYER_JOB_KEY": "secret that only the job's processes have, of at least 16 bytes; `fusionrun` makes one",
     "FUSIONLAYER_JOB_KEY_FILE": "file with it, which other users cannot read",
-    "FUSIONLAYER_JOIN": "of a process that joins an elastic job: host:port of a member, or the file with the roster",
+    "FUSIONLAYER_JOIN": "of a process that joins an elastic job: host:port of a member, or the file that lists members",
     "FUSIONLAYER_ROSTER": "of an elastic job: file in which newcomers find its members",
     "FUSIONLAYER_PUBLISH_SECRET_FILE": "file with the secret of `fl.publish` and `fl.subscribe`",
     "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
@@ -253,7 +251,7 @@ def _value(variable: str, text: str, hint: Any) -> Any:
 def blame(settings: Config, *keys: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Let a ``ConfigError`` of the block begin with where the settings ``keys`` come from, such as a variable.
 
-    A user who has set a variable, and has no such argument in the script, would not know else what is meant.
+    Otherwise a user with a variable set and no such argument in the script would not know the cause.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The one way in which a name of fusionlayer tells that it is deprecated. docs/compatibility.md has the policy."""
+"""The one way to warn that a name of fusionlayer is deprecated. docs/compatibility.md has the policy."""
 
 from __future__ import annotations
 

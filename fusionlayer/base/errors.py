@@ -96,7 +96,7 @@ def printable(text: str, *, lines: bool = False) -> str:
     Else it could move the cursor, change colours or titles, or look like another line.
 
     Args:
-        text: of whoever can write there.
+        text: of any process that can write there.
         lines: keep ends of lines.
     """
     if lines:

@@ -25,7 +25,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Return whether this user owns what was found, and nobody else can write to it."""
+    """Return whether this user owns what was found, and no other user can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
@@ -108,7 +108,7 @@ def read(path: str | Path, most: int, *, follow: bool = False) -> bytes:
 
 
 class Folder:
-    """A folder of this user's to which nobody else can write, held by its descriptor: nobody can exchange it.
+    """A folder of this user's to which no other user can write, held by its descriptor: none can exchange it.
 
     Args:
         path: made for this user alone if it does not exist; its parent must.
@@ -130,7 +130,7 @@ class Folder:
             raise PermissionError(errno.EPERM, "it is not this user's, or others can write to it", str(path))
 
     def names(self) -> list[str]:
-        """Return the names of the plain files of this user's to which nobody else can write."""
+        """Return the names of the plain files of this user's to which no other user can write."""
         found = []
         for name in os.listdir(self._own):
             with suppress(OSError):  # it was removed just now

@@ -26,14 +26,14 @@ Which plan suits my model and my network?
     fusionlayer explain plan.yaml --profile profiles/PROFILE.yaml
     fusionlayer simulate profiles/PROFILE.yaml --workers 2,8,64
 
-Who is late in a running job, and where?
+Which ranks straggle in a running job, and where?
     fusionlayer status
 
 Where does the time of a step go?
     FUSIONLAYER_TIMELINE=trace.json python train.py
     fusionlayer trace trace.json
 
-`fusionlayer COMMAND --help` tells more.
+`fusionlayer COMMAND --help` has details.
 """
 
 
@@ -44,7 +44,7 @@ def make_parser() -> Parser:
         description="What fusionlayer costs and saves, in numbers.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action="store_true", help="tell versions and what the libraries were built for")
+    parser.add_argument("--version", action="store_true", help="print versions and what the libraries were built for")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)

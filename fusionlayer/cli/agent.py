@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run.main(arguments)
     except ChildFailedError as error:
-        # A rank whose peer is lost has failed because of that one.
+        # A rank whose peer has failed fails because of that one.
         _, (rank, failure) = min(
             enumerate(sorted(error.failures.items(), key=lambda item: item[1].timestamp)),
             key=lambda item: ("TransportError" in str(item[1][1].message), item[0]),

@@ -81,7 +81,7 @@ def run(agents: Sequence[Agent], least: int) -> int:
 
 
 def _start(agent: Agent, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start an agent. Its standard input stays open: that tells an agent on another host that this process lives."""
+    """Start an agent. Its standard input stays open: so an agent on another host sees that this process lives."""
     length = len(agent.opening)
     if length > _MOST_BYTES:
         raise ConfigError(
@@ -91,14 +91,14 @@ def _start(agent: Agent, environment: Mapping[str, str]) -> subprocess.Popen[byt
     room = length if length > _PIPE_BYTES else -1
     process = subprocess.Popen(agent.command, env=environment, stdin=subprocess.PIPE, pipesize=room)
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has failed, and its status tells
+    with suppress(BrokenPipeError):  # it has failed, and its status says so
         process.stdin.write(agent.opening)
         process.stdin.flush()
     return process
 
 
 def _ending(agent: Agent, state: int | None) -> str:
-    """Return how the processes of a host have ended, as far as the status of their agent tells."""
+    """Return how the processes of a host have ended, as far as the status of their agent shows."""
     if not agent.is_here and state == _SSH_FAILED:
         return (
             f"ssh to {agent.host} failed, for the reason that it printed; 'ssh {agent.host} true' must work without a "

@@ -74,7 +74,7 @@ def _check(options: argparse.Namespace, ranks: int, writes: bool) -> None:
     """
     if ranks < 2:
         raise ConfigError(
-            "one rank has nobody to talk to: give -np 2 or more, or start this command by torchrun, mpirun or fusionrun"
+            "one rank has no peer: give -np 2 or more, or start this command by torchrun, mpirun or fusionrun"
         )
     check_device(options)
     if options.out is not None and writes:

@@ -142,7 +142,7 @@ def break_down(
             f"timeline {source} has {len(begins)} steps of a DistributedOptimizer, {len(kept)} of them after the first "
             f"{skip}; expected at least 2 (--skip leaves out fewer)"
         )
-    # The last step is left out: no next step begins, which would tell when it was over.
+    # The last step is left out: no next step begins, which would show when it was over.
     first, last = begins[kept[0]], begins[kept[-1]]
     count = len(kept) - 1
     own = [span for span in spans if first <= span["ts"] < last]

@@ -202,7 +202,7 @@ def _own_name() -> Iterator[Finding]:
 
 
 def _program(name: str) -> str | None:
-    """Return the path of a program: beside this Python, where virtual environments put it, or on PATH."""
+    """Return the path of a program: next to this Python, where virtual environments put it, or on PATH."""
     beside = Path(sys.prefix, "bin", name)
     return str(beside) if beside.exists() else shutil.which(name)
 

@@ -173,8 +173,8 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("-np", "--num-proc", type=positive, metavar="N", help="processes of the job")
-    add("-v", "--version", action="version", version=f"fusionlayer {__version__}", help="tell the version; ends")
-    check = "tell what is installed and works, as `fusionlayer doctor`; ends"
+    add("-v", "--version", action="version", version=f"fusionlayer {__version__}", help="print the version and exit")
+    check = "print what is installed and works, as `fusionlayer doctor`, and exit"
     add("-cb", "--check-build", action="store_true", help=check)
     add("--verbose", action="store_true", help="show what is started")
     add("--output-filename", metavar="FOLDER", help="also write what each rank prints to files in this folder")
@@ -343,7 +343,7 @@ def _meeting_point(hosts: Sequence[Host], interface: str | None) -> str:
 
 
 def _held_port() -> int:
-    """Return a port at which a child of this process can listen. Until it does, the system gives it to nobody else."""
+    """Return a port at which a child of this process can listen. Until then no other process gets it."""
     _held.append(socket.socket())
     _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does, so that both may have it
     _held[-1].bind(("", 0))

@@ -60,7 +60,7 @@ _REFUSED = {
     "--num-nccl-streams": _Refused(
         1, "each lane has a stream of its own: write 'lanes: 2' into the file that FUSIONLAYER_CONFIG names"
     ),
-    "--jsrun": _Refused(0, "start with jsrun itself; MASTER_ADDR and MASTER_PORT tell the processes where to meet"),
+    "--jsrun": _Refused(0, "start with jsrun itself; processes meet at MASTER_ADDR and MASTER_PORT"),
     "--config-file": _Refused(1, "give flags here; settings go into the file that FUSIONLAYER_CONFIG names"),
     "--host-discovery-script": _Refused(
         1,

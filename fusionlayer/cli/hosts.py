@@ -23,7 +23,7 @@ _USER = r"(?:[\w.+\\][\w.+\\@-]*@)?"
 _NAME = re.compile(rf"{_USER}\w[\w.-]*", re.ASCII)
 _IPV6 = re.compile(rf"({_USER})([\da-fA-F:.]*:[\da-fA-F:.]*(?:%\w[\w.-]*)?)", re.ASCII)
 
-# What another host runs. Standard input brings the variables, which no list of processes may show, up to a line that
+# What another host runs. Standard input has the variables, which no list of processes may show, up to a line that
 # none of them has. From then on it stays open as long as this process lives; the program ends when it does.
 _WATCHED = """\
 variables=

@@ -1,4 +1,4 @@
-"""Results that are written: what can be known is checked before measuring, and nothing measured is lost at the end."""
+"""Writes results: paths are checked before measuring, and a failed write keeps what was measured."""
 
 from __future__ import annotations
 

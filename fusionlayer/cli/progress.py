@@ -107,7 +107,7 @@ class Progress:
 
 
 def follow(what: str, items: Collection[T], name: Callable[[T], object] = str) -> Iterator[T]:
-    """Yield the items; before one that comes ten seconds or more after the last line, tell how far that is.
+    """Yield the items; before one that comes ten seconds or more after the last line, log how far that is.
 
     Args:
         what: name of the work, such as "losses".

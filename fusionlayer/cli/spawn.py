@@ -18,7 +18,7 @@ __all__ = ["LAUNCHER_PREFIXES", "RANKS_PREFIX", "RankError", "run_on_ranks", "wi
 RANKS_PREFIX = "fusionlayer-ranks-"
 """With which the name of the ranks' temporary folder begins; it goes when they have ended."""
 
-# Variables that tell a process that a launcher has started it.
+# Variables that show that a launcher has started the process.
 LAUNCHER_PREFIXES = (
     *("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_", "GROUP_", "ROLE_"),
     *("FLUX_TASK_", "FLUX_JOB_", "JSM_NAMESPACE_", "MV2_COMM_", "PALS_"),
@@ -30,7 +30,7 @@ _LAUNCHER_NAMES = {
 
 
 class RankError(FusionLayerError):
-    """A rank failed or did not end in time.
+    """A rank failed or timed out.
 
     Attributes:
         rank: which one.
@@ -69,7 +69,7 @@ def run_on_ranks(
         errors_shown: rank 0's standard error goes where this process's goes.
 
     Raises:
-        RankError: a rank failed or did not end in time. The message has its last line of standard error, unless that
+        RankError: a rank failed or timed out. The message has its last line of standard error, unless that
             was shown.
     """
     shared = {
@@ -112,7 +112,7 @@ def _wait(started: Sequence[subprocess.Popen[str]], errors: Sequence[IO[str]], e
             return
         if end is not None and time.monotonic() > end:
             late = states.index(None)
-            raise RankError(late, f"rank {late} did not end in time: {_last_lines(errors[late])}")
+            raise RankError(late, f"rank {late} timed out: {_last_lines(errors[late])}")
         time.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""``fusionlayer status``: what the ranks of a running job do, who is late, and what a job that has failed died of."""
+"""``fusionlayer status``: what the ranks of a running job do, which straggle, and why a failed job has failed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def page(report: Report, now: float | None = None) -> None:
     """Print a report."""
     now = time.time() if now is None else now
     age = now - report.written
-    said = report.life if report.life != "runs" or age < 10 else f"runs, but was last heard of {age:.0f} s ago"
+    said = report.life if report.life != "runs" or age < 10 else f"runs, but was last seen {age:.0f} s ago"
     print_text(f"{report.command}: {said}")
     print_text(f"{report.size} ranks, watched for {_span(report.written - report.started)} by {report.writer}")
     show([_table(report)])

@@ -67,12 +67,12 @@ def _notes(recordings: Sequence[Recording]) -> list[str]:
     known = [recording.ranks for recording in recordings if recording.ranks is not None]
     if known and len(recordings) < known[0]:
         notes.append(
-            f"These are {len(recordings)} of {known[0]} ranks, so waiting for late ranks counts as waiting for the "
+            f"These are {len(recordings)} of {known[0]} ranks, so waiting for stragglers counts as waiting for the "
             "network."
         )
     elif len(recordings) > 1 and any(recording.offset is None for recording in recordings):
         notes.append(
-            "The clocks of the ranks were not measured, so waiting for late ranks counts as waiting for the network."
+            "The clocks of the ranks were not measured, so waiting for stragglers counts as waiting for the network."
         )
     devices = sorted({recording.device for recording in recordings if recording.device is not None})
     if devices:

@@ -55,7 +55,7 @@ def verdict(ranks: Sequence[Breakdown]) -> str:
 
 
 def predicted(rank: Breakdown, workers: int | None, device: str | None = None) -> list[Forecast] | str:
-    """Return what the rank's step would take with other codecs, or why that cannot be told.
+    """Return what the rank's step would take with other codecs, or why that is unknown.
 
     Args:
         rank: the recorded step.
@@ -97,7 +97,7 @@ def told(found: list[Forecast] | str, step: float) -> str:
     best = found[0]
     if not 1 - _TRUSTED < best.modelled / step < 1 + _TRUSTED:
         return (
-            f"No prediction: a simulation of the recorded step gives {_ms(best.modelled)} ms in place of {_ms(step)} "
+            f"No prediction: a simulation of the recorded step gives {_ms(best.modelled)} ms instead of {_ms(step)} "
             "ms, so something it does not know takes the time."
         )
     from_what = (

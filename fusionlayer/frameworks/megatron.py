@@ -1,7 +1,7 @@
 """Lets Megatron-Core's distributed optimizer send weights and gradients compressed.
 
 Megatron's process groups are made by ``torch.distributed``, so a policy of the backend names codecs for most of its
-traffic. What a policy cannot say is here: weights are sent as differences, which need to know what all ranks hold.
+traffic. Here is what no policy can express: weights are sent as differences, which need to know what all ranks hold.
 Nothing of Megatron is imported; ``compress`` replaces two methods of the objects that it is given.
 """
 
@@ -44,7 +44,7 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
     3.1). The f32 weights that the optimizer keeps stay exact, so the next difference contains what this one lost.
     With weights="delta" the differences lose no bit.
 
-    Only bf16 and f16 weights are compressed. The optimizer keeps no others beside those of the model, so f32 weights
+    Only bf16 and f16 weights are compressed. The optimizer keeps no others than those of the model, so f32 weights
     are sent as they are. Where gradients lose bits and the model is tensor-parallel too, its ranks average the
     gradients
     of parameters that they all hold, such as norms: Megatron does this for parameters with the attribute

@@ -1,4 +1,4 @@
-"""Rank, size and store of this process, from what torchrun, mpirun, horovodrun, srun or Ray Train tells it."""
+"""Rank, size and store of this process, from variables of torchrun, mpirun, horovodrun or srun, or from Ray Train."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _place_without_launcher(environ: Mapping[str, str]) -> Place:
         # Kubeflow sets them on each node for torchrun. Without it every node would train alone.
         raise ConfigError(
             f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={each} and no RANK: these variables are for torchrun; start the "
-            "script by torchrun in place of python"
+            "script by torchrun instead of python"
         )
     task = slurm.find_task(environ)
     if task is None:
@@ -184,9 +184,9 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
 
 
 def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str] = os.environ) -> Place:
-    """Return the place among the processes of its host, which ranks count by themselves where no variable tells it.
+    """Return the place among the processes of its host, which ranks count by themselves where no variable has it.
 
-    Kubeflow's PyTorchJob, and whoever sets variables by hand, often gives RANK and WORLD_SIZE alone. All ranks
+    Kubeflow's PyTorchJob, and users with variables of their own, often give RANK and WORLD_SIZE alone. All ranks
     of the launcher must call.
 
     Args:
@@ -194,7 +194,7 @@ def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str
         timeout: seconds that it may take.
 
     Raises:
-        TransportError: the store was lost, or its keeper is stopped.
+        TransportError: the store has failed, or its server is stopped.
     """
     names = VARIABLES.get(place.launcher)
     if names is None:
@@ -209,7 +209,7 @@ def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str
     try:
         nodes = bounded(meet, time.monotonic() + timeout + _LAST_LOOK, name="count of ranks")
     except RuntimeError as error:
-        text = f"rank {place.rank}: the store by which the ranks meet was lost: {outages.first_line(error)}"
+        text = f"rank {place.rank}: lost the store by which the ranks meet: {outages.first_line(error)}"
         raise TransportError(text, [] if _kept_by_launcher(environ) else [0]) from error
     if not counts:
         return place
@@ -269,7 +269,7 @@ def _await_all(kept: Store, place: Place, timeout: float, deadline: float) -> No
         raise
     except RuntimeError as error:
         ranks = [] if _kept_by_launcher(os.environ) else [0]
-        text = f"rank {place.rank}: the store by which the ranks meet was lost: {outages.first_line(error)}"
+        text = f"rank {place.rank}: lost the store by which the ranks meet: {outages.first_line(error)}"
         raise TransportError(text, ranks) from error
 
 
@@ -366,7 +366,7 @@ def _greet(kept: Store, place: Place, timeout: float) -> str:
         name = store.get(token).decode(errors="replace")
         store.set(f"{name}/met/{place.rank}", "")
         return name
-    # The others must not blame rank 0 while it waits here for one that does not come.
+    # The others must not report rank 0 while it waits here for one that does not come.
     SealedStore(_meeting(PrefixStore(token, kept)), "meeting").set("here/0", Identity.own().encode())
     answered: dict[int, bytes] = {}
     missing = set(range(1, place.size))

@@ -54,7 +54,7 @@ _HOSTS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "LSB_DJOB_HOSTFILE": ("LSF", _hosts_in_file),
     "FLUX_JOB_NNODES": ("Flux", _number),
 }
-"""How each variable tells the hosts of a job: whose it is, and how many hosts its value says."""
+"""How each variable lists the hosts of a job: its owner, and how many hosts its value has."""
 
 _TASKS: Mapping[str, str] = {
     "SLURM_NTASKS_PER_NODE": "Slurm",
@@ -80,7 +80,7 @@ _MEMBERS: Mapping[str, str] = {
     "JOB_COMPLETION_INDEX": "an indexed Job of Kubernetes",
     "PMIX_RANK": "PMIx",
 }
-"""Variables that only processes of a job have which may be several, and that do not tell how many."""
+"""Variables that only processes of a job have which may be several, without their number."""
 
 VARIABLES = sorted({**_HOSTS, **_TASKS, **_MEMBERS})
 
@@ -93,7 +93,7 @@ def refuse_alone(environ: Mapping[str, str]) -> None:
     for name, owner in _MEMBERS.items():
         if name in environ:
             raise ConfigError(
-                f"{name}={environ[name]} and no number of processes: {owner} does not tell it; set RANK and "
+                f"{name}={environ[name]} and no number of processes: {owner} does not set it; set RANK and "
                 f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process, as torchrun does{_ALONE}"
             )
     for name, (owner, count) in _HOSTS.items():

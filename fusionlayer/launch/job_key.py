@@ -22,7 +22,7 @@ _LEAST_BYTES = 16
 _SEAL = b"fusionlayer-sealed:"
 _PROOF_BYTES = 32
 
-# What stands in the names of variables whose values nobody should print.
+# What stands in the names of variables whose values are secret.
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "COOKIE")
 
 
@@ -69,7 +69,7 @@ def looks_secret(name: str) -> bool:
 def shared_secret(purpose: str, nonce: bytes, environ: Mapping[str, str] = os.environ) -> bytes:
     """Return a secret that all processes of the job derive alike, each purpose and number another.
 
-    Without a job key it is ``nonce`` itself: who can read that is no stranger then.
+    Without a job key it is ``nonce`` itself: a process that can read it counts as a member then.
     """
     key = find(environ)
     return nonce if key is None else hmac.digest(key, b"secret:" + purpose.encode() + b":" + nonce, "sha256")

@@ -1,4 +1,4 @@
-"""Where rank 0 publishes its address, for ranks that no MASTER_ADDR tells where to meet."""
+"""Where rank 0 publishes its address, for ranks without a MASTER_ADDR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ray Train tells its workers: ranks and sizes. Used where its trainer has set no variables.
+"""Ranks and sizes of Ray Train's workers. Used where its trainer has set no variables.
 
 TorchTrainer makes torch's process group. Other trainers, DataParallelTrainer among them, set nothing: only Ray itself
 knows which worker a process is.
@@ -40,7 +40,7 @@ def find_worker() -> tuple[int, int, int, int] | None:
 
 
 class RayBoard(Board):
-    """What rank 0 tells the other workers of its trainer. Each of them must look."""
+    """What rank 0 broadcasts to the other workers of its trainer. Each of them must look."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout)
@@ -64,6 +64,6 @@ class RayBoard(Board):
             ) from None
         except (ImportError, RuntimeError):  # Ray Train 1, which has no such call
             raise ConfigError(
-                "this trainer of Ray tells its workers nothing to meet by: give it backend_config=TorchConfig() of "
+                "this trainer of Ray gives its workers no address to meet at: give it backend_config=TorchConfig() of "
                 "ray.train.torch, or take TorchTrainer"
             ) from None

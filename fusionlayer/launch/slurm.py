@@ -1,4 +1,4 @@
-"""What srun tells its tasks: ranks, sizes, and where rank 0 is. Used where no launcher has been started by srun."""
+"""What srun sets for its tasks: ranks, sizes, and where rank 0 is. Used where no launcher has been started by srun."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class EndingStore(SealedStore):
         """Wait until there are such keys, or until the deadline, whatever ``timeout`` says.
 
         Raises:
-            RuntimeError: there are none by then, or nobody wants them any more.
+            RuntimeError: there are none by then, or no caller wants them any more.
         """
         self.awaited.update(keys)
         pause = _POLL / 16
@@ -169,7 +169,7 @@ def mark(store: dist.TCPStore) -> str:
 
 
 def dial(name: str, port: int, token: str, patience: float, knock: float) -> dist.TCPStore | None:
-    """Return a client of another process's store; None if nobody answers there, or another program does.
+    """Return a client of another process's store; None if nothing answers there, or another program does.
 
     Args:
         name: of the host. It may lead to different hosts, depending on where it is used.
@@ -211,7 +211,7 @@ def open_store(host: str, port: int, rank: int, size: int, timeout: float, *, se
     except (OSError, RuntimeError) as error:
         cause = outages.explain(error, host, port)
         if serve_it and not cause.here:
-            cause = outages.explain(error)  # of course nobody listens there now
+            cause = outages.explain(error)  # of course nothing listens there now
         if not serve_it and re.search("Ping failed|closed|reset|validat", cause.text):
             text = (
                 f"a program that is no store of torch listens there ({cause.text}); end it, or give all ranks another"

@@ -1,4 +1,4 @@
-"""Finds and loads the C libraries of ``csrc``, and tells ctypes what their functions take.
+"""Finds and loads the C libraries of ``csrc``, and declares their functions for ctypes.
 
 ``libfusionlayer_cpu.so`` is opened on first use, ``libfusionlayer_cuda.so`` only when a CUDA tensor arrives.
 """

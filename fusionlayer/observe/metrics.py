@@ -1,7 +1,7 @@
 """What training sends, waits for and loses, as numbers: for Prometheus, TensorBoard, and functions of the program.
 
 Nothing is counted twice: bytes and steps are those that engines and process groups count anyway, seconds are those of
-the timeline's spans, and stalls are those that ``fusionlayer.watch`` has told.
+the timeline's spans, and stalls are those that ``fusionlayer.watch`` has reported.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ METRICS: Mapping[str, Metric] = {
     "backend_calls": Metric("counter", "", "compressed calls of process groups `fusionlayer`"),
     "backend_bytes_sent": Metric("counter", "bytes", "payload that this rank has sent for them"),
     "codec_seconds": Metric("counter", "seconds", "encoding, decoding and recoding, on communication threads"),
-    "wire_seconds": Metric("counter", "seconds", "messages under way, with waiting for late ranks"),
+    "wire_seconds": Metric("counter", "seconds", "messages in flight, with waiting for stragglers"),
     "waiting_seconds": Metric("counter", "seconds", "in which training waited for results"),
     "step_seconds": Metric("histogram", "seconds", "from the end of a step's communication to that of the next"),
     "message_seconds": Metric("histogram", "seconds", "of each exchange"),
     "residual_norm": Metric("gauge", "", "2-norm of the error feedback of this rank"),
     "retransmits": Metric("counter", "", "TCP segments of this process's connections that were sent again"),
-    "stalls": Metric("counter", "", "times that this rank has told of a late, stopped or lost rank"),
+    "stalls": Metric("counter", "", "reports by this rank of a late, stopped or failed rank"),
     "followers": Metric("gauge", "", "followers that are connected to publishers of this process"),
     "callers_refused": Metric("counter", "", "callers of publishers that did not become followers"),
     "ranks": Metric("gauge", "", "ranks of the job that is watched"),
-    "ranks_to_blame": Metric("gauge", "", "of these, those that are late, stopped, lost or in another call now"),
+    "ranks_to_blame": Metric("gauge", "", "of these, those that are late, stopped, failed or in another call now"),
 }
 """All metrics by name."""
 

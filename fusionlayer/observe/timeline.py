@@ -113,7 +113,7 @@ class _Device:
         if before is None or until is None:
             return None
         start, end = self._at + round(before * 1e9), self._at + round(until * 1e9)
-        # A device tells milliseconds in single precision, so they are counted from a moment that is not long ago.
+        # A device measures milliseconds in single precision, so they are counted from a moment that is not long ago.
         if before > _LONG_AGO:
             self._origin, self._at = span.start, start
         return start, end
@@ -136,7 +136,7 @@ def hear(listener: Listener) -> None:
 
 
 def unhear(listener: Listener) -> None:
-    """Call a listener no more; spans that nobody hears and no file keeps are not made."""
+    """Call a listener no more; spans without a listener or a file are not made."""
     global _listeners
     with _listeners_lock:
         _listeners = tuple(other for other in _listeners if other != listener)
@@ -162,7 +162,7 @@ class Timeline:
         ConfigError: the file cannot be opened.
 
     Attributes:
-        enabled: whether spans are written, or somebody hears of them.
+        enabled: whether spans are written, or a listener receives them.
         is_open: whether it has not been closed.
     """
 
@@ -231,7 +231,7 @@ class Timeline:
     def note_clock(self, offset: int, error: int, ranks: int) -> None:
         """Write by how many nanoseconds rank 0's clock is ahead of this one, and how wrong that may be."""
         if self._file is not None:
-            # The stamps of spans stay as they are: whoever reads several files adds the offset.
+            # The stamps of spans stay as they are: the reader of several files adds the offset.
             args = {"offset_us": offset / 1000, "error_us": error / 1000, "ranks": ranks}
             self._file.write(_metadata("clock", self._rank, 0, **args))
 

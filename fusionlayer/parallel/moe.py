@@ -92,7 +92,7 @@ class Dispatcher:
         self._forward = CodecOrAuto.of(codec, codec_options)
         self._backward = self._forward if gradient_codec is None else CodecOrAuto.of(gradient_codec, {})
         context.refuse_elastic(
-            "expert parallelism", "with a rank its experts would be lost; use DistributedOptimizer alone"
+            "expert parallelism", "without a rank its experts are missing; use DistributedOptimizer alone"
         )
         self._transport = context.transport(resolve(group, "expert parallelism", "ep"))
         self.rank, self.size = self._transport.rank, self._transport.size

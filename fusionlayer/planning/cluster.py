@@ -74,7 +74,7 @@ class Scenario:
         latency_factor: multiplies the latency, and the round trip.
         curves: take measured curves instead of alpha-beta costs if the rate was measured.
         rtt: seconds of a round trip between hosts, beyond what was measured.
-        loss: chance of a segment to be lost between hosts.
+        loss: probability that a segment is dropped between hosts.
         congestion: control of TCP, a key of ``CONGESTION_CONTROLS``.
         connections: TCP connections to each other rank, of our own; None: gloo's one.
         rates: of each host's link, where they differ. A ``two_shot`` has shares by them, as with the setting ``rates``.

@@ -85,7 +85,7 @@ class CodecRules:
         rules: in order.
         fidelity: which codecs "auto" may choose. "lossless": those that change no bit; "near_lossless": also those that
             change at most 1e-4 of a Gaussian tensor's energy, as rounding to 8 or 16 bits does; "aggressive": all;
-            "local": all, and `fusionlayer plan` tells how often to exchange.
+            "local": all, and `fusionlayer plan` prints how often to exchange.
     """
 
     rules: tuple[CodecRule, ...]

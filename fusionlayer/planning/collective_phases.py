@@ -62,7 +62,7 @@ def _transfer(
     Of ``sent`` bytes that leave the host ``pair`` go from a rank to one other. Where their connections take longer for
     them than the link for all, the link is busy in part; all of it counts as busy where lanes share connections.
 
-    Where messages are sent from the host's memory, a copy engine of the device brings the rank's ``nbytes`` there
+    Where messages are sent from the host's memory, a copy engine of the device copies the rank's ``nbytes`` there
     before that, and another one as many back.
     """
     way = min(latency, seconds)
@@ -284,7 +284,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
 }
 """Every collective by name: its phases for a bucket of so many elements.
 
-They are here and not beside the collectives, which know nothing of links and measured costs. A test compares the names
+They are here and not with the collectives, which know nothing of links and measured costs. A test compares the names
 with those of ``collectives``.
 """
 

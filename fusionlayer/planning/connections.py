@@ -49,7 +49,7 @@ def tcp_rate(rtt: float, loss: float, congestion: str = "reno") -> float:
 
     Args:
         rtt: seconds of a round trip.
-        loss: chance of a segment to be lost, 0 to 1.
+        loss: probability that a segment is dropped, 0 to 1.
         congestion: a key of ``CONGESTION_CONTROLS``.
 
     Raises:
@@ -75,7 +75,7 @@ class Connections:
 
     Attributes:
         rtt: seconds of a round trip.
-        loss: chance of a segment to be lost, 0 to 1, each way.
+        loss: probability that a segment is dropped, 0 to 1, each way.
         congestion: control of TCP.
         count: of connections of our own; None: gloo's one.
         link_rate: bits of payload per second of the whole link.
@@ -96,10 +96,10 @@ class Connections:
     def seconds(self, nbytes: float) -> float:
         """Return the seconds that ``nbytes`` keep the connections, beyond the time in which the first byte arrives.
 
-        As many are sent the other way meanwhile; what is told is the time of the slower direction.
+        As many are sent the other way meanwhile; the result is the time of the slower direction.
 
         Connections that have rested send twice as many segments after each round trip, until they carry what loss and
-        link allow; those of BBR keep their rate. Then come the bytes. A segment that was lost comes a round trip later:
+        link allow; those of BBR keep their rate. Then come the bytes. A dropped segment comes a round trip later:
         that counts as far as it outlasts the other bytes.
         """
         used = min(self.count or 1, max(1, math.ceil(nbytes / _CHUNK_BYTES)))

@@ -179,7 +179,7 @@ class LinkCost:
 
         Args:
             rtt: seconds of a round trip, beyond the measured latency.
-            asks: a message leaves when its receiver has told that it is ready, as gloo's do: a round trip after it was
+            asks: a message is sent when its receiver has signalled readiness, as gloo's are: a round trip after it was
                 asked for. Others, those over connections of our own, arrive after half a round trip.
         """
         return self.with_latency(self.latency + (rtt if asks else rtt / 2))

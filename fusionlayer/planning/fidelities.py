@@ -8,4 +8,4 @@ LOCAL = "local"
 """The fidelity that may skip steps; no other may."""
 FIDELITIES = ("lossless", "near_lossless", "aggressive", LOCAL)
 BUDGET = 2.0
-"""Percent of the final loss above which what was measured is left out, where nobody names a budget."""
+"""Percent of the final loss above which a measured codec is left out, where no budget is given."""

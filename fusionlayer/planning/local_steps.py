@@ -187,7 +187,7 @@ class EveryState:
         """Return the state after an exchange.
 
         Args:
-            divergence: as ``divergence`` tells it. What is not a number, as after an overflow, counts as drifted apart.
+            divergence: as ``divergence`` returns it. NaN, as after an overflow, counts as drifted apart.
             waiting: share of the time since the last exchange in which training waited for the network; the mean, or
                 the largest, over ranks.
             rules: the bounds.

@@ -69,7 +69,7 @@ class OnlinePlanner(PlanController):
     then on the ranks compare their steps with the first ones under that plan, in one small message at each look. When
     several looks in a row are off, they measure and plan again.
 
-    A device tells the seconds of a step some time after its end, or not at all. So steps are counted as they end, the
+    A device reports the seconds of a step some time after its end, or not at all. So steps are counted as they end, the
     same on all ranks, and those count whose seconds are known by then.
 
     Args:
@@ -205,7 +205,7 @@ class OnlinePlanner(PlanController):
         # All ranks see the same mean, so all find the same drift and begin to measure with the same step.
         pace = Pace(*average(middle, transport))
         if math.isnan(pace.backward):
-            return  # some rank's device has told nothing
+            return  # some rank's device has reported nothing
         if self._drift.reference is None and self._predicted is not None:
             self._say("the plan in use waits %s a step, %s predicted", _ms(pace.waiting), _ms(self._predicted.waiting))
         drifted = self._drift.look(pace)
@@ -216,8 +216,8 @@ class OnlinePlanner(PlanController):
     def _measure_and_plan(self, transport: Transport) -> FusionPlan | None:
         (known,) = average([float(bool(self._steps))], transport)
         if known < 1:
-            self._say("a device has not told yet what its steps take; the next ones are measured too")
-            self._clock.finish()  # so it tells at once of those that it has in hand
+            self._say("a device has not reported yet how long its steps take; the next ones are measured too")
+            self._clock.finish()  # so it reports those that it has in hand at once
             return None
         self.profile = profile_training(
             self._steps, self._tensors, self._to_measure(), transport, self._local_size, self._clock

@@ -187,7 +187,7 @@ def plan_costs(profile: Profile, plan: FusionPlan, scenario: Scenario, measured:
             known[key] = costs_of(profile, codec, bucket.algorithm, scenario, plan.world_size, measured)
         if known[key].ahead != bucket.ahead:
             raise ConfigError(
-                f"plan: a bucket with ahead={bucket.ahead} travels by {bucket.algorithm!r}; expected one of: "
+                f"plan: a bucket with ahead={bucket.ahead} is sent by {bucket.algorithm!r}; expected one of: "
                 f"{', '.join(collectives.gather_names() if bucket.ahead else collectives.names())}"
             )
         costs.append(known[key])

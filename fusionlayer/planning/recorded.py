@@ -20,11 +20,11 @@ from .profiler.results import as_codecs
 __all__ = ["MODELLED", "Forecast", "RecordedBucket", "RecordedStep", "forecast"]
 
 MODELLED = ("dense", "one_shot", "two_shot", "ring", "butterfly")
-"""Collectives whose transfers follow from one link between equal ranks, which is all that a timeline tells of it."""
+"""Collectives whose transfers follow from one link between equal ranks, which is all that a timeline shows of it."""
 
 # Measurements of each codec, on the largest bucket and on as few elements as this.
 _REPEATS, _SMALL = 3, 1 << 12
-# Messages tell latency from rate if the largest is more than this many times the smallest.
+# Messages separate latency from rate if the largest is more than this many times the smallest.
 _APART = 2
 
 

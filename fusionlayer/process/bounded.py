@@ -1,4 +1,4 @@
-"""Calls that may not return: into a store whose keeper is stopped, or a library that nothing can interrupt.
+"""Calls that may block forever: into a store whose server is stopped, or a library that nothing can interrupt.
 
 An exit waits for the threads that make them, and for those of gloo: one that comes back later aborts the process.
 """
@@ -37,7 +37,7 @@ _given_up: list[threading.Thread] = []
 
 
 class Overdue(RuntimeError):
-    """A call has not returned in time, or nobody waits for it any longer."""
+    """A call has not returned in time, or no caller waits for it any longer."""
 
 
 def bounded(
@@ -179,7 +179,7 @@ def _park(thread: threading.Thread) -> None:
     try:
         waits_for = Path(f"/proc/self/task/{thread.native_id}/wchan").read_text()
     except OSError:
-        return  # it has ended, or nobody can tell
+        return  # it has ended, or cannot be examined
     if thread.ident is None or waits_for == "0" or "futex" in waits_for:
         return
     libc = ctypes.CDLL(None)

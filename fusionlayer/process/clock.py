@@ -1,8 +1,8 @@
-"""Clocks: one interface for the time of the host and of a device, so that whoever measures works with both.
+"""Clocks: one interface for the time of the host and of a device, so that measurements work with both.
 
 A stamp marks a moment in the work of the thread that takes it. On the host that moment has come when the stamp is
-taken. On a device the stamp is an event of the current stream: the device may reach it later, and nobody waits for that
-but who calls ``finish``.
+taken. On a device the stamp is an event of the current stream: the device may reach it later, and no thread waits
+for that but the caller of ``finish``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Stamp = Any
 
 
 class Clock(ABC):
-    """Marks moments and tells the seconds between them.
+    """Marks moments and computes the seconds between them.
 
     Attributes:
-        device: whose time it tells; what is measured by this clock lies there.
+        device: whose time it measures; what is measured by this clock lies there.
         lags: whether the host runs ahead of what is timed. Seconds are then read later, and may be missing.
         replays: calls between two stamps when a single call is measured. Launches of a device take about as long as
             short kernels, so several follow on each other.

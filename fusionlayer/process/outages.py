@@ -45,10 +45,10 @@ def explain(error: BaseException, host: str | None = None, port: int | None = No
     interface = re.search(r"Unable to find address for: (\S+)", text)
     if interface:
         return Outage(f"no network interface {interface[1]}; set GLOO_SOCKET_IFNAME to one of: {_interfaces()}", True)
-    # Many systems give a host's own name a loopback address in /etc/hosts, and gloo tells other hosts that address.
+    # Many systems give a host's own name a loopback address in /etc/hosts, and gloo announces it to other hosts.
     loopback = re.search(r"connect.*remote=\[(127\.[\d.]+|::1)\]", text)
     if loopback:
-        return Outage(f"nobody listens at {loopback[1]}, an address of one host alone; {between_hosts()}", False)
+        return Outage(f"nothing listens at {loopback[1]}, an address of one host alone; {between_hosts()}", False)
     if host is not None and port is not None:
         return _probe(host, port) or Outage(text, False)
     return Outage(text, False)
@@ -91,7 +91,7 @@ def _probe(host: str, port: int) -> Outage | None:
     except socket.gaierror as error:
         return Outage(f"the name {host} is unknown ({error.strerror}); set MASTER_ADDR to a host of the job", True)
     except ConnectionRefusedError:
-        return Outage("nobody listens there; was rank 0 started, with the same MASTER_ADDR and MASTER_PORT?", False)
+        return Outage("nothing listens there; was rank 0 started, with the same MASTER_ADDR and MASTER_PORT?", False)
     except OSError as error:
         return Outage(f"it cannot be reached: {error.strerror or error}; is a firewall between the hosts?", False)
     return None

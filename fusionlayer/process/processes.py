@@ -22,7 +22,7 @@ class Identity:
         pid: process id.
         host: host name, for messages.
         place: boot id and pid namespace; empty without /proc. Processes of the same place see each other in /proc.
-        started: start time from /proc. It tells the process from a later one with the same pid.
+        started: start time from /proc. It distinguishes the process from a later one with the same pid.
     """
 
     pid: int

@@ -63,7 +63,7 @@ def seconds_of(timeout: float) -> float:
     """Return a user's deadline in seconds.
 
     Raises:
-        ConfigError: it is no number, or too short for two ends that tell each other every half second that they live.
+        ConfigError: it is no number, or shorter than the heartbeat of both ends, half a second.
     """
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout >= _LEAST_SECONDS:
         raise ConfigError(f"timeout={timeout!r}; expected seconds, at least {_LEAST_SECONDS:g}")

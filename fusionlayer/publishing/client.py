@@ -21,7 +21,7 @@ __all__ = ["TcpSource"]
 
 
 class TcpSource(Source):
-    """Asks a publisher for what is newer, and connects again where the link was lost.
+    """Asks a publisher for what is newer, and reconnects after a broken connection.
 
     Args:
         place: host and port of the publisher.

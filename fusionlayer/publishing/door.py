@@ -25,7 +25,7 @@ _MOST_FOLLOWERS, _MOST_STRANGERS = 1024, 64
 _STRANGERS_PER_SECOND = 200
 _REST_SECONDS = 0.5
 _LINE_SECONDS = 1.0
-# In the kernel those who are not let in yet wait in their order, and take no descriptors: followers get their turn.
+# Callers that are not accepted yet wait in the kernel in order, without descriptors: followers get their turn.
 _BACKLOG = 4096
 _TRIES = 16
 
@@ -36,8 +36,8 @@ class Share:
 
     Attributes:
         followers: connections to them.
-        strangers: connections to callers who have proved nothing yet.
-        end: descriptors from this number on are left to the training, whoever has taken those before it.
+        strangers: connections to callers that have proved nothing yet.
+        end: descriptors from this number on are left to the training, whatever holds those before it.
     """
 
     followers: int
@@ -54,10 +54,10 @@ def share() -> Share:
 
 
 class Refusals:
-    """Logs callers who were sent away: a line a second at most, with the number of those who have none.
+    """Logs refused callers: at most one line a second, with the number of those without a line.
 
     Attributes:
-        count: of callers who were sent away.
+        count: of refused callers.
     """
 
     def __init__(self, place: Place) -> None:
@@ -67,7 +67,7 @@ class Refusals:
         self._next = 0.0
 
     def add(self, who: str, why: str) -> None:
-        """Log a caller who was sent away."""
+        """Log a refused caller."""
         self.count += 1
         now = time.monotonic()
         if now < self._next:
@@ -90,7 +90,7 @@ class Door:
         is_near: only this host can reach it.
 
     Raises:
-        ConfigError: nobody can listen there.
+        ConfigError: listening there is impossible.
     """
 
     def __init__(self, place: Place) -> None:
@@ -153,7 +153,7 @@ class Door:
             end.close()
 
     def _rest(self, seconds: float) -> None:
-        """Let nobody in for a while: a listener with callers stays readable, and would keep a core busy."""
+        """Accept no caller for a while: a listener with callers stays readable, and would keep a core busy."""
         self._rests_until = time.monotonic() + seconds
         if self._is_open and self._selector:
             for end in self._listeners:
@@ -196,5 +196,5 @@ def _listen(place: Place) -> list[socket.socket]:
 
 def _unusable(place: Place, why: OSError) -> ConfigError:
     return ConfigError(
-        f"publish: nobody can listen at {place}: {why.strerror or why}; give an address of this host and a free port"
+        f"publish: cannot listen at {place}: {why.strerror or why}; give an address of this host and a free port"
     )

@@ -36,7 +36,7 @@ _PAUSE = 0.2
 
 
 class _Newest(NamedTuple):
-    """What the file ``newest.json`` tells.
+    """The content of the file ``newest.json``.
 
     Attributes:
         run: of its publisher.
@@ -126,7 +126,7 @@ class FolderOutlet(Outlet):
 
     @property
     def followers(self) -> list[str]:
-        """None: nobody knows who reads the files."""
+        """None: the readers of the files are unknown."""
         return []
 
     @property
@@ -204,7 +204,7 @@ class FolderOutlet(Outlet):
 
 
 def newest_of(folder: Path) -> _Newest | None:
-    """Return what ``newest.json`` tells, whoever has written it; None if it is missing."""
+    """Return the content of ``newest.json``, whatever its author; None if it is missing."""
     facts = _facts(folder)
     return None if facts is None else _told(facts)
 
@@ -273,7 +273,7 @@ class FolderSource(Source):
         return made
 
     def _newest(self) -> _Newest | None:
-        """Return the newest version that is told, and signed if there is a secret.
+        """Return the newest version that is announced, and signed if there is a secret.
 
         Raises:
             WireError: it was damaged, is not signed by the secret, or is older than one that was.
@@ -293,7 +293,7 @@ class FolderSource(Source):
         if not hmac.compare_digest(facts["signature"].encode(), signature.encode()):
             raise WireError(f"{where} is signed with another secret: give publisher and followers the same one")
         if (found.began, found.version) < self._latest:
-            raise WireError(f"{where} tells of version {found.version}, which is older than one that was there before")
+            raise WireError(f"{where} announces version {found.version}, which is older than one that was there before")
         self._latest = found.began, found.version
         return found
 

@@ -73,22 +73,23 @@ def subscribe(
     if place.folder is not None:
         return Follower(place, FolderSource(place, common_of(keyring)), model)
     if not place.port:
-        raise ConfigError("subscribe: port 0; expected the port that publisher.address tells")
+        raise ConfigError("subscribe: port 0; expected the port of publisher.address")
     return Follower(place, TcpSource(place, name, keyring, tls, seconds), model)
 
 
 class Follower:
     """Follows a publisher. ``fl.subscribe`` makes it.
 
-    A thread of its own receives versions, checks and decodes them. What the follower shows changes only within
-    ``poll``, ``wait`` and iteration, and then as a whole: nobody sees tensors of two versions. Each version is one that
+    A thread of its own receives versions, checks and decodes them. The shown version changes only within
+    ``poll``, ``wait`` and iteration, and then as a whole: no reader sees tensors of two versions. Each version is one
+        that
     the publisher has published, to the bit: every tensor has the digest that the publisher gave it.
 
     It holds the version that it shows, and while a newer one comes, that one as well; tensors that have not changed
     are held once. One thread at a time may call its methods.
 
     Attributes:
-        trouble: why no newer version came lately, such as a link that was lost; None if all is well.
+        trouble: why no newer version came lately, such as a broken connection; None if all is well.
         ended: the publisher has ended in order, and ``latest`` is its last version. A publisher that begins again there
             is followed, and this is False again.
     """
@@ -103,7 +104,7 @@ class Follower:
         self._latest: Snapshot | None = None
         self._fatal: FusionLayerError | None = None
         self._closed = False
-        # Guards what the thread tells: _latest, trouble, ended, _fatal.
+        # Guards what the thread sets: _latest, trouble, ended, _fatal.
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._generation = forks.generation
@@ -212,7 +213,7 @@ class Follower:
     # ---- its end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End. What is shown stays; a second call does nothing."""
+        """End. The shown version stays; a second call does nothing."""
         if self._closed or self._generation != forks.generation:
             return
         self._closed = True
@@ -303,9 +304,10 @@ class Follower:
                 level = logging.WARNING if isinstance(trouble, WireError) or self._latest else logging.INFO
                 _logger.log(level, "%s: %s; the follower goes on with what it has", self._place, trouble)
             self.trouble = trouble
-            self.ended = ended or (self.ended and trouble is not None)  # who has ended cannot be reached
+            self.ended = ended or (self.ended and trouble is not None)  # an ended publisher cannot be reached
             self._fatal = fatal
-            # One who connects again is sent the version that it has, if there is no newer one; it is not shown twice.
+            # A follower that reconnects is sent the version that it has, if there is no newer one; it is not shown
+            # twice.
             if new is not None and (new.run, new.version) != (
                 self._latest and (self._latest.run, self._latest.version)
             ):

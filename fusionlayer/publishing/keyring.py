@@ -62,9 +62,9 @@ def _checked(what: str, secret: str | bytes) -> bytes:
 class Keyring:
     """The secrets that a publisher accepts, or that a follower has.
 
-    A file has one secret a line: ``SECRET`` for all followers, ``NAME:SECRET`` for those of one name, who need no
+    A file has one secret a line: ``SECRET`` for all followers, ``NAME:SECRET`` for those of one name, which need no
     other then. Empty lines, and those that begin with ``#``, say nothing. A publisher accepts every line, a follower
-    uses the first that fits it. So a secret is replaced without a restart: first the new line stands beside the old
+    uses the first that fits it. So a secret is replaced without a restart: first the new line stands next to the old
     one in the publisher's file, then followers get the new one, then the old line goes.
 
     Args:
@@ -130,7 +130,7 @@ class Keyring:
 
         Args:
             name: that it was given; None: that of the first line, or ``otherwise``.
-            otherwise: a name for one who was given none.
+            otherwise: a name for a follower without one.
 
         Raises:
             ConfigError: the file has none for this name.

@@ -21,7 +21,7 @@ _logger = logging.getLogger("fusionlayer")
 
 
 class Outlet(ABC):
-    """Takes versions from the thread that trains, and brings them out on threads of its own.
+    """Takes versions from the thread that trains, and publishes them on threads of its own.
 
     Only the newest version waits: where followers or disks are slower than the training, versions are left out.
     """

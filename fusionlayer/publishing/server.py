@@ -34,10 +34,10 @@ _AT_ONCE = 16  # callers that come in before all others are attended to again
 
 
 class TcpOutlet(Outlet):
-    """Serves the newest version to all who connect.
+    """Serves the newest version to all callers.
 
     What a follower gets is made when it asks: what changed since the version that it has, however many versions ago
-    that was, or all of the newest where its version is not kept. So nothing is encoded while nobody asks, and one who
+    that was, or all of the newest where its version is not kept. So nothing is encoded without a request, and one that
     is slow gets fewer and larger differences. Kept are versions that followers have, at most ``keep`` of them.
 
     Callers are strangers until they have proved to be followers and have asked for a version. Few strangers are
@@ -60,12 +60,13 @@ class TcpOutlet(Outlet):
         self._door = Door(place)
         super().__init__(self._door.place)
         if not self._guarded and not self._door.is_near:
-            _logger.warning("%s: without secret=... whoever can connect gets the weights", self.place)
+            _logger.warning("%s: without secret=... every caller that can connect gets the weights", self.place)
         self._refusals = Refusals(self.place)
         # The oldest come first in both.
         self._strangers: dict[socket.socket, Peer] = {}
         self._peers: dict[socket.socket, Peer] = {}
-        # Versions that followers have, by digest; and until when those of lost followers are kept, who may come back.
+        # Versions that followers have, by digest; and until when those of disconnected followers are kept, which may
+        # come back.
         self._kept: dict[str, Snapshot] = {}
         self._missed: dict[str, float] = {}
         self._updates: dict[str | None, Parcel] = {}  # of the newest version, by what they need
@@ -92,7 +93,7 @@ class TcpOutlet(Outlet):
         return self._refusals.count
 
     def counts(self) -> dict[str, float]:
-        """Return what ``fusionlayer.metrics`` tells of this publisher."""
+        """Return this publisher's values for ``fusionlayer.metrics``."""
         return {"followers": len(self._peers), "callers_refused": self._refusals.count}
 
     def _is_out(self) -> bool:
@@ -176,7 +177,7 @@ class TcpOutlet(Outlet):
                     self._lose(peer, f"the secret of {peer.name!r} is not valid any more")
 
     def _has_ended(self) -> bool:
-        """Return whether all followers have been told of the end; begin to tell them when it has come."""
+        """Return whether all followers have been notified of the end; begin to notify them when it has come."""
         if self._ending is None:
             return False
         if not self._farewell:
@@ -222,8 +223,8 @@ class TcpOutlet(Outlet):
     def _settle(self, peer: Peer) -> None:
         """Give a follower one of the places.
 
-        Where anybody may follow, a quarter of them is for those who have a version of this publisher; and one who has
-        none, and has taken least, goes when there are too many.
+        Where any caller may follow, a quarter of them is for those that have a version of this publisher; and one that
+        has none, and has taken least, goes when there are too many.
 
         Raises:
             WireError: all are taken.
@@ -243,7 +244,7 @@ class TcpOutlet(Outlet):
         _logger.info("%s: %r follows from %s", self.place, peer.name, peer.place)
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """Forget a caller. What it has is kept for a while, so that a link that comes back needs no whole version."""
+        """Forget a caller. Its version is kept for a while, so that a link that comes back needs no whole version."""
         for digest in (peer.has, peer.update.target.digest if peer.update else None):
             if digest in self._kept:
                 self._missed[digest] = time.monotonic() + self._timeout
@@ -255,17 +256,17 @@ class TcpOutlet(Outlet):
         self._selector.unregister(peer.end)
         peer.end.close()
 
-    # ---- who gets what ----------------------------------------------------------------------------------------------
+    # ---- which follower gets which update ---------------------------------------------------------------------------
 
     def _bring(self) -> None:
-        """Send updates to those who wait for one, as far as they are made, and have one more made."""
+        """Send the updates that are made to the followers that wait for them, and have one more made."""
         while not self._made.empty():
             update = self._made.get()
             self._making = False
             self._kept[update.target.digest] = update.target
             self._updates = {base: each for base, each in self._updates.items() if each.target is update.target}
             self._updates[update.base] = update
-            # Also to those for whom a newer version is there by now: else a fast training would never send any.
+            # Also where a newer version is there by now: else a fast training would never send any.
             self._send(update)
         newest = self._newest
         if newest is not None:

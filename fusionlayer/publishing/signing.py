@@ -1,4 +1,4 @@
-"""Signatures of versions in a folder, by a secret: who can write there cannot make versions that followers take."""
+"""Signatures of versions in a folder, by a secret: without it, no writer can make versions that followers accept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNED_BYTES = len(_MAGIC) + _PROOF_BYTES
 
 
 def sign(secret: bytes, facts: Sequence[object]) -> str:
-    """Return the signature of what ``newest.json`` tells."""
+    """Return the signature of the content of ``newest.json``."""
     return hmac.digest(secret, b"newest" + json.dumps(facts).encode(), "sha256").hex()
 
 

@@ -46,7 +46,7 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of all names and tensors: two versions are equal if their digests are, whoever made them."""
+        """The digest of all names and tensors: two versions are equal if their digests are, whatever made them."""
         text = json.dumps(sorted(self.digests.items()))
         return hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES].hex()
 

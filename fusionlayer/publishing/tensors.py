@@ -89,7 +89,7 @@ def expected_bytes(name: str, numel: int, dtype: torch.dtype, *, header: bool = 
 
 
 def shape_of(given: object) -> tuple[int, ...]:
-    """Return the shape of a tensor that a file or a peer tells of.
+    """Return the shape of a tensor that a file or a peer announces.
 
     Raises:
         WireError: it is none, or that of more elements than any memory holds.

@@ -24,7 +24,7 @@ class TLS:
     A publisher has a certificate. With ``authorities`` it takes only followers whose certificate is signed by one of
     them, and calls them by its common name. A follower takes only a publisher whose certificate is signed by one of its
     ``authorities``, and has the name of the host that it connects to. ``fl.TLS()`` at both ends needs no certificates:
-    the secret proves who is there. That takes Python 3.13.
+    the secret proves the identity. That takes Python 3.13.
 
     Args:
         certificate: PEM file with the certificate of this end, and those between it and its authority.
@@ -115,4 +115,4 @@ def _share_key(context: ssl.SSLContext, keyring: Keyring | None, callback: str, 
 
 
 def _refuse_password() -> bytes:
-    raise ConfigError("tls: the key has a password, which nobody can enter; give one without, in a file of mode 600")
+    raise ConfigError("tls: the key has a password; give one without, in a file of mode 600")

@@ -92,7 +92,7 @@ def _message(x: Tensor, digest: str, name: str, base: Snapshot | None) -> tuple[
 
 
 class _Row(NamedTuple):
-    """What the header tells of one tensor."""
+    """The header's entry for one tensor."""
 
     name: str
     dtype: torch.dtype
@@ -111,7 +111,7 @@ def read(
 
     Args:
         source: where the bytes come from.
-        nbytes: length of the update, as the file or the connection tells it.
+        nbytes: length of the update, as the file or the connection announces it.
         base: the version that the receiver has, or None.
         check: is called with the bytes up to the end of the header, which has the digests of all others, before
             anything in it is believed; it raises what should end this.
@@ -132,7 +132,7 @@ def read(
     header = _header(text)
     since = header["base"]
     if since is not None and (base is None or base.digest != since):
-        raise WireError(f"an update of version {since} came to one who has {base.digest if base else 'none'}")
+        raise WireError(f"an update of version {since} came to a follower that has {base.digest if base else 'none'}")
     rows = [_row(row) for row in header["tensors"]]
     if sum(row.nbytes for row in rows) != left:
         raise WireError(f"an update has {left} bytes for {sum(row.nbytes for row in rows)}: it was damaged")
@@ -190,14 +190,14 @@ def _row(row: Any) -> _Row:
         right = type(nbytes) is int and 0 <= nbytes <= _MOST_BYTES
         right &= all(isinstance(text, str) for text in (name, codec, digest))
     except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"an update tells of a tensor as {row!r:.100}, which makes no sense here") from error
+        raise WireError(f"an update describes a tensor as {row!r:.100}, which makes no sense here") from error
     if not right:
-        raise WireError(f"an update tells of a tensor as {row!r:.100}: it was damaged")
+        raise WireError(f"an update describes a tensor as {row!r:.100}: it was damaged")
     return found
 
 
 def _tensor(row: _Row, source: Source, base: Snapshot | None) -> Tensor:
-    """Return one tensor of an update, which has the digest that the header tells."""
+    """Return one tensor of an update, which has the digest in the header."""
     before = base.tensors.get(row.name) if base else None
     if row.codec == _SAME:
         if base is None or before is None or base.digests[row.name] != row.digest or row.nbytes:

@@ -48,7 +48,7 @@ class _Module:
 class FSDPCompression:
     """The collectives with which ``compress`` has replaced those of torch.
 
-    It is ``Stateful`` in the sense of ``torch.distributed.checkpoint``. Save it beside the model and the optimizer:
+    It is ``Stateful`` in the sense of ``torch.distributed.checkpoint``. Save it with the model and the optimizer:
     after all three are loaded, training continues bit for bit.
 
     Attributes:
@@ -189,7 +189,7 @@ def compress(
         all_gather: another name of ``weights``.
         reduce_scatter: another name of ``gradients``.
         broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
-            replicas that differ. What is equal already is not sent. False leaves weights as they are.
+            replicas that differ. Equal weights are not sent. False leaves weights as they are.
         baseline: what zipped gradients have to beat with "auto". "exact": rows that are sent as they are and are summed
             in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
             more than two ranks torch adds in another order, so last bits depend on what was measured.
@@ -202,7 +202,7 @@ def compress(
         TransportError: from forward and backward, a peer failed, stopped or timed out.
     """
     _check_nodes(nodes)
-    context.refuse_elastic("fsdp.compress", "with a rank its shards would be lost; use DistributedOptimizer")
+    context.refuse_elastic("fsdp.compress", "without a rank its shards are missing; use DistributedOptimizer")
     if not isinstance(broadcast, bool):
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
     if baseline not in ("exact", "native"):
@@ -283,7 +283,7 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if "ReplicateModule" in names:
         raise ConfigError(
-            "fsdp.compress got a model that replicate() was applied to, whose weights do not travel; wrap its "
+            "fsdp.compress got a model that replicate() was applied to, whose weights are not sent; wrap its "
             "optimizer in fusionlayer.DistributedOptimizer instead of replicate()"
         )
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]

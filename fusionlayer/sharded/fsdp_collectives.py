@@ -162,7 +162,7 @@ class ReplicaGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill ``output_tensor`` (size * n,) with the replica, brought up to date with all ranks' shards."""
+        """Fill ``output_tensor`` (size * n,) with the replica, updated with all ranks' shards."""
         transport = self._direction.over(group)
         before = transport.bytes_sent
         if self._shards.regathering or input_tensor.dtype not in DTYPE_CODES:

@@ -80,7 +80,7 @@ class Shards:
 
     @property
     def regathering(self) -> bool:
-        """Whether this gather only brings back, in a smaller group, weights that forward has gathered already."""
+        """Whether this gather only restores, in a smaller group, weights that forward has gathered already."""
         return bool(self._group.is_sharded_post_forward)
 
     def changed(self) -> None:
@@ -98,7 +98,7 @@ class Shards:
         now = self._now()
         if self._seen not in (None, now):
             raise UsageError(
-                f"weights ({', '.join(self.names[:3])}, ...) were changed, but by no optimizer's step, and they travel "
+                f"weights ({', '.join(self.names[:3])}, ...) were changed, but by no optimizer's step, and are sent "
                 "as differences: call weights_changed() of the object that fsdp.compress returned, on all ranks; after "
                 "loading other weights, call weights_changed(whole=True)"
             )
@@ -134,7 +134,7 @@ class Shards:
     def rows(self) -> DTensor | None:
         """Return the numbers of the rows that this rank has of the longest parameter, sharded as the parameter is.
 
-        They tell a state of this rank from that of another one. None: no parameter is sharded along one dimension.
+        They identify this rank's state. None: no parameter is sharded along one dimension.
         """
         longest: DTensor | None = None
         for p, (of_mesh, along) in self._sharded_once():
@@ -165,7 +165,7 @@ class Shards:
 
 
 def _listen() -> None:
-    """Register a global hook, once, by which every optimizer's step tells the shards of its parameters."""
+    """Register a global hook, once, by which every optimizer's step notifies the shards of its parameters."""
     global _listening
     if _listening:
         return

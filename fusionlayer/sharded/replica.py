@@ -18,8 +18,8 @@ class Replica:
     """A copy of all weights, the same bits on every rank (SDP4Bit, section 3.1 and Algorithm 2).
 
     Whole weights are sent once. After that, each rank sends its own weights minus the replica's, quantised. Every rank,
-    the sender too, adds what it decodes to its replica. What a message lost is in the next difference. With a
-    ``ChangeCodec`` nothing is lost, and the replica has the bits of all weights.
+    the sender too, adds what it decodes to its replica. The next difference contains what a message lost. With a
+    ``ChangeCodec`` messages are exact, and the replica has the bits of all weights.
 
     Args:
         codec: of the differences.
@@ -58,7 +58,7 @@ class Replica:
         if (kept.numel(), kept.dtype, kept.device) != (numel, dtype, device):
             raise ConfigError(
                 f"{numel} weights of {dtype} on {device} came where {kept.numel()} of {kept.dtype} on {kept.device} "
-                "were before; a model whose weights travel as differences keeps its shape, type and device"
+                "were before; a model whose weights are sent as differences keeps its shape, type and device"
             )
         return kept
 

@@ -97,7 +97,9 @@ class ShardedOptimizer(Optimizer):
         if name in _WHOLE_TENSORS:
             raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
         weights, gradients = both_ways(weights, gradients, default=None)
-        context.refuse_elastic("ShardedOptimizer", "with a rank its shards would be lost; use DistributedOptimizer")
+        context.refuse_elastic(
+            "ShardedOptimizer", "without a rank its shards would be missing; use DistributedOptimizer"
+        )
         self._fl_transport = context.transport(group)
         self._fl_weights = Weights.of(weights)
         self._fl_gradients = make_codec("raw" if gradients is None else gradients, {}).bare
@@ -253,7 +255,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's states and f32 weights. Every rank saves its own part, beside the model's weights.
+        """Return this rank's states and f32 weights. Every rank saves its own part, next to the model's weights.
 
         A job of the same size that loads both continues bit for bit. The state has one key, which names the rank, so
         that ``torch.distributed.checkpoint`` keeps the parts of all ranks.

@@ -53,7 +53,7 @@ _logger = logging.getLogger("fusionlayer")
 
 
 class HorovodInternalError(FusionLayerError, RuntimeError):
-    """An operation has failed: a peer was lost, or ranks asked for it differently. The message says which.
+    """An operation has failed: a peer failed, or ranks asked for it differently. The message says which.
 
     Attributes:
         ranks: the ranks that caused it, as far as they are known.

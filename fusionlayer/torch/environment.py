@@ -15,7 +15,7 @@ from ..coordination import Patience
 __all__ = ["VARIABLES", "Settings", "elastic_timeout", "is_set", "read"]
 
 VARIABLES: Mapping[str, str] = {
-    "HOROVOD_FUSION_THRESHOLD": "bytes of small tensors that travel as one message; 8 MiB without it",
+    "HOROVOD_FUSION_THRESHOLD": "bytes of small tensors that are sent as one message; 8 MiB without it",
     "HOROVOD_CACHE_CAPACITY": "names that ranks remember of each other; 4096 without it",
     "HOROVOD_STALL_CHECK_DISABLE": "1: no warning when ranks wait for others",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "seconds of waiting until that warning; `stall_warning` without it",

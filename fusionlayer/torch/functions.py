@@ -37,7 +37,7 @@ def broadcast_parameters(
 
     Raises:
         ConfigError: ``params`` is none of these.
-        HorovodInternalError: names, shapes or types differ between ranks, or a peer was lost.
+        HorovodInternalError: names, shapes or types differ between ranks, or a peer failed.
     """
     pairs: list[tuple[str | None, Any]] = []
     if isinstance(params, Mapping):
@@ -164,7 +164,7 @@ def broadcast_object(
         process_set: the ranks that take part.
 
     Raises:
-        HorovodInternalError: ranks differ in name or root, or a peer was lost.
+        HorovodInternalError: ranks differ in name or root, or a peer failed.
     """
     name = _name_of("broadcast_object", obj, name)
     root = rank() == root_rank
@@ -185,7 +185,7 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
     """Return the objects of all ranks, in rank order. They are sent as in ``broadcast_object``.
 
     Raises:
-        HorovodInternalError: ranks differ in name, or a peer was lost.
+        HorovodInternalError: ranks differ in name, or a peer failed.
     """
     name = _name_of("allgather_object", obj, name)
     data = torch.frombuffer(bytearray(_pickled("allgather_object", obj)), dtype=torch.uint8)

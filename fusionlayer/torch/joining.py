@@ -54,7 +54,7 @@ def join(device: int = -1) -> int:
         device: without effect. Tensors are made on the devices that the other ranks use.
 
     Raises:
-        HorovodInternalError: a peer was lost, or a step that this rank took part in has failed.
+        HorovodInternalError: a peer failed, or a step that this rank took part in has failed.
     """
     here = session()
     try:

@@ -100,7 +100,7 @@ def allreduce(
 
     Raises:
         ConfigError: an argument has a value that cannot be used.
-        HorovodInternalError: a peer was lost, or ranks gave different arguments. Raised on every rank.
+        HorovodInternalError: a peer failed, or ranks gave different arguments. Raised on every rank.
         UsageError: from ``backward``, if ``op`` has no gradient.
     """
     request = allreduce_of(tensor, average, name, op, prescale_factor, postscale_factor, process_set)

@@ -290,7 +290,8 @@ def submit(
 
 
 def _unchanged(kind: str, name: str | None, tensors: Sequence[Tensor], in_place: bool) -> Callable[[], None] | None:
-    """Return a function that raises ``UsageError`` if one of ``tensors`` was changed since; None if none can tell."""
+    """Return a function that raises ``UsageError`` if one of ``tensors`` was changed since; None if that cannot be
+    seen."""
     seen = [(weakref.ref(x), x._version) for x in tensors if _has_version(x)]
     what = kind if name is None else f"{kind} {name!r}"
 

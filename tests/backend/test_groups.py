@@ -83,7 +83,7 @@ def inherit(rank: int, world: int, folder: str) -> None:
     qualified = dist.new_group(backend="cpu:fusionlayer,cuda:nccl", pg_options=INT8)
     assert codec_of(qualified) == "compressed"
     assert codec_of(dist.new_group(backend="cpu:gloo,cuda:fusionlayer", pg_options=INT8)) == "passes"
-    with pytest.raises(ConfigError, match="beside fusionlayer, cpu tensors can only travel by gloo: name 'gloo' or"):
+    with pytest.raises(ConfigError, match="next to fusionlayer, cpu tensors can only be sent by gloo: name 'gloo' or"):
         codec_of(dist.new_group(backend="cuda:fusionlayer,cpu:mpi", pg_options=INT8))
 
     with pytest.raises(ConfigError, match=r"policy: rules\[0\]: unknown op 'allreduce'"):

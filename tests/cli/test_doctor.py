@@ -80,7 +80,7 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
         ("environment", "launcher"): ("FAIL", "RANK is set and WORLD_SIZE is not"),
         ("environment", "FUSIONLAYER_TIMEOT"): ("note", "did you mean 'FUSIONLAYER_TIMEOUT'?"),
         ("environment", "HOROVOD_CYCLE_TIME"): ("note", "means nothing here"),
-        ("environment", "HOROVOD_FUSION_THRESHOLD"): ("ok", "1000 (bytes of small tensors that travel as one message"),
+        ("environment", "HOROVOD_FUSION_THRESHOLD"): ("ok", "1000 (bytes of small tensors that are sent as one"),
     }
     for key, (state, words) in wanted.items():
         assert found[key][0] == state and words in found[key][1], (key, found[key])
@@ -140,5 +140,5 @@ def test_ranks_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     fail = "import os, sys, time; sys.exit('no luck') if os.environ['RANK'] == '1' else time.sleep(60)"
     with pytest.raises(FusionLayerError, match="rank 1 ended with status 1: no luck"):
         run_on_ranks(["-c", fail], 2, 180)
-    with pytest.raises(FusionLayerError, match="rank 0 did not end in time: it wrote nothing"):
+    with pytest.raises(FusionLayerError, match="rank 0 timed out: it wrote nothing"):
         run_on_ranks(["-c", "import time; time.sleep(60)"], 1, 0.5)

@@ -181,7 +181,7 @@ def test_the_sections_of_the_page_are_sections() -> None:
         ({"activations": "onebit"}, 0, {}, "activations: codec 'onebit' loses most of a tensor"),
         ({}, 2, {"use_multi_rank_bucket_allreduce": False}, "use_multi_rank_bucket_allreduce=false"),
         ({}, 3, {"zero_quantized_gradients": True}, "zero_quantized_gradients is true; one of the two"),
-        ({}, 3, {"stage3_use_all_reduce_for_fetch_params": True}, "cannot be told from gradients"),
+        ({}, 3, {"stage3_use_all_reduce_for_fetch_params": True}, "which look like gradients"),
     ],
 )
 def test_mistakes(given: Any, stage: int, zero: dict[str, Any], message: str) -> None:

@@ -457,7 +457,7 @@ def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
 
     replicated = make_model()
     replicate(replicated, mesh=init_device_mesh("cpu", (world,)))
-    with pytest.raises(ConfigError, match="replicate.. was applied to, whose weights do not travel"):
+    with pytest.raises(ConfigError, match="replicate.. was applied to, whose weights are not sent"):
         fl.fsdp.compress(replicated)
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -153,7 +153,7 @@ def test_an_old_version_of_the_same_run_is_not_shown_again(tmp_path: Path) -> No
         assert made is not None and made.version == 2
     shutil.rmtree(folder)
     shutil.copytree(copy, folder)
-    with pytest.raises(WireError, match="tells of version 1, which is older"):
+    with pytest.raises(WireError, match="announces version 1, which is older"):
         follower.next(made)
 
 

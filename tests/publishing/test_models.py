@@ -271,7 +271,7 @@ def test_another_process_publishes_when_it_has_become_rank_0(
 @pytest.mark.short
 def test_a_new_rank_0_raises_where_followers_cannot_find_it() -> None:
     with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as taken:
-        for port, told in ((0, "followers know the port"), (taken.getsockname()[1], "nobody can listen")):
+        for port, told in ((0, "followers know the port"), (taken.getsockname()[1], "cannot listen")):
             patch.setattr(publication, "_rank", lambda: 1)
             with fl.publish({"x": torch.zeros(1)}, f"tcp://127.0.0.1:{port}") as publisher:
                 publisher.step()

@@ -251,7 +251,7 @@ def test_a_publisher_beyond_this_host_without_a_secret_is_warned_of(caplog: pyte
         fl.publish({}, address, secret=secret).close()
         assert not caplog.text
     fl.publish({}, "tcp://0.0.0.0:0").close()
-    assert "without secret=... whoever can connect gets the weights" in caplog.text
+    assert "without secret=... every caller that can connect gets the weights" in caplog.text
 
 
 def test_a_forked_child_leaves_publisher_and_follower_to_its_parent() -> None:

@@ -67,7 +67,7 @@ def test_another_base_is_refused() -> None:
     first, second, third = (snapshot(i, odd_state(i)) for i in range(3))
     data = joined(third, second)
     for base in (None, first):
-        with pytest.raises(WireError, match="came to one who has"):
+        with pytest.raises(WireError, match="came to a follower that has"):
             received(data, base)
 
 

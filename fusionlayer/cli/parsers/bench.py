@@ -32,7 +32,7 @@ examples:
 size    bytes of the largest tensor of the call, uncompressed: all_gather's
         result, otherwise what each rank gives
 time    of one call: the slowest rank's, median over calls; min and max over
-        calls stand beside it
+        calls stand next to it
 algbw   size / time
 busbw   bytes that each rank really sends / time: what the network carries
 effbw   bytes that each rank would send uncompressed, by the best algorithm
@@ -41,7 +41,7 @@ effbw   bytes that each rank would send uncompressed, by the best algorithm
 ratio   size of those bytes uncompressed / bytes sent
 
 kB, MB and GB are powers of 1000, KiB and MiB of 1024. In csv and json times are
-in seconds and bandwidths in GB/s. A codec that cannot travel by an algorithm
+in seconds and bandwidths in GB/s. A codec that an algorithm cannot send
 has no row; standard error says why.
 """
 

@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
     parser = commands.add_parser(
         "doctor",
-        help="tell what is installed and what of it works here",
+        help="print what is installed and what of it works here",
         description="Look at this installation, machine and environment, and try every codec\n"
         "and transport for a moment.",
         epilog=_EPILOG,

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
     parser = commands.add_parser(
         "explain",
-        help="show a plan's buckets, and when each is predicted to travel",
+        help="show a plan's buckets, and when each is predicted to be sent",
         description="Explain a fusion plan by a measured profile of its model.",
         epilog=_EPILOG,
     )

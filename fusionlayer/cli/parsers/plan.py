@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
         "--codec-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the codec; repeatable"
     )
     parser.add_argument(
-        "--policy", metavar="POLICY.yaml", help="rules that give each gradient a codec, in place of --codec"
+        "--policy", metavar="POLICY.yaml", help="rules that give each gradient a codec, instead of --codec"
     )
     parser.add_argument(
         "--fidelity",
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
         f"measured is left out (default: what was measured to be above {BUDGET:g} is)",
     )
     parser.add_argument(
-        "--losses", type=Path, metavar="LOSSES.yaml", help="your own measured losses, in place of those that come along"
+        "--losses", type=Path, metavar="LOSSES.yaml", help="your own measured losses, instead of those that come along"
     )
     parser.add_argument("--algorithm", metavar="NAME", help="collective (default: as the engine chooses)")
     parser.add_argument(

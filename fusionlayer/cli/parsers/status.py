@@ -9,7 +9,7 @@ from ..arguments import above_zero
 
 __all__ = ["add_parser"]
 
-_DESCRIPTION = "What the ranks of a running job do, who is late, and what a job that has failed died of."
+_DESCRIPTION = "What the ranks of a running job do, which straggle, and why a failed job has failed."
 _EPILOG = """\
 It reads the file that rank 0 of a watched job keeps: of a job with `fl.watch()`, with the
 default process group "fusionlayer", or with FUSIONLAYER_WATCH=1. Run it on rank 0's host, as

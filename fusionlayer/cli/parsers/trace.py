@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to ``commands``, which argparse's ``add_subparsers`` has returned."""
     parser = commands.add_parser(
         "trace",
-        help="tell from timelines what steps wait for, and break them down",
+        help="show what steps wait for, from timelines, and break them down",
         description="Tell what the mean step of a run waits for, and break it down, from the timelines of its ranks.",
         epilog=_EPILOG,
     )

@@ -102,7 +102,7 @@ def initialize(
 def init_distributed(config: Mapping[str, Any] | str | Path, **kwargs: Any) -> None:
     """Start torch.distributed with the backend as the section of ``config`` says, before something else starts it.
 
-    Call it in programs in which a framework calls ``deepspeed.initialize``, beside ``install``. Call it also in
+    Call it in programs in which a framework calls ``deepspeed.initialize``, in addition to ``install``. Call it also in
     programs that need process groups before they make a model, such as those with a ``PipelineModule``.
 
     Args:

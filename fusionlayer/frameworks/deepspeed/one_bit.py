@@ -34,11 +34,11 @@ _WITHOUT_EFFECT = ("bias_correction", "eps_inside_sqrt", "cuda_aware", "comm_bac
 """The first two had none in DeepSpeed's optimizer. The others have none here: fusionlayer moves the messages."""
 _REFUSED = {
     "amsgrad": "1-bit Adam has no such variant: leave it out",
-    "max_grad_norm": 'DeepSpeed clips by "gradient_clipping", beside "optimizer": set that in its place',
+    "max_grad_norm": 'DeepSpeed clips by "gradient_clipping", next to "optimizer": set that instead',
 }
 _DROPPED = {
     "zerooneadam": 'its steps without messages are not there under DeepSpeed; use "OneBitAdam", with freeze_step '
-    "in place of var_freeze_step and what follows it",
+    "instead of var_freeze_step and what follows it",
     "onebitlamb": 'its frozen rates of layers have no counterpart here; use "OneBitAdam", or "Lamb" with "gradients": '
     '"int8" in the section "fusionlayer"',
 }
@@ -155,7 +155,7 @@ class EngineOneBitAdam(OneBitAdam):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state, and with it who averages what."""
+        """Restore a state, and with it which side averages."""
         super().load_state_dict(state_dict)
         if self._engine is not None:
             self._tell()

@@ -133,11 +133,11 @@ class DeepSpeedSection:
 
     @property
     def policy(self) -> CallPolicy:
-        """The policy of the backend. It cannot see a tensor's role, so its rules tell roles by the operation."""
+        """The policy of the backend. It cannot see a tensor's role, so its rules distinguish roles by the operation."""
         with_residuals = self.error_feedback and self.gradients.make().needs_feedback
         roles = (
             (("all_reduce",) if with_residuals else ("all_reduce", "reduce_scatter"), self.gradients),
-            # Differences are no rule's: only gathers into a copy can send them, and a hint tells these.
+            # Differences are no rule's: only gathers into a copy can send them, and a hint marks these.
             (() if self.differences else ("all_gather",), self.weights),
             (("all_to_all", "send"), self.activations),
         )
@@ -194,7 +194,7 @@ def _filled(given: object, momentum: bool) -> object:
     for role, each in said.items():
         values[role] = {**each, "codec": chosen.get(role, each.get("codec", RAW))} if role in named else each
     defaults = {"warmup_steps": 100 if signs and not momentum else 0}
-    # Neither of the two systems feeds back what was lost.
+    # Neither of the two systems feeds back the compression error.
     return {**defaults, **({"error_feedback": False} if preset else {}), **values}
 
 
@@ -281,14 +281,14 @@ def _check(section: DeepSpeedSection, config: Mapping[str, Any], stage: int) -> 
     gradients, weights = section.gradients, section.weights
     if gradients.make().needs_feedback and not section.error_feedback:
         raise _error(
-            f"gradients travel by {gradients.codec!r}, which loses most of them, without error_feedback, which ZeRO "
+            f"gradients are sent by {gradients.codec!r}, which loses most of them, without error_feedback, which ZeRO "
             "stages 0 to 2 have: set it, or choose another codec"
         )
     if weights.compresses and stage == 0:
-        raise _error(f"weights travel by {weights.codec!r}, but only ZeRO 1 to 3 send weights: set a stage, or 'raw'")
+        raise _error(f"weights are sent by {weights.codec!r}, but only ZeRO 1 to 3 send weights: set a stage, or 'raw'")
     if section.differences is not None and stage == 3:
         raise _error(
-            f"weights travel by {weights.codec!r} with ZeRO stage 3, whose ranks would each keep a copy of all "
+            f"weights are sent by {weights.codec!r} with ZeRO stage 3, whose ranks would each keep a copy of all "
             "weights; set stage 1 or 2, whose ranks have all weights, or weights 'qwz'"
         )
     if gradients.compresses and stage in (1, 2) and not on("use_multi_rank_bucket_allreduce", True):
@@ -298,12 +298,12 @@ def _check(section: DeepSpeedSection, config: Mapping[str, Any], stage: int) -> 
         )
     if gradients.compresses and stage == 3 and on("stage3_use_all_reduce_for_fetch_params"):
         raise _error(
-            "zero_optimization.stage3_use_all_reduce_for_fetch_params=true sums weights, which cannot be told from "
+            "zero_optimization.stage3_use_all_reduce_for_fetch_params=true sums weights, which look like "
             "gradients; leave it out"
         )
     for role, traffic in (("gradients", gradients), ("weights", weights)):
         if traffic.compresses and on(f"zero_quantized_{role}"):
             raise _error(
-                f"{role} travel by {traffic.codec!r} and zero_optimization.zero_quantized_{role} is true; one of the "
+                f"{role} are sent by {traffic.codec!r} and zero_optimization.zero_quantized_{role} is true; one of the "
                 "two: leave the latter out"
             )

@@ -86,7 +86,7 @@ def measure_profile(
     module, batch = load_model(model)
     module.to(clock.device)
     batch = [each.to(clock.device) if isinstance(each, torch.Tensor) else each for each in batch]
-    # A link that carries the host's memory is measured with that, and what brings messages there is measured apart.
+    # A link that carries the host's memory is measured with that, and the copies there are measured separately.
     carried = HOST if transport.stages(clock.device) else clock
     elements, repeats = sizes.elements, sizes.repeats
     optimizer = torch.optim.AdamW(module.parameters())

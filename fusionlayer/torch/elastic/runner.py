@@ -1,4 +1,4 @@
-"""``run``: training that goes on when workers are lost or added."""
+"""``run``: training that goes on when workers fail or are added."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                 state.commit()
 
     First all ranks get the newest commit that any rank finds, or the state of rank 0 if there is no commit. Then
-    ``func`` is called. If it raises ``HorovodInternalError``, a peer was lost: the state goes back to its last commit.
+    ``func`` is called. If it raises ``HorovodInternalError``, a peer has failed: the state goes back to its last
+    commit.
     If it raises ``HostsUpdatedInterrupt``, workers will come or go: the state stays as it is. In both cases the job
     begins anew, and ``func`` is called again.
 
-    torchrun's agent restarts all workers when one is lost or a node comes. The restarted workers find the commits in
-    the memory of the host. If no rank was lost, or without an agent, the job begins anew by ``shutdown`` and ``init``
+    torchrun's agent restarts all workers when one fails or a node joins. The restarted workers find the commits in
+    the memory of the host. If no rank failed, or without an agent, the job begins anew by ``shutdown`` and ``init``
     in the same processes. Without an agent, a rank that does not come back within the job's timeout ends the others
     with ``TransportError``.
     """
@@ -159,7 +160,8 @@ def _shared(state: State, storage: Storage | None, newest: int) -> Any:
 def _leave(notice: Notice) -> NoReturn:
     """End this process so that its agent starts it again."""
     if not notice.given:
-        # Another agent's workers were told. Ours will be, if a node comes; if that node only goes, we have to ask.
+        # Another agent's workers were notified. Ours will be, if a node joins; if that node only leaves, we have to
+        # ask.
         time.sleep(_PATIENCE)
     raise SystemExit(_RESTART)
 

@@ -19,7 +19,7 @@ class Notice:
     """Notes the agent's SIGTERM, so that the next ``commit`` can ask all ranks about it.
 
     Attributes:
-        given: the agent has told this worker to go.
+        given: the agent has asked this worker to leave.
     """
 
     def __init__(self, state: State) -> None:

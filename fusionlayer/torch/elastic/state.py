@@ -92,7 +92,8 @@ class State:
             self.keeper.keep(self.commits, *parts)
 
     def check_host_updates(self) -> None:
-        """Ask all ranks whether any of them was told that workers will be added or removed. All ranks call it together.
+        """Ask all ranks whether any of them was notified that workers will be added or removed. All ranks call it
+        together.
 
         Raises:
             HostsUpdatedInterrupt: on all ranks, if any has.
@@ -148,7 +149,7 @@ class ObjectState(State):
 
     Args:
         bcast_object: gives all ranks the object of rank 0.
-        get_rank: tells this rank.
+        get_rank: returns this rank.
         kwargs: names and first values.
     """
 

@@ -36,7 +36,7 @@ class Storage:
     """A folder with the last commits of the ranks that share it.
 
     One rank writes the part that is the same on all of them; each rank adds its own part. Files appear whole. Commits
-    may be pickled objects, so a file counts only if nobody but this user can have written it.
+    may be pickled objects, so a file counts only if no other user can have written it.
 
     Args:
         folder: made if it does not exist; only this user may read it.
@@ -62,7 +62,7 @@ class Storage:
             where = folder.path if isinstance(folder, Folder) else folder
             raise ConfigError(
                 f"commits cannot be kept in {where}: {error.strerror}; name a folder in FUSIONLAYER_ELASTIC_DIR that "
-                "belongs to this user and to which nobody else can write"
+                "belongs to this user and to which no other user can write"
             ) from error
 
     @classmethod
@@ -151,7 +151,7 @@ class Storage:
         with self._folder.opened(name) as file:
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError:  # objects of the user's: nobody else can have written this file
+            except pickle.UnpicklingError:  # objects of the user's: no other user can have written this file
                 file.seek(0)
                 return torch.load(file, map_location="cpu", weights_only=False)
 
@@ -167,7 +167,7 @@ class Storage:
 
 
 def _own_folder(root: Path, name: str) -> Folder:
-    """Return a folder of this user's, made if need be, by the first of a few names that nobody else has taken.
+    """Return a folder of this user's, made if need be, by the first of a few names that no other user has taken.
 
     Every user can write to ``root``. The ranks of a host see the same strangers there, so they find the same folder.
     """

@@ -23,7 +23,7 @@ __all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_re
 
 
 class TorchState(ObjectState):
-    """The part of a PyTorch training run that is kept when workers are lost or added.
+    """The part of a PyTorch training run that is kept when workers fail or are added.
 
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
@@ -246,7 +246,7 @@ def copy_to_host(value: Any) -> Any:
 def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the error feedback of a rank that replaces those of ``parts``, which ``Memory.state_dict`` has made.
 
-    Residuals and velocities of codecs are added up, so that nothing is lost. Of all else that codecs keep, such as
+    Residuals and velocities of codecs are added up, so that none is dropped. Of all else that codecs keep, such as
     thresholds and factors, the first one counts: it says how to send, not what.
     """
     tensors: dict[str, dict[str, Tensor]] = {}
