@@ -13,6 +13,7 @@ from fusionlayer.codecs.quantized.fp8 import FP8, FP8Block
 from fusionlayer.codecs.quantized.mx import MXFP4, MXFP6, MXFP8
 from fusionlayer.codecs.research.taco import Taco
 
+from .arithmetic import hadamard, pack_runs, unpack_runs
 from .int_reference import cut, short_scales
 
 F32 = NDArray[np.float32]
@@ -109,41 +110,6 @@ def values_of(name: str, codes: Bytes) -> F32:
     return np.where(sign == 1, -value, value).astype(np.float32)
 
 
-def pack(name: str, codes: Bytes) -> Bytes:
-    """Return the bytes of whole runs of 32 codes."""
-    runs = codes.reshape(-1, 32)
-    if bits_of(name) == 8:
-        return runs.reshape(-1)
-    low = (runs[:, :16] & 15) | (runs[:, 16:] & 15) << 4
-    if bits_of(name) == 4:
-        return low.reshape(-1)
-    quarters = (runs >> 4).reshape(-1, 4, 8)
-    high = quarters[:, 0] | quarters[:, 1] << 2 | quarters[:, 2] << 4 | quarters[:, 3] << 6
-    return np.concatenate([low, high], axis=1).reshape(-1)
-
-
-def unpack(name: str, data: Bytes) -> Bytes:
-    """Return the codes of ``pack``'s bytes."""
-    if bits_of(name) == 8:
-        return data
-    runs = data.reshape(-1, 4 * bits_of(name))
-    codes = np.concatenate([runs[:, :16] & 15, runs[:, :16] >> 4], axis=1)
-    if bits_of(name) == 6:
-        codes |= np.concatenate([runs[:, 16:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1) << 4
-    return codes.reshape(-1)
-
-
-def rotate(v: F32) -> F32:
-    """Return every row times the Hadamard matrix of its length: strides 1, 2, 4, .., in this order."""
-    rows, n = v.shape
-    stride = 1
-    while stride < n:
-        a, b = np.moveaxis(v.reshape(rows, -1, 2, stride), 2, 0)
-        v = np.stack([a + b, a - b], axis=2).reshape(rows, n)
-        stride *= 2
-    return v
-
-
 def sum_of_pairs(v: F32) -> F32:
     """Return the sum of every row: of neighbours, then of neighbouring sums, and so on."""
     while v.shape[1] > 1:
@@ -160,7 +126,7 @@ def encode(codec: Codec, x: F32) -> tuple[Bytes, Bytes]:
     v = v.reshape(blocks, form.block)
     with np.errstate(all="ignore"):
         if form.rotated:
-            v = rotate(v)
+            v = hadamard(v)
         groups = v.reshape(1, -1) if form.scale == "message" else v
         amax = np.abs(groups).max(axis=1, initial=0)
         broken = ~np.isfinite(groups).all(axis=1)
@@ -170,7 +136,7 @@ def encode(codec: Codec, x: F32) -> tuple[Bytes, Bytes]:
         dead = broken | (amax < TINY)
         codes = nearest_codes(form.format, np.where(dead[:, None], np.float32(0), groups) * inverse[:, None])
     codes[dead] = 0
-    return scales.reshape(-1).view(np.uint8), pack(form.format, codes.reshape(-1))
+    return scales.reshape(-1).view(np.uint8), pack_runs(codes, bits_of(form.format))
 
 
 def make_scales(
@@ -210,13 +176,13 @@ def decode(codec: Codec, scales: Bytes, codes: Bytes, numel: int) -> F32:
     """Return the (numel,) values of the planes' bytes."""
     v = summands(codec, scales, codes)
     with np.errstate(all="ignore"):
-        return (rotate(v) if layout(codec).rotated else v).reshape(-1)[:numel]
+        return (hadamard(v) if layout(codec).rotated else v).reshape(-1)[:numel]
 
 
 def summands(codec: Codec, scales: Bytes, codes: Bytes) -> F32:
     """Return what a sum adds of the planes' bytes, block by block; it is rotated back as a whole."""
     form = layout(codec)
-    v = values_of(form.format, unpack(form.format, codes)).reshape(-1, form.block)
+    v = values_of(form.format, unpack_runs(codes, bits_of(form.format)).astype(np.uint8)).reshape(-1, form.block)
     with np.errstate(all="ignore"):
         return v * decoded_scales(form, scales, len(v))[:, None]
 

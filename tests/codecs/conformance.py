@@ -23,7 +23,7 @@ from fusionlayer.codecs.research.taco import Taco
 from fusionlayer.native.wire import ALIGN
 from tests.synthetic import bit_patterns, gradient, noise
 
-from . import block_reference, int_reference
+from . import arithmetic, block_reference, int_reference
 
 Check = Callable[[Codec, torch.dtype, torch.device], None]
 CHECKS: dict[str, Check] = {}
@@ -132,7 +132,7 @@ def rotated_sum(codec: Int | Taco, messages: Tensor, numel: int, dtype: torch.dt
                 total = total + int_reference.summands(codec, scales, codes)
             else:
                 total = total + block_reference.summands(codec, scales.view(np.uint8), codes)
-        total = int_reference.hadamard32(total) if isinstance(codec, Int) else block_reference.rotate(total)
+        total = int_reference.hadamard32(total) if isinstance(codec, Int) else arithmetic.hadamard(total)
     return torch.from_numpy(total.reshape(-1)[:numel])
 
 

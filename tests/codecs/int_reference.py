@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from fusionlayer.codecs.quantized.integer import Int
 
+from .arithmetic import hadamard, halves, pack_runs, unpack_runs
+
 F32 = NDArray[np.float32]
-MASK = 0xFFFFFFFF
 
 
 def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDArray[np.uint8]]:
@@ -41,7 +42,7 @@ def encode(codec: Int, x: F32, seed: int = 0, offset: int = 0) -> tuple[F32, NDA
     codes = codes.astype(np.int8)
     codes[dead] = 0
     if codec.bits < 4:
-        return scales.astype(np.float32), pack_runs(codes.view(np.uint8).reshape(-1, 32), codec.bits)
+        return scales.astype(np.float32), pack_runs(codes.view(np.uint8), codec.bits)
     if codec.bits == 4:
         low, high = np.split(codes.view(np.uint8) & 15, 2, axis=1)
         return scales.astype(np.float32), (low | high << 4).reshape(-1)
@@ -90,29 +91,9 @@ def sizes(codec: Int) -> tuple[float, float, float]:
     return 2 * span, span, top
 
 
-def pack_runs(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Return runs of 32 codes (n, 32) as bytes: two bits of each, eight codes apart; then one bit, four apart."""
-    parts = [(codes & 3).reshape(-1, 4, 8) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]]
-    if bits == 3:
-        parts.append((codes >> 2 & 1).reshape(-1, 8, 4) << np.arange(8, dtype=np.uint8)[:, None])
-    return np.concatenate([np.bitwise_or.reduce(part, axis=1) for part in parts], axis=1).reshape(-1)
-
-
-def unpack_runs(runs: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Return (n, 32) codes of what ``pack_runs`` made."""
-    low, top = np.split(runs.reshape(-1, 4 * bits), [8], axis=1)
-    codes = (low[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 32)
-    if bits == 3:
-        codes = codes | (top[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 32) << 2
-    return codes.astype(np.uint8)
-
-
 def hadamard32(v: F32) -> F32:
-    """Return every 32 values times the Hadamard matrix: strides 1, 2, 4, 8, 16, in this order."""
-    for stride in (1, 2, 4, 8, 16):
-        a, b = np.moveaxis(v.reshape(-1, 2, stride), 1, 0)
-        v = np.stack([a + b, a - b], axis=1).reshape(-1)
-    return v
+    """Return every 32 values times the Hadamard matrix."""
+    return hadamard(v.reshape(-1, 32)).reshape(-1)
 
 
 def clear_bits(bits: int) -> int:
@@ -137,33 +118,3 @@ def short_scales(amax: F32, units: np.float32, clear: int) -> F32:
         above = (scales.view(np.uint32) + (1 << clear)).view(np.float32)
         scales = np.where((amax / units > scales) | (scales * units < amax), above, scales)
     return scales
-
-
-def halves(seed: int, offset: int, count: int) -> NDArray[np.int64]:
-    """Return 16 random bits of each of ``count`` elements from ``offset`` on: i and i + 16 of 32 share a number's."""
-    numbers = offset + np.arange(count, dtype=np.uint64)
-    second = numbers & np.uint64(16)
-    bits = random_bits(seed, numbers - second)
-    return np.where(second > 0, bits >> np.uint32(16), bits & np.uint32(0xFFFF)).astype(np.int64)
-
-
-def random_bits(seed: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """Return the 32 random bits of these elements."""
-    a, b, c = philox_key(seed)
-    high, low = (numbers >> np.uint64(32)).astype(np.uint32), numbers.astype(np.uint32)
-    h = low * np.uint32(0x9E3779B1) + (np.uint32(a) ^ (high * np.uint32(0x9E3779B9)))
-    h ^= h >> np.uint32(16)
-    h *= np.uint32(0x7FEB352D)
-    h = (h ^ (h >> np.uint32(15))) + np.uint32(b) + high * np.uint32(c)
-    h *= np.uint32(0x846CA68B)
-    return h ^ h >> np.uint32(16)
-
-
-def philox_key(seed: int) -> tuple[int, int, int]:
-    """Return the mixer's key: Philox4x32-10 of counter 0 under ``seed``; the third word is made odd."""
-    c, k0, k1 = [0, 0, 0, 0], seed & MASK, seed >> 32
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [p1 >> 32 ^ c[1] ^ k0, p1 & MASK, p0 >> 32 ^ c[3] ^ k1, p0 & MASK]
-        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
-    return c[0], c[1], c[2] | 1

@@ -9,20 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs, native
+from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.quantized.integer import Int
 from tests.loops import looped
+from tests.native.abi import each_isa
 from tests.synthetic import awkward, gradient
 from tests.tiers import tiered
 
 from .conformance import DTYPES, blank, encoded, rows, same_bits
-from .int_reference import hadamard32, unpack_runs
-from .test_isa import available, restored
 
 pytestmark = pytest.mark.short
-__all__ = ["restored"]
 
 SOURCES = [
     Int(bits, group, hadamard, header=False)
@@ -48,27 +46,29 @@ def in_two_steps(source: Codec, target: Codec, messages: Tensor, n: int, residua
     tiered(product(SOURCES, TARGETS), lambda source, target: (source.bits < 4) == (target.bits < 4)),
     ids=str,
 )
-def test_messages_of_one_codec_become_one_of_another(source: Int, target: Int, restored: None) -> None:
+def test_messages_of_one_codec_become_one_of_another(source: Int, target: Int) -> None:
     for n, count in ((1, 1), (31, 0), (4097, 5), (12_500, 2)):
         kept = gradient(n, 9)
-        for residual, isa in product((None, kept), available()):
-            native.select_isa(isa)
-            messages = rows(source, count, n, torch.float32, CPU) if count else torch.empty(0, source.wire(n).capacity)
-            messages = messages.to(torch.uint8)
-            lost, expected_lost = (None if residual is None else residual.clone() for _ in range(2))
-            got = blank(target, n, torch.float32, CPU, fill=0xA5)
-            given = {"source": source, "seed": 3, "offset": target.block, "residual": lost}
-            target.recode(messages, got, n, **given)  # type: ignore[arg-type]
-            expected = blank(target, n, torch.float32, CPU, fill=0xA5)
-            total = torch.empty(n)
-            source.decode_sum(messages, total)
-            target.encode(total, expected, seed=3, offset=target.block, residual=expected_lost)
-            assert torch.equal(got, expected)
-            if lost is not None and expected_lost is not None:
-                assert same_bits(lost, expected_lost)
+        for _ in each_isa():
+            for residual in (None, kept):
+                messages = (
+                    rows(source, count, n, torch.float32, CPU) if count else torch.empty(0, source.wire(n).capacity)
+                )
+                messages = messages.to(torch.uint8)
+                lost, expected_lost = (None if residual is None else residual.clone() for _ in range(2))
+                got = blank(target, n, torch.float32, CPU, fill=0xA5)
+                given = {"source": source, "seed": 3, "offset": target.block, "residual": lost}
+                target.recode(messages, got, n, **given)  # type: ignore[arg-type]
+                expected = blank(target, n, torch.float32, CPU, fill=0xA5)
+                total = torch.empty(n)
+                source.decode_sum(messages, total)
+                target.encode(total, expected, seed=3, offset=target.block, residual=expected_lost)
+                assert torch.equal(got, expected)
+                if lost is not None and expected_lost is not None:
+                    assert same_bits(lost, expected_lost)
 
 
-def test_more_messages_than_are_read_side_by_side_and_what_is_not_finite(restored: None) -> None:
+def test_more_messages_than_are_read_side_by_side_and_what_is_not_finite() -> None:
     """Sums of 19 messages, in their order; groups of NaN, of zeros and of the largest values stay what they are."""
     n, source, target = 9_000, Int(8, 512, header=False), Int(4, 128, rounding="stochastic", header=False)
     tensors = [gradient(n, i) * 2.0 ** (i % 7) for i in range(17)] + [awkward(n, 512, torch.float32)] * 2
@@ -76,8 +76,7 @@ def test_more_messages_than_are_read_side_by_side_and_what_is_not_finite(restore
         each[2048:4096] = 0.0
     tensors[3][600] = torch.nan
     messages = torch.stack([encoded(source, x) for x in tensors])
-    for isa in available():
-        native.select_isa(isa)
+    for _ in each_isa():
         total, one_by_one = torch.empty(n), torch.zeros(n)
         source.decode_sum(messages, total)
         for message in messages:
@@ -90,11 +89,10 @@ def test_more_messages_than_are_read_side_by_side_and_what_is_not_finite(restore
 
 @looped("dtype", DTYPES)
 @looped("codec", [*TARGETS, codecs.get("taco").bare], ids=str)
-def test_a_difference_is_encoded_as_if_it_was_taken_before(codec: Codec, dtype: torch.dtype, restored: None) -> None:
+def test_a_difference_is_encoded_as_if_it_was_taken_before(codec: Codec, dtype: torch.dtype) -> None:
     for n in (0, 1, 129, 5_000):
         x, base = awkward(n, codec.block, torch.float32), gradient(n, 2, dtype)
-        for isa in available():
-            native.select_isa(isa)
+        for _ in each_isa():
             got, whole = (blank(codec, n, torch.float32, CPU, fill=0xA5) for _ in range(2))
             codec.encode_difference(x, base, got, seed=5, offset=codec.block)
             codec.encode(x - base.float(), whole, seed=5, offset=codec.block)
@@ -125,49 +123,3 @@ def test_a_difference_of_other_tensors_is_refused() -> None:
             codec.encode_difference(x, base, payload)
     with pytest.raises(ConfigError, match="expected a flat contiguous one"):
         codec.encode_difference(torch.zeros(8), torch.zeros(8, dtype=torch.float64), payload)
-
-
-@looped("bits", [8, 4, 3, 2])
-@looped("group", [32, 64, 128, 4096])
-def test_rotated_messages_of_any_bytes_decode_to_what_integers_say(bits: int, group: int, restored: None) -> None:
-    """Also codes and scales that no encoder writes: -128, a negative scale, one whose products are subnormal, Inf."""
-    n, count = 3 * 4096, 3
-    codec = Int(bits, group, hadamard=True, header=False)
-    generator = torch.Generator().manual_seed(group + bits)
-    messages = torch.randint(0, 256, (count, codec.wire(n).capacity), dtype=torch.uint8, generator=generator)
-    groups = n // group
-    scales = torch.rand(count, groups, generator=generator) - 0.5
-    scales[:, 0], scales[1, 1], scales[2, -1] = 0.0, 2.0**-140, torch.inf
-    codes = messages[:, -n * bits // 8 :].view(count, groups, -1)
-    messages[:, : 4 * groups] = scales.view(torch.uint8)
-    codes[:, 2, : 8 * bits] = 0x80 if bits == 8 else 0x88
-    values = codes.view(torch.int8)
-    if bits < 4:
-        unsigned = torch.from_numpy(unpack_runs(codes.reshape(-1).numpy(), bits)).view(torch.int8)
-        values = 2 * torch.where(unsigned >> bits - 1 == 1, unsigned - (1 << bits), unsigned) + 1
-    if bits == 4:
-        values = torch.cat([(codes << 4).view(torch.int8) >> 4, values >> 4], 2)
-    hadamard = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(5):
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    short = (scales.view(torch.int32) & -(1 << (12 if bits == 8 else 8))).view(torch.float32)
-
-    def scaled(levels: Tensor) -> Tensor:
-        unknown = ~short.isfinite().unsqueeze(-1)
-        return (levels.view(count, groups, -1).float() * (short / 32).unsqueeze(-1)).masked_fill_(unknown, torch.nan)
-
-    expected = scaled(values.view(count, groups, -1, 32).double() @ hadamard).view(count, n)
-    sums = torch.zeros(n)
-    for summands in scaled(values).view(count, n):
-        sums = sums + summands
-    rotated_back = torch.from_numpy(hadamard32(sums.numpy()))
-    for isa in available():
-        native.select_isa(isa)
-        out, total = torch.empty(n), torch.empty(n)
-        for message, want in zip(messages, expected, strict=True):
-            codec.decode(message, out)
-            assert same_bits(out, want)
-        codec.decode_sum(messages, total)
-        assert same_bits(total, rotated_back)
-        codec.decode_sum(messages[:1], total)
-        assert same_bits(total, torch.zeros(n) + expected[0])

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
-from fusionlayer.base.errors import ConfigError
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import make_model, train, weights
 from tests.loops import looped
@@ -32,12 +31,6 @@ def test_no_other_multiple_of_the_signs_is_closer() -> None:
     found = codec.decompress(codec.compress(x), 1024)
     error = (found - x).norm()
     assert all((found * factor - x).norm() > error for factor in (0.99, 1.01))
-
-
-def test_bits_for_each_element() -> None:
-    n = 1 << 20
-    form = codecs.get("onebit").bare.wire(n)
-    assert sum(section.plane.nbytes for section in form.sections) * 8 / n == 1 + 32 / 1024
 
 
 @looped("world", [2, 4])
@@ -87,9 +80,3 @@ def test_training_after_a_warm_up_of_values_as_they_are() -> None:
         assert torch.equal(theirs, compressed[-1])
 
     local.run(rank_main, 3)
-
-
-@looped("options", [{"group_size": 100}, {"group_size": 8192}, {"warmup_steps": -1}])
-def test_wrong_options_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="onebit codec: .*expected"):
-        codecs.get("onebit", **options)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.training.weights import both_ways
 from tests.loops import looped
@@ -93,16 +92,3 @@ def test_draws_are_of_seed_and_place() -> None:
     assert torch.equal(draws(3, 5 * 64, 7, 64), draws(3, 0, 12, 64)[5:])
     assert len(set(draws(derive_seed(1), 0, 1000, 32).tolist())) > 990
     assert draws(7, 0, 3, 64).tolist() == [known_draw(7, 64 * group) for group in range(3)]
-
-
-def test_bits_for_each_element() -> None:
-    n = 1 << 20
-    for bits in (8, 4):
-        form = codecs.get("qsdp", bits=bits).bare.wire(n)
-        assert sum(section.plane.nbytes for section in form.sections) * 8 / n == bits + 64 / 1024
-
-
-@looped("options", [{"bits": 5}, {"group_size": 1000}, {"rounding": "nearest"}])
-def test_wrong_options_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="qsdp codec: .*expected"):
-        codecs.get("qsdp", **options)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import native
 from fusionlayer.base.errors import WireError
 from fusionlayer.codecs.lossless.zip import Zip
 from fusionlayer.codecs.research.rans import Rans
 from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
 from tests.codecs.test_zip import NAMED, exponents, gaussian
 from tests.loops import looped
+from tests.native.abi import threads
 from tests.synthetic import bit_patterns
 
 pytestmark = pytest.mark.short
@@ -136,20 +136,17 @@ def test_no_data_loses_a_bit_or_gets_longer(kind: str, dtype: torch.dtype) -> No
         assert CODEC.used_bytes(payload, n, dtype) <= n * dtype.itemsize + 16
 
 
-@looped("threads", [1, 3])
+@looped("count", [1, 3])
 @looped("dtype", DTYPES, ids=str)
-def test_every_bit_pattern_among_others(dtype: torch.dtype, threads: int) -> None:
+def test_every_bit_pattern_among_others(dtype: torch.dtype, count: int) -> None:
     x = torch.cat([gaussian(400_000, dtype), bit_patterns(dtype), gaussian(400_000, dtype)])
-    native.set_threads(threads)
-    try:
+    with threads(count):
         payload = encoded(CODEC, x)
         assert int(payload[0]) == 1
         assert same_bits(decoded(CODEC, payload, x.numel(), dtype), x)
         total = torch.ones(x.numel())
         CODEC.decode_sum(torch.stack([payload, payload]), total, dtype=dtype, add=True)
         assert torch.equal(total.nan_to_num(), (1 + x.float() + x.float()).nan_to_num())
-    finally:
-        native.set_threads(max(1, min(torch.get_num_threads(), 8)))
 
 
 def test_a_table_adds_up_whatever_occurs() -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fusionlayer import codecs
-from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs.research.tahquant import TAHQuant
 from tests.loops import looped
 from tests.synthetic import gradient
 
 from .conformance import vnmse
-from .torch_arithmetic import unpack_runs
-from .torch_oracles import TorchTAHQuant, bf16_above, bf16_below, entropy
+from .torch_oracles import TorchTAHQuant, bf16_above, bf16_below, entropy, unpack_runs
 
 pytestmark = pytest.mark.short
 
@@ -137,19 +134,6 @@ def test_the_core_makes_the_bytes_of_the_oracle(bits: int, tile: int, dtype: tor
             assert torch.equal(codec.decompress(payload, numel), oracle.decompress(want, numel))
 
 
-@looped("tokens", [1, 4, 5, 10, 100])
-def test_bits_of_an_element(tokens: int) -> None:
-    codec, numel = TAHQuant(), tokens * 1024
-    sections = codec.bare.wire(numel).sections
-    coarse = tokens // 5
-    expected = [(tokens + 31) // 32 * 4 if coarse else 0, 16 * tokens, 32 * tokens, 32 * tokens]
-    assert [section.plane.nbytes for section in sections] == [*expected, (tokens * 4 - coarse) * 128]
-    if tokens == 100:
-        assert 8 * sum(section.plane.nbytes for section in sections) / numel == pytest.approx(4.426, abs=1e-3)
-    six = codecs.get("tahquant6").bare.wire(numel).sections
-    assert six[0].plane.nbytes == 0 and six[4].plane.nbytes == tokens * 768
-
-
 @looped("bits", [4, 6])
 def test_no_value_goes_further_astray_than_half_a_step(bits: int) -> None:
     codec = TAHQuant(bits=bits, channels=256, coarse=0.0)
@@ -223,12 +207,3 @@ def test_garbage_marks_choose_as_many_tokens() -> None:
     _, _, offsets, steps, _ = planes(SMALL, x)
     codes = ((out.view(-1, 64) - offsets.float()[:, None]) / steps.float()[:, None]).round().view(70, 256)
     assert torch.equal(codes[37:64], codes[63:64].expand(27, -1))  # those of the last place, where 26 are fine
-
-
-@looped(
-    "options",
-    [{"bits": 5}, {"tile": 16}, {"channels": 96}, {"channels": 0}, {"coarse": 1.0}, {"coarse": 0.1, "bits": 6}],
-)
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"tahquant codec: {next(iter(options))}="):
-        codecs.get("tahquant", **options)

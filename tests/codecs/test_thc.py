@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs, native
+from fusionlayer import native
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs.research.thc import THC
 from fusionlayer.transport import Transport
@@ -18,9 +18,9 @@ from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 
+from .arithmetic import halves
 from .conformance import vnmse
-from .torch_arithmetic import random_bits, rounding_halves
-from .torch_oracles import TorchTHC, section_rms
+from .torch_oracles import TorchTHC, random_words, section_rms
 
 pytestmark = pytest.mark.short
 
@@ -79,7 +79,7 @@ def test_signs_are_random_and_independent() -> None:
     runs = 1 << 14
 
     def bits(seed: int) -> Tensor:
-        words = random_bits(seed, 0, 32 * runs, HOST)[::32]
+        words = random_words(seed, 32 * runs)
         return 2 * (words[:, None] >> torch.arange(32) & 1).double() - 1
 
     for seed in (0, 1, 0xFFFF_FFF1):
@@ -125,7 +125,7 @@ def test_values_beside_the_place_where_they_are_rounded(levels: str, rounding: s
     assert isinstance(codec, THC)
     oracle = TorchTHC(codec=codec, header=False)
     block = torch.arange(blocks)
-    random = rounding_halves(seed, 0, 32 * blocks, HOST).view(blocks, 32)[block, block // 7 % 32]
+    random = torch.from_numpy(halves(seed, 0, 32 * blocks)).view(blocks, 32)[block, block // 7 % 32]
     parts = 65536 - (random if rounding == "stochastic" else torch.full((blocks,), 32767))
     grid, low = oracle.grid(HOST).double() * oracle.units, block // 224 % 15
     value = (grid[low] + grid.diff()[low] * parts / 65536).ceil() - 0.5
@@ -248,13 +248,3 @@ def test_normal_levels_lose_less_than_uniform_ones() -> None:
         vnmse(x, codec.decompress(codec.compress(x), x.shape)) for codec in (THC(), THC(levels="uniform"))
     )
     assert normal < uniform
-
-
-@looped(
-    "options",
-    [{"levels": "log"}, {"rounding": "up"}, {"block_size": 48}, {"block_size": 8192}, {"clip": 1.0}, {"clip": "2"}],
-)
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ConfigError, match=f"thc codec: {name}="):
-        codecs.get("thc", **options)

@@ -17,9 +17,8 @@ from fusionlayer.codecs.sparse.sidco import gamma_tail
 from fusionlayer.codecs.sparse.sparsifier import ThresholdSparsifier
 from fusionlayer.codecs.sparse.sparsifier import bits_of as bits_in_the_package
 from tests.loops import looped
-from tests.synthetic import awkward
 
-from . import sparse_oracle, threshold_oracle
+from . import threshold_oracle
 from .threshold_oracle import (
     INFINITE,
     between,
@@ -55,38 +54,9 @@ def sent(name: str, shape: str, seed: int = 0, **options: object) -> tuple[float
     codec = codecs.get(name, **options)
     assert isinstance(codec, ThresholdSparsifier)
     how, sample = codec._chooser(values(shape), K, TensorState(), seed)
-    verbs = native.magnitude_stats, native.count_above, native.kth_magnitude
-    estimates = threshold_oracle.estimates(how, values(shape), torch.zeros(5), sample, verbs)
+    estimates = threshold_oracle.estimates(how, values(shape), torch.zeros(5), sample)
     counts = native.count_above(values(shape), [bits_of(value) for value in estimates])
     return counts[0] / K, counts[threshold_oracle.settled(how, counts)] / K
-
-
-NAMES = ["topk", "dgc", "gaussiank", "redsync", "redsync_trim", "sidco"]
-
-
-@looped("reuse", [1, 3])
-@looped("name", [*NAMES, "gaussiank guarded", "redsync guarded", "sidco generalized_pareto", "sidco gamma"])
-def test_the_core_chooses_what_the_formulas_say(name: str, reuse: int) -> None:
-    """Step after step, of values of all kinds: thresholds, ties, ages and stages."""
-    name, _, option = name.partition(" ")
-    options: dict[str, object] = (
-        {"guarded": True} if option == "guarded" else {"distribution": option} if option else {}
-    )
-    n = 20_000
-    student = values("student")
-    kinds = [values("normal")[:n], values("laplace")[:n], student[:n], student[n : 2 * n].round()]
-    kinds += [torch.where(torch.arange(n) % 700 == 0, student[:n], 0), awkward(n, 32, torch.float32), torch.zeros(n)]
-    for density in (0.01, 0.3):
-        codec = codecs.get(name, density=density, slack=1.5, reuse=reuse, **options)
-        assert isinstance(codec, ThresholdSparsifier)
-        k, state, memory = codec.target(n), TensorState(), torch.zeros(5)
-        state.tensors["threshold"] = memory.clone()
-        for step in range(24):
-            acc = kinds[step % 7 if step > 12 else step // 4] * (1 + step % 3)
-            how, sample = codec._chooser(acc, k, state, step)
-            chosen = native.choose_threshold(how, acc, state.tensors["threshold"], sample)
-            assert torch.equal(chosen, sparse_oracle.choose_threshold(how, acc, memory, sample)), (density, step)
-            assert torch.equal(state.tensors["threshold"], memory), (density, step)
 
 
 def test_bits_and_values() -> None:

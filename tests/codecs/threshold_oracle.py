@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
@@ -29,11 +29,30 @@ TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
 STEPS = (1, 2, 3, 5, 8, 13, 21)
 WINDOW = 5
 
-Verbs = tuple[
-    Callable[[Tensor, int], native.MagnitudeStats],
-    Callable[[Tensor, Sequence[int]], list[int]],
-    Callable[[Tensor, int], tuple[int, int]],
-]
+
+def magnitudes(x: Tensor) -> Tensor:
+    """Return the bits of |x| as int64."""
+    return (x.view(torch.int32) & 0x7FFFFFFF).long()
+
+
+def magnitude_stats(acc: Tensor, above: int) -> native.MagnitudeStats:
+    bits = magnitudes(acc)
+    chosen = bits >= above
+    finite = acc[chosen & (bits < INFINITE)].abs().double()
+    largest = int(bits[chosen].max()) if chosen.any() else 0
+    return native.MagnitudeStats(int(chosen.sum()), float(finite.sum()), float(finite.square().sum()), largest)
+
+
+def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:
+    bits = magnitudes(acc)
+    return [int((bits >= threshold).sum()) for threshold in thresholds]
+
+
+def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
+    """Return the k-th largest magnitude, and how many are larger."""
+    bits = magnitudes(acc)
+    kth = int(bits.sort(descending=True).values[k - 1])
+    return kth, int((bits > kth).sum())
 
 
 def value_of(bits: int) -> float:
@@ -109,15 +128,14 @@ def stage_ratios(ratio: float, stages: int) -> list[float]:
     return [0.25] + [(ratio / 0.25) ** (1 / (stages - 1))] * (stages - 1)
 
 
-def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None, verbs: Verbs) -> list[float]:
-    stats_of, _, kth = verbs
+def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> list[float]:
     given = list(how.given[: how.count])
     if how.estimator == native.GIVEN:
         return given
     if how.estimator == native.SAMPLED:
         assert sample is not None and sample.numel() == how.sampled
-        return [value_of(kth(sample, how.sample_k)[0]) * factor for factor in LOWERED]
-    stats = stats_of(acc, 1)
+        return [value_of(kth_magnitude(sample, how.sample_k)[0]) * factor for factor in LOWERED]
+    stats = magnitude_stats(acc, 1)
     if stats.count <= how.k:
         return [SMALLEST]
     mean, largest = stats.total / stats.count, value_of(stats.largest)
@@ -129,7 +147,7 @@ def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
     threshold = 0.0
     for stage, ratio in enumerate(stage_ratios(how.k / stats.count, int(memory[2]) or how.stages)):
         if stage:
-            stats = stats_of(acc, bits_of(threshold))
+            stats = magnitude_stats(acc, bits_of(threshold))
         if stats.count < 2:
             break
         whole = stats.total / stats.count
@@ -162,8 +180,7 @@ def settled(how: native.Chooser, counts: Sequence[int]) -> int:
     return {native.NORMAL: refine, native.BISECTED: bisect, native.TRIMMED: trim}[how.estimator](counts, how.k)
 
 
-def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None, verbs: Verbs) -> Tensor:
-    _, count_above, kth = verbs
+def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> Tensor:
     n = acc.numel()
     if how.reuse > 1 and 1 <= memory[1] < how.reuse:
         kept = bits_of(float(memory[0]))
@@ -172,7 +189,7 @@ def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | No
             memory[1] += 1
             return torch.tensor([kept, -1])
         memory[1] = 0
-    own = [bits_of(value) for value in estimates(how, acc, memory, sample, verbs)]
+    own = [bits_of(value) for value in estimates(how, acc, memory, sample)]
     last = bits_of(float(memory[0])) if memory[0] else own[0] if own else 0
     steps = [sign * step << 16 for step in STEPS for sign in (1, -1)]
     ladder = [*own, *(min(max(last + step, 1), INFINITE - 1) for step in steps[: 15 - len(own)])] if own else []
@@ -188,7 +205,7 @@ def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | No
     if usable:
         threshold, ties = ladder[chosen if chosen in usable else max(usable, key=counts.__getitem__)], -1
     else:
-        threshold, above = kth(acc, how.k)
+        threshold, above = kth_magnitude(acc, how.k)
         ties = how.k - above if threshold else int(not above)
     memory[0], memory[1] = value_of(max(threshold, 1)), 1
     return torch.tensor([threshold, ties])

@@ -17,7 +17,7 @@ from fusionlayer.codecs.research.tahquant import TAHQuant
 from fusionlayer.codecs.research.thc import THC
 from fusionlayer.native.wire import Plane
 
-from .torch_arithmetic import hadamard, pack_runs, random_bits, rounding_halves, unpack_runs
+from . import arithmetic
 
 _TINY = 2.0**-100
 _NO_PIVOT = 255
@@ -30,6 +30,23 @@ INTEGERS = {
 # Units of the values that are rounded, in a half step of the levels; and how many of 65536 parts of a step a unit is.
 _UNITS = {"normal": 65536 / 6, "uniform": 65536 / 2}
 _PARTS = {"normal": 3, "uniform": 1}
+
+
+def hadamard(x: Tensor, block: int) -> Tensor:
+    return torch.from_numpy(arithmetic.hadamard(x.reshape(-1, block).numpy())).view(-1)
+
+
+def pack_runs(codes: Tensor, bits: int) -> Tensor:
+    return torch.from_numpy(arithmetic.pack_runs(codes.numpy(), bits))
+
+
+def unpack_runs(data: Tensor, bits: int) -> Tensor:
+    return torch.from_numpy(arithmetic.unpack_runs(data.numpy(), bits))
+
+
+def random_words(seed: int, count: int) -> Tensor:
+    """Return the random bits of the first of each 32 of ``count`` elements."""
+    return torch.from_numpy(arithmetic.random_bits(seed, np.arange(0, count, RUN, dtype=np.uint64)).view(np.int32))
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,7 @@ class TorchTHC(TorchCodec):
     def round(self, value: Tensor, seed: int, offset: int) -> Tensor:
         """Return the codes of ``value`` (m,), in units."""
         places = self.places(value.clamp(-self.units * self.codec.largest, self.units * self.codec.largest).round())
-        random = rounding_halves(seed, offset, value.numel(), value.device)
+        random = torch.from_numpy(arithmetic.halves(seed, offset, value.numel())).int()
         return places + (random if self.codec.rounding == "stochastic" else 32767) >> 16
 
     def places(self, units: Tensor) -> Tensor:
@@ -107,7 +124,7 @@ class TorchTHC(TorchCodec):
 
     def _with_signs(self, value: Tensor) -> Tensor:
         """Return ``value`` (m,) with the signs of some elements changed, the same ones again and again."""
-        words = random_bits(self.codec.signs, 0, value.numel(), value.device).view(-1, RUN)[:, :1]
+        words = random_words(self.codec.signs, value.numel()).view(-1, 1)
         changed = words >> torch.arange(RUN, device=value.device) & 1
         return torch.where(changed.view(-1) == 1, -value, value)
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fusionlayer import native
+from fusionlayer.base.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
 
 F32, BF16, F16 = 0, 1, 2
+DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 HADAMARD, STOCHASTIC, FULL = native.INT_HADAMARD, native.INT_STOCHASTIC, native.INT_FULL
 OK, BAD_ARGUMENT, UNSUPPORTED = 0, 1, 2
 GUARD, GUARD_BYTES = 0xA5, 256
@@ -24,6 +29,70 @@ LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025)
 
 def itemsize(dtype: int) -> int:
     return 4 if dtype == F32 else 2
+
+
+def _usable() -> Iterator[str]:
+    for name in native.build_info("").isas:
+        try:
+            native.select_isa(name)
+        except ConfigError:
+            continue
+        yield name
+    native.select_isa("auto")
+
+
+ISAS = tuple(_usable())
+"""The instruction sets that were built and that this CPU has, the best one first."""
+
+
+def each_isa() -> Iterator[str]:
+    """Select one instruction set after the other, and at the end the best one again."""
+    assert "baseline" in ISAS
+    try:
+        for name in ISAS:
+            native.select_isa(name)
+            assert native.isa() == name
+            yield name
+    finally:
+        native.select_isa("auto")
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let the core use so many threads."""
+    native.set_threads(count)
+    try:
+        yield
+    finally:
+        native.set_threads(max(1, min(torch.get_num_threads(), 8)))
+
+
+def in_child(body: Callable[[], None]) -> int:
+    """Return the exit status of a forked process that runs ``body``, or minus the signal that killed it."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextmanager
+def fenced(pages: int = 8) -> Iterator[int]:
+    """Yield the address where memory ends: what is read or written there or behind ends the process."""
+    page = 4096
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    for verb in (libc.mprotect, libc.munmap):
+        verb.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)[: 3 if verb is libc.mprotect else 2]
+    base = libc.mmap(None, (pages + 1) * page, 3, 0x22, -1, 0)
+    assert libc.mprotect(base + pages * page, page, 0) == 0
+    yield base + pages * page
+    libc.munmap(base, (pages + 1) * page)
 
 
 @dataclass(frozen=True)
@@ -389,11 +458,11 @@ def hostile_cases() -> Iterator[tuple[Case, int]]:
     """Yield messages of arbitrary bytes with scales of one exponent, so that every sum of them rounds."""
     for exponent in EXPONENTS:
         for i, (bits, flags) in enumerate(itertools.product((2, 3, 4, 8), (0, HADAMARD))):
-            yield int_case(bits, (128, 32, 64)[i % 3], flags, i % 3, 1500, count=5), exponent
+            yield int_case(bits, (128, 32, 64)[i % 3], flags, i % 3, 600, count=5), exponent
         for i, (number, flags) in enumerate(itertools.product(native.FORMATS, (0, native.BLOCK_HADAMARD))):
             for scale in (native.SCALE_F32, native.SCALE_DUAL, native.SCALE_MESSAGE):
                 if flags == 0 or (native.FORMAT_BITS[number] == 8 and scale <= native.SCALE_DUAL):
-                    yield block_case(number, (32, 256)[i % 2], scale, flags, i % 3, 1500, count=5), exponent
+                    yield block_case(number, (32, 256)[i % 2], scale, flags, i % 3, 600, count=5), exponent
 
 
 def assert_same(got: Iterable[list[Bytes]], want: Iterable[list[Bytes]], case: Case) -> None:

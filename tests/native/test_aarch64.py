@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS}"),
     pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR}"),
-    long(guarded_by="tests/codecs/test_isa.py::test_every_instruction_set_makes_the_same_bytes"),
+    long(guarded_by="tests/codecs/test_isa.py::test_bytes_depend_neither_on_instruction_set_nor_on_threads"),
 ]
 
 

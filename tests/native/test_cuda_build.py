@@ -76,7 +76,7 @@ def test_library_has_machine_code_and_ptx_for_its_architectures(library: Path) -
     assert {arch for kind, arch in entries if kind == PTX} == {ARCH}
 
 
-@long(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
+@long(guarded_by="tests/native/test_cores.py::test_all_libraries_write_the_same_bytes")
 def test_library_needs_no_cuda_library(library: Path) -> None:
     readelf = shutil.which("readelf")
     assert readelf, "readelf (binutils) is not on PATH"
@@ -86,7 +86,7 @@ def test_library_needs_no_cuda_library(library: Path) -> None:
     assert not [name for name in needed if "cuda" in name or "torch" in name or "python" in name]
 
 
-@long(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
+@long(guarded_by="tests/native/test_cores.py::test_all_libraries_write_the_same_bytes")
 def test_library_opens_without_a_driver_and_says_what_it_is(library: Path) -> None:
     opened = ctypes.CDLL(str(library))
     opened.fl_build_info.restype = opened.fl_last_error.restype = ctypes.c_char_p
@@ -98,7 +98,7 @@ def test_library_opens_without_a_driver_and_says_what_it_is(library: Path) -> No
     assert opened.fl_last_error() == b""
 
 
-@long(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
+@long(guarded_by="tests/native/test_cores.py::test_all_libraries_write_the_same_bytes")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so the call would succeed")
 def test_without_a_device_a_call_fails_with_the_reason(library: Path) -> None:
     opened = ctypes.CDLL(str(library))
@@ -118,7 +118,7 @@ def test_setup_places_the_library_where_nvcc_is_found(library: Path) -> None:
     assert names == {"libfusionlayer_cpu.so", "libfusionlayer_cuda.so"}
 
 
-@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
+@exhaustive(guarded_by="tests/native/test_cores.py::test_all_libraries_write_the_same_bytes")
 def test_nothing_is_contracted_to_a_fused_multiply_add(build: Build) -> None:
     ptx = build.ptx
     assert sum("mul.f32" in text or "mul.rn.f32" in text for text in ptx.values()) >= 2, "nothing to contract was found"
@@ -132,7 +132,7 @@ def test_nothing_is_contracted_to_a_fused_multiply_add(build: Build) -> None:
     assert len(re.findall(r"\bfma\.rn\.f32", source)) == 1 and "__fmaf" not in source
 
 
-@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
+@exhaustive(guarded_by="tests/native/test_cores.py::test_all_libraries_write_the_same_bytes")
 def test_values_stay_in_registers(build: Build) -> None:
     assert len(build.kernels) >= min(10, len(build.ptx))
     assert {size for _, _, (_, *spilled), _ in build.kernels for size in spilled} == {0}
@@ -148,7 +148,7 @@ def test_values_stay_in_registers(build: Build) -> None:
     assert shared == (tables | through) & build.ptx.keys(), "for histograms, sums, blocks, tables"
 
 
-@exhaustive(guarded_by="tests/native/test_cuda_core.py::test_int_writes_the_bytes_of_the_cpu_core")
+@exhaustive(guarded_by="tests/native/test_cores.py::test_all_libraries_write_the_same_bytes")
 def test_memory_is_accessed_as_global(build: Build) -> None:
     for name, ptx in build.ptx.items():
         assert not re.search(r"\b(ld|st)\.(v\d\.)?[usbf]\d+\b", ptx), f"{name}.cu has a generic load or store"

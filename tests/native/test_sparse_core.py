@@ -14,19 +14,34 @@ import torch
 
 from fusionlayer import native
 from fusionlayer.base.errors import FusionLayerError, WireError
-from tests.codecs import sparse_oracle as formulas
+from tests.codecs import threshold_oracle as formulas
+from tests.codecs.arithmetic import random_bits
 from tests.loops import looped
 from tests.native import sparse_oracle as oracle
-from tests.native.abi import BAD_ARGUMENT, BF16, F16, F32, OK, UNSUPPORTED, Area, Bytes, itemsize, values
+from tests.native.abi import (
+    BAD_ARGUMENT,
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    ISAS,
+    OK,
+    UNSUPPORTED,
+    Area,
+    Bytes,
+    fenced,
+    in_child,
+    itemsize,
+    threads,
+    values,
+)
 from tests.native.sparse_oracle import BITMAP, BYTE, INF, SHORT, Encoded, Floats, Shape
-from tests.native.test_cpu_core import ISAS, in_child
 from tests.tiers import long, tiered
 
 pytestmark = pytest.mark.short
 
 BAD_MESSAGE = native.BAD_MESSAGE
 FORMS = {"bitmap": BITMAP, "byte": BYTE, "short": SHORT}
-DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 LENGTHS = (0, 1, 2, 31, 33, 64, 255, 256, 257, 4095, 4097, 65535, 65536, 65537)
 LARGE = 140_001
 SEED, OFFSET = 0x1234_5678_9ABC_DEF0, 2**32 - 1000
@@ -52,13 +67,6 @@ def library(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes
     native.select_isa(request.param)
     yield native.cpu()
     native.select_isa("auto")
-
-
-@pytest.fixture
-def cpu() -> Iterator[ctypes.CDLL]:
-    yield native.cpu()
-    native.select_isa("auto")
-    native.set_threads(max(1, min(torch.get_num_threads(), 8)))
 
 
 @dataclass(frozen=True)
@@ -152,23 +160,7 @@ def encode(library: ctypes.CDLL, case: Case, acc: Floats, x: Bytes | None, clear
 
 def random_numbers(numel: int) -> npt.NDArray[np.uint64]:
     """Return numbers ``OFFSET`` ... of the seed's sequence, as docs/wire_format.md makes them."""
-    a, b, c = philox_key(SEED)
-    with np.errstate(over="ignore"):
-        e = np.uint64(OFFSET) + np.arange(numel, dtype=np.uint64)
-        low, high = e.astype(np.uint32), (e >> np.uint64(32)).astype(np.uint32)
-        x = low * np.uint32(0x9E3779B1) + (np.uint32(a) ^ high * np.uint32(0x9E3779B9))
-        x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
-        x = ((x ^ x >> np.uint32(15)) + (np.uint32(b) + high * np.uint32(c))) * np.uint32(0x846CA68B)
-    return (x ^ x >> np.uint32(16)).astype(np.uint64)
-
-
-def philox_key(seed: int) -> tuple[int, int, int]:
-    counter, k0, k1, low = [0, 0, 0, 0], seed & 0xFFFFFFFF, seed >> 32, 0xFFFFFFFF
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [p1 >> 32 ^ counter[1] ^ k0, p1 & low, p0 >> 32 ^ counter[3] ^ k1, p0 & low]
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    return counter[0], counter[1], counter[2] | 1
+    return random_bits(SEED, np.uint64(OFFSET) + np.arange(numel, dtype=np.uint64)).astype(np.uint64)
 
 
 def expected(case: Case, acc: Floats, x: Bytes | None, clear: Floats) -> Encoded:
@@ -278,24 +270,26 @@ def test_random_selection_depends_on_the_number_alone(library: ctypes.CDLL, form
 
 
 @every_form
-def test_sent_and_kept_are_what_there_was(cpu: ctypes.CDLL, form: int) -> None:
+def test_sent_and_kept_are_what_there_was(form: int) -> None:
     acc, x = gaussian(LARGE, 3), gaussian(LARGE, 4)
     for kind in (F32, BF16):
         case = Case(Shape(LARGE, form, kind, 2500), threshold_for(acc, 0.01), x=F32)
-        message = encode(cpu, case, acc, x.view(np.uint8), None)
-        out = decode(cpu, case.shape, [message.planes], np.zeros(LARGE, np.float32).view(np.uint8), F32, add=False)
+        message = encode(native.cpu(), case, acc, x.view(np.uint8), None)
+        out = decode(
+            native.cpu(), case.shape, [message.planes], np.zeros(LARGE, np.float32).view(np.uint8), F32, add=False
+        )
         total = out.view(np.float32) + message.acc
         assert np.array_equal(total, oracle.accumulated(acc, x, case.scale))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
 @every_form
-def test_the_number_of_threads(cpu: ctypes.CDLL, form: int, threads: int) -> None:
-    native.set_threads(threads)
+def test_the_number_of_threads(form: int) -> None:
     acc = (values(7, F32, 600_001).view(np.uint32) & np.uint32(0xFFFC0000)).view(np.float32)  # many are equal
-    threshold = 0x3FC00000
-    for ties, room, x in ((-1, 600_001, F32), (700, 300_000, None), (10, 10_000, BF16)):
-        check(cpu, Case(Shape(600_001, form, BF16, room), threshold, ties, x), acc)
+    for count, (ties, room, x) in itertools.product(
+        (1, 2, 3), ((-1, 600_001, F32), (700, 300_000, None), (10, 10_000, BF16))
+    ):
+        with threads(count):
+            check(native.cpu(), Case(Shape(600_001, form, BF16, room), 0x3FC00000, ties, x), acc)
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
@@ -382,15 +376,15 @@ def spoiled(form: int) -> Iterator[tuple[str, Shape, list[Bytes]]]:
 
 
 @every_form
-def test_messages_that_contradict_themselves_are_refused(cpu: ctypes.CDLL, form: int) -> None:
+def test_messages_that_contradict_themselves_are_refused(form: int) -> None:
     shape, good = valid_message(form)
     start = values(3, F32, shape.numel)
-    decode(cpu, shape, [good, good], start, F32, add=True)
+    decode(native.cpu(), shape, [good, good], start, F32, add=True)
     for name, bad_shape, planes in spoiled(form):
         start = values(3, F32, bad_shape.numel)
         others = [good, planes] if bad_shape == shape else [planes]
         with pytest.raises(WireError):
-            decode(cpu, bad_shape, others, start, F32, add=True)
+            decode(native.cpu(), bad_shape, others, start, F32, add=True)
             raise AssertionError(f"accepted: {name}")
 
 
@@ -438,12 +432,12 @@ def test_kth_magnitude(library: ctypes.CDLL, numel: int) -> None:
             assert found.tolist() == [order[k - 1], int((order > order[k - 1]).sum())], k
 
 
-def test_kth_magnitude_where_a_sample_misleads(cpu: ctypes.CDLL) -> None:
+def test_kth_magnitude_where_a_sample_misleads() -> None:
     spikes = np.zeros(LARGE, np.float32)
     spikes[:300] = gaussian(300)
     order = np.sort(oracle.magnitudes(spikes))[::-1]
     for k in (1, 299, 300, 301, LARGE):
-        found = look(cpu, "fl_kth_magnitude", spikes, 2, k, room=1).data.view(np.int64)
+        found = look(native.cpu(), "fl_kth_magnitude", spikes, 2, k, room=1).data.view(np.int64)
         assert found.tolist() == [order[k - 1], int((order > order[k - 1]).sum())]
 
 
@@ -527,7 +521,7 @@ def test_a_threshold_is_chosen(library: ctypes.CDLL, name: str) -> None:
             given = area.address, numel, sample.ctypes.data, memory.address, room.address, out.address, None
             assert library.fl_choose_threshold(ctypes.byref(how), *given) == OK
             assert all(space.guards_hold() for space in (area, memory, room, out))
-            want = formulas.choose_threshold(how, torch.from_numpy(acc), expected, torch.from_numpy(sample))
+            want = formulas.choose(how, torch.from_numpy(acc), expected, torch.from_numpy(sample))
             assert out.data.view(np.int64).tolist() == want.tolist(), (numel, reuse, step)
             assert memory.data.view(np.float32).tolist() == expected.tolist(), (numel, reuse, step)
 
@@ -607,15 +601,15 @@ def test_accumulate(library: ctypes.CDLL, dtype: int) -> None:
         assert acc.guards_hold() and velocity.guards_hold()
 
 
-def test_the_callers_flushing_of_subnormals(cpu: ctypes.CDLL) -> None:
+def test_the_callers_flushing_of_subnormals() -> None:
     tiny = np.full(70_001, 1e-40, np.float32)
     want = oracle.run_sums(np.full(70_001, np.float64(tiny[0])))
     total = oracle.accumulated(tiny, tiny, 0.5)
     try:
         torch.set_flush_denormal(True)
-        found = look(cpu, "fl_magnitude_stats", tiny, 4, 0, room=0).data.view(np.float64)[1]
+        found = look(native.cpu(), "fl_magnitude_stats", tiny, 4, 0, room=0).data.view(np.float64)[1]
         acc, x = Area(tiny.view(np.uint8)), Area(tiny.view(np.uint8))
-        cpu.fl_accumulate(F32, x.address, 0.5, tiny.size, acc.address, None)
+        native.cpu().fl_accumulate(F32, x.address, 0.5, tiny.size, acc.address, None)
     finally:
         torch.set_flush_denormal(False)
     assert found == want
@@ -623,32 +617,21 @@ def test_the_callers_flushing_of_subnormals(cpu: ctypes.CDLL) -> None:
 
 
 def test_nothing_beyond_the_input_is_read(library: ctypes.CDLL) -> None:
-    """x and acc end where memory ends; so does the last plane of a message."""
-    page = 4096
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    ends = []
-    for _ in range(2):
-        end = libc.mmap(None, 9 * page, 3, 0x22, -1, 0) + 8 * page
-        assert libc.mprotect(end, page, 0) == 0
-        ends.append(end)
+    """x and acc end where memory ends."""
     scratch, results = Area(np.zeros(1 << 18, np.uint8)), Area(np.zeros(64, np.uint8))
 
-    def body() -> None:
+    def child(ends: tuple[int, int]) -> None:
         for numel, form in itertools.product((1, 33, 255, 1025), FORMS.values()):
-            acc, x = ends[0] - 4 * numel, ends[1] - 2 * numel
-            shape = Shape(numel, form, F32, numel)
-            case, out = Case(shape, 0, x=BF16), Message(shape)
-            planes, room = ctypes.byref(out.messages), scratch.address
-            spec = ctypes.byref(case.spec)
+            acc, x, shape = ends[0] - 4 * numel, ends[1] - 2 * numel, Shape(numel, form, F32, numel)
+            spec, out, room = ctypes.byref(Case(shape, 0, x=BF16).spec), Message(shape), scratch.address
+            planes, found = ctypes.byref(out.messages), results.address
             assert library.fl_sparse_encode(spec, x, 1.0, acc, None, 0, -1, None, room, planes, None) == OK
             assert library.fl_decode_sum(spec, planes, x, 0, None) == OK
-            assert library.fl_magnitude_stats(acc, numel, 0, scratch.address, results.address, None) == OK
-            assert library.fl_kth_magnitude(acc, numel, 1, scratch.address, results.address, None) == OK
+            assert library.fl_magnitude_stats(acc, numel, 0, room, found, None) == OK
+            assert library.fl_kth_magnitude(acc, numel, 1, room, found, None) == OK
 
-    assert in_child(body) == 0
+    with fenced() as one, fenced() as other:
+        assert in_child(lambda: child((one, other))) == 0
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -695,10 +678,10 @@ def test_wrong_arguments_are_refused(library: ctypes.CDLL) -> None:
     assert library.fl_workspace_bytes(6, 64) == library.fl_workspace_bytes(0, -1) == -1
 
 
-# ---- the Python face ------------------------------------------------------------------------------------------------
+# ---- in Python ------------------------------------------------------------------------------------------------------
 
 
-def test_python_face() -> None:
+def test_calls_from_python() -> None:
     acc, x = torch.from_numpy(gaussian(70_000)), torch.from_numpy(gaussian(70_000, 1))
     want = acc + 0.5 * x
     native.accumulate(x, 0.5, acc)
