@@ -12,7 +12,7 @@ import torch
 
 from fusionlayer.process.clock import Clock
 from fusionlayer.scheduler.buffers import Buffer
-from fusionlayer.scheduler.course import Course
+from fusionlayer.scheduler.plan_state import PlanState
 
 __all__ = ["FakeDevice", "Moment", "streams_joined"]
 
@@ -92,13 +92,12 @@ def streams_joined() -> Iterator[None]:
 
         return mock.patch.object(Buffer, name, call)
 
-    lay_out = Course._laid_out
+    make_buffers = PlanState._make_buffers
 
-    def laid_out(self: Any, *args: Any) -> Any:
-        layout: Any = lay_out(self, *args)
-        for buffer in layout.buffers if isinstance(self._clock, FakeDevice) else ():
+    def made(self: Any, *args: Any) -> None:
+        make_buffers(self, *args)
+        for buffer in self.buffers if isinstance(self._clock, FakeDevice) else ():
             buffer.fake, buffer.arrived, buffer.ended = self._clock, [], []
-        return layout
 
     def note_arrival(buffer: Any, device: FakeDevice) -> None:
         buffer.arrived.append(device.stamp())
@@ -108,7 +107,7 @@ def streams_joined() -> Iterator[None]:
         buffer.arrived = []
 
     with (
-        mock.patch.object(Course, "_laid_out", laid_out),
+        mock.patch.object(PlanState, "_make_buffers", made),
         after("put", note_arrival),
         after("follow", lambda buffer, device: [device.follow(moment) for moment in buffer.arrived]),
         after("run", note_end),

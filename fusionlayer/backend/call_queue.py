@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import FusionLayerError
-from ..scheduler.worker import Job, Worker
+from ..scheduler.lanes import Job, Worker
 from ..transport import Transport
 from ..transport._base import URGENT
 from .work import BackgroundWork, Ticket

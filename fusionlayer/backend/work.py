@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from ..base.errors import FusionLayerError, TransportError
-from ..scheduler.worker import Job
+from ..scheduler.lanes import Job
 
 __all__ = ["BackgroundWork", "DecodedWork", "JoinedWork", "Ticket"]
 

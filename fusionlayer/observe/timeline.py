@@ -25,7 +25,7 @@ from ..base.errors import ConfigError
 from ..process import forks
 from ..process.clock import Clock, Stamp
 
-__all__ = ["Timeline", "carried", "here", "hear", "unhear"]
+__all__ = ["PROFILER_STATE", "Timeline", "carried", "here", "hear", "unhear"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -39,8 +39,9 @@ _IN_PROFILES = {
 }
 """What torch's profiler calls spans whose name in the timeline is Horovod's."""
 _encode = json.JSONEncoder(default=str).encode
-# Where torch says whether its profiler is active. One that does not say may have it active at any time.
-_ACTIVE = ("_is_profiler_enabled", True)
+PROFILER_STATE = (profiler, "_is_profiler_enabled", True)
+"""``getattr(*PROFILER_STATE)`` is whether torch's profiler is active, without a call in Python. A torch that does not
+have the attribute may activate it at any time."""
 # A context that torch's profiler sees, by its name. It costs a fifth of a microsecond while no profiler is active.
 _profiled: Callable[[str], AbstractContextManager[object]] = getattr(
     getattr(torch._C, "_profiler", None), "_RecordFunctionFast", nullcontext
@@ -188,14 +189,14 @@ class Timeline:
         Details that JSON cannot hold, such as a codec, are written as strings. Within ``bucket_span`` the details of
         the bucket are added.
         """
-        if not (self.enabled or getattr(profiler, *_ACTIVE)):
+        if not (self.enabled or getattr(*PROFILER_STATE)):
             return _NOTHING
         doing = here.doing
         return _Span(self, name, {**doing.details, **details} if isinstance(doing, _Parts) else details)
 
     def bucket_span(self, transport: _CountsBytes, **details: Any) -> AbstractContextManager[None]:
         """Return the context ALLREDUCE, in which codecs and ``transport`` record what they do, with its details."""
-        return _BucketSpan(self, transport, details) if self.enabled or getattr(profiler, *_ACTIVE) else _NOTHING
+        return _BucketSpan(self, transport, details) if self.enabled or getattr(*PROFILER_STATE) else _NOTHING
 
     def part(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return the context of a part of the bucket that this thread works for; codecs record nothing within it."""

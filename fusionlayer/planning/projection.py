@@ -13,7 +13,7 @@ from ..base.errors import ConfigError
 from ..base.plan import TensorInfo
 from ..base.registry import nearest
 from ..scheduler import planners
-from ..scheduler.lane import LANES
+from ..scheduler.lanes import LANES
 from ..scheduler.planners import StepCosts
 from .bucket_costs import BucketCosts
 from .cluster import Scenario

@@ -1,13 +1,12 @@
-"""The scheduler: when gradients travel, and in which buckets."""
+"""The scheduler: when gradients are sent, and in which buckets."""
 
 from ..collectives import Scaling
 from .ahead import AheadBuffer
+from .buffers import located
 from .engine import Engine
-from .failure import located
-from .lane import LANES
+from .lanes import LANES, Job, Worker
 from .memory import Memory
 from .plan_controller import PlanController, StepSeconds
-from .worker import Job, Worker
 
 __all__ = [
     "LANES",

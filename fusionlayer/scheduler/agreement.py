@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..base.errors import PlanMismatch
+from ..base.errors import FusionLayerError, PlanMismatch
 from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
 from ..collectives import TAKES_SHARES
 from ..observe.timeline import Timeline
 from ..transport import Transport
-from .failure import tensors_that_differ
 from .fusing import check_pairs, fuse
 from .plan_controller import PlanController
 from .planners import Planner
 
 __all__ = ["Agreement"]
+
+_SHOWN = 3  # tensors in an error
+_MOST_LIST_BYTES = 64 << 20
 
 
 @dataclass
@@ -72,7 +76,7 @@ class Agreement:
             try:
                 transport.agree("the fusion plan (model, codec, options)", *facts, why=self.why)
             except PlanMismatch as error:
-                differences = tensors_that_differ(self.tensors.values(), transport)
+                differences = _tensors_that_differ(self.tensors.values(), transport)
                 raise PlanMismatch(f"{error}{differences}", error.ranks) from None
         self.why = ""
 
@@ -111,3 +115,35 @@ class Agreement:
         for name in out:
             del self.tensors[name]
         return out
+
+
+def _tensors_that_differ(tensors: Iterable[TensorInfo], transport: Transport) -> str:
+    """Return a clause that names the tensors which not all ranks have, or have with the same size and type.
+
+    All ranks call it together, after their digests have been found to differ. It is empty if all tensors are equal, or
+    if a rank cannot tell its own.
+    """
+    mine = json.dumps([(t.name, t.numel, t.dtype) for t in tensors]).encode()
+    try:
+        length = torch.tensor([len(mine)], device="cpu")
+        transport.all_reduce_max(length)
+        if int(length) > _MOST_LIST_BYTES:
+            return ""
+        padded = torch.frombuffer(bytearray(mine.ljust(int(length))), dtype=torch.uint8)
+        every = torch.empty(transport.size, padded.numel(), dtype=torch.uint8, device="cpu")
+        transport.all_gather(padded, every)
+        lists: list[set[Any]] = [{tuple(tensor) for tensor in json.loads(bytes(row.tolist()))} for row in every]
+    except (FusionLayerError, ValueError):
+        return ""  # a rank of another version, perhaps; that the digests differ is known
+    differ = sorted({tensor[0] for tensor in set.union(*lists) - set.intersection(*lists)})
+    if not differ:
+        return ""
+    shown = []
+    for name in differ[:_SHOWN]:
+        have = [rank for rank, tensors in enumerate(lists) if any(name == other for other, *_ in tensors)]
+        where = f"only on ranks {have}" if len(have) < len(lists) else "of several sizes or types"
+        shown.append(f"{name!r} {where}")
+    more = f" and {len(differ) - _SHOWN} more" if differ[_SHOWN:] else ""
+    return (
+        f"; tensors that differ: {', '.join(shown)}{more}; freeze, unfreeze and add parameters on all ranks in one step"
+    )

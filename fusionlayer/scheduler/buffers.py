@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..base.errors import FusionLayerError, TransportError
 from ..base.plan import Bucket
 from ..base.seeds import derive_seed
 from ..codecs import Codec, PackedResidual
-from ..collectives import AllReduce, Scaling, reduce_flat
-from ..observe.timeline import Timeline
+from ..collectives import AllReduce, scale_
+from ..native.wire import DTYPE_CODES
+from ..observe.timeline import PROFILER_STATE, Timeline
 from ..transport import Transport
 
-__all__ = ["PACKING", "Buffer", "FlatBuffer"]
+__all__ = ["PACKING", "Buffer", "FlatBuffer", "located"]
 
+_NOTHING = nullcontext()
+_SHOWN = 3  # names of tensors in an error
 # Stands for a tensor's name where one tensor holds all gradients of its bucket.
 _WHOLE = ""
 
@@ -43,8 +49,10 @@ class Buffer(ABC):
     Attributes:
         remember: called with names of tensors before encoding changes what is kept of them; None: nobody asks.
         nbytes: of the gradients, uncompressed.
-        full: every gradient of the bucket has been put, and it was not sent since. The thread that sends changes it,
-            not a lane: a bucket that is still under way, with an earlier step's gradients, must not leave again.
+        full: every gradient of the bucket has been put, and it was not launched since. The thread that launches it
+            changes this, not a lane: a bucket in flight, with an earlier step's gradients, must not be launched again.
+        seed: of the codec's noise in the next ``run``; None: it follows from step and bucket.
+        done: called on the lane's thread and stream when the next ``run`` has ended or failed; None: nothing is.
     """
 
     def __init__(
@@ -67,6 +75,8 @@ class Buffer(ABC):
         self._in_place = in_place
         self.remember: Callable[[Iterable[str]], None] | None = None
         self.full = False
+        self.seed: int | None = None
+        self.done: Callable[[], None] | None = None
         self._gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         # On CUDA: the last event of each stream on which gradients have arrived; the streams that own the memory of the
@@ -177,11 +187,10 @@ class FlatBuffer(Buffer):
         residual: Tensor | PackedResidual | None,
     ) -> None:
         super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
-        self._all_reduce = all_reduce
-        self._after_packing = Scaling(after=postscale)  # packing has multiplied by prescale
+        self._dtype: torch.dtype = getattr(torch, bucket.dtype)
+        self._all_reduce = all_reduce if self._dtype in DTYPE_CODES else _plain_sum
         self._packed = residual if isinstance(residual, PackedResidual) else None
         self._residual = None if isinstance(residual, PackedResidual) else residual
-        self._dtype: torch.dtype = getattr(torch, bucket.dtype)
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
         self._flat: Tensor | None = None
         if not in_place:
@@ -191,6 +200,7 @@ class FlatBuffer(Buffer):
     def put_whole(self, flat: Tensor, step: int) -> None:
         """Take all gradients at once, without a copy."""
         self.put(_WHOLE, flat, step)
+        self.full = True
 
     def _make_flat(self) -> Tensor:
         bucket, residual = self.bucket, self._residual
@@ -201,21 +211,40 @@ class FlatBuffer(Buffer):
 
     def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
         given = list(gradients.values())
-        is_flat = self._may_stay and given[0].is_contiguous() and given[0].dtype == self._dtype
-        if is_flat or _WHOLE in gradients:
+        # One method for all of it, and no span unless somebody reads it: each bucket of each step comes by here.
+        observed = self._timeline.enabled or getattr(*PROFILER_STATE)
+        stays = self._may_stay and given[0].is_contiguous() and given[0].dtype == self._dtype or _WHOLE in gradients
+        if stays:
             flat = given[0].view(-1)
             if self._prescale != 1:
                 flat.mul_(self._prescale)
-            self._sum(flat, transport, seed)
+        else:
+            flat = self._make_flat() if self._flat is None else self._flat
+            slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
+            with self._timeline.part("MEMCPY_IN_FUSION_BUFFER") if observed else _NOTHING:
+                self._pack(flat, slots, given)
+            self._note_used(given)
+        if self.remember is not None:
+            self.remember(self.bucket.names)
+        residual, packed = self._residual, self._packed
+        if packed is not None:
+            # In the lane's memory: the lane encodes one bucket after the other.
+            scratch = transport.scratch("residual", 4 * packed.numel, self._device)
+            residual = packed.unpack(scratch.view(torch.float32))
+        all_reduce = partial(self._all_reduce, flat, self.codec, transport, seed=seed, residual=residual)
+        if observed:
+            with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, elements=self.bucket.numel):
+                all_reduce()
+        else:
+            all_reduce()
+        if self._postscale != 1:
+            scale_(flat, self._postscale)
+        if packed is not None and residual is not None:
+            packed.pack(residual, derive_seed(seed, transport.rank, PACKING))
+        if stays:
             return dict(gradients)
-        flat = self._make_flat() if self._flat is None else self._flat
-        slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
-        with self._timeline.part("MEMCPY_IN_FUSION_BUFFER"):
-            self._pack(flat, slots, given)
-        self._note_used(given)
-        self._sum(flat, transport, seed)
         if self._in_place:
-            with self._timeline.part("MEMCPY_OUT_FUSION_BUFFER"):
+            with self._timeline.part("MEMCPY_OUT_FUSION_BUFFER") if observed else _NOTHING:
                 torch._foreach_copy_(given, slots)
         return dict(zip(gradients, given if self._in_place else slots, strict=True))
 
@@ -234,26 +263,10 @@ class FlatBuffer(Buffer):
         if at_once and self._prescale != 1:
             flat.mul_(self._prescale)
 
-    def _sum(self, flat: Tensor, transport: Transport, seed: int) -> None:
-        residual, packed = self._residual, self._packed
-        if self.remember is not None:
-            self.remember(self.bucket.names)
-        if packed is not None:
-            # In the lane's memory: the lane encodes one bucket after the other.
-            scratch = transport.scratch("residual", 4 * packed.numel, self._device)
-            residual = packed.unpack(scratch.view(torch.float32))
-        with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, elements=self.bucket.numel):
-            reduce_flat(
-                flat,
-                self.codec,
-                transport,
-                self._after_packing,
-                algorithm=self._all_reduce,
-                seed=seed,
-                residual=residual,
-            )
-        if packed is not None and residual is not None:
-            packed.pack(residual, derive_seed(seed, transport.rank, PACKING))
+
+def _plain_sum(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
+    """Sum values of a type that codecs do not encode, in the place of every collective."""
+    transport.all_reduce(x)
 
 
 def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:
@@ -262,3 +275,23 @@ def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     ends = [slot.offset + slot.numel for slot in bucket.slots]
     starts = [slot.offset for slot in bucket.slots[1:]] + [bucket.numel]
     return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+@contextmanager
+def located(step: int, index: int, bucket: Bucket, transport: Transport) -> Iterator[None]:
+    """Raise every error of the ``with`` block again, with step, bucket and tensors in its message.
+
+    The new message has all of the old one, so a traceback shows the new error alone.
+    """
+    try:
+        yield
+    except FusionLayerError as error:
+        names = bucket.names
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        message = f"step {step}, bucket {index} ({shown}): {error}"
+        if isinstance(error, TransportError):
+            sequence = transport.sequence if error.sequence is None else error.sequence
+            raise TransportError(message, error.ranks, index, names, sequence) from None
+        located_error = type(error)(message)
+        vars(located_error).update(vars(error))
+        raise located_error from None

@@ -1,11 +1,10 @@
-"""The engine: takes gradients as they arrive, sends buckets in plan order and hands results back."""
+"""The engine: takes gradients as they arrive, launches buckets in plan order and hands results back."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,35 +14,35 @@ from ..base.errors import UsageError
 from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec
 from ..collectives import UNSCALED, Scaling
-from ..observe.timeline import Timeline
+from ..observe.timeline import PROFILER_STATE, Timeline
 from ..process.clock import Clock, clock_of
 from ..transport import Transport
 from .agreement import Agreement
-from .cadence import Cadence
-from .course import Course, check_plan
-from .layout import BufferMaker
+from .lanes import Lanes
+from .lifecycle import Lifecycle
 from .memory import Memory
 from .plan_controller import PlanController
+from .plan_state import BufferMaker, PlanState, check_plan
 from .planners import Planner
-from .traffic import Traffic
-from .usage import Usage
+from .results import Results
+from .step import Step, Usage
 
 __all__ = ["Engine"]
 
+_CPU = torch.device("cpu")
 
-class Engine:
+
+class Engine(Lifecycle):
     """Sums gradients over ranks while backward goes on: on threads of its own, or, over NCCL, on streams of its own.
 
-    In each step the caller submits every tensor once, in any order, with ``submit``. Then it calls ``synchronize``
-    once, or ``end_step`` and ``take`` for each bucket. If no plan is given, the first step learns the order in which
-    gradients arrive and makes the plan. From the second step on, a bucket leaves as soon as it and all buckets before
-    it are complete. Before the first payload the ranks compare plan and options.
+    In each step the caller submits every tensor that is ``due`` once, in any order, with ``submit``. Then it calls
+    ``synchronize`` once, or ``end_step`` and ``take`` for each bucket. If no plan is given, the first step learns the
+    order in which gradients arrive and makes the plan. From the second step on, a bucket is launched as soon as it and
+    all buckets before it are complete. Before the first payload the ranks compare plan and options.
 
-    A caller that fuses gradients itself, as DDP does, calls ``submit_bucket`` in place of ``submit``. The plan then
-    consists of these buckets.
-
-    A plan may let a bucket leave once in several steps (``Bucket.every``). Then ``due`` names the tensors of each step,
-    and a step without any sends nothing.
+    A caller that fuses gradients itself, as DDP does, calls ``submit_bucket`` instead of ``submit``. The plan then
+    consists of these buckets. A plan may launch a bucket once in several steps (``Bucket.every``); a step in which
+    nothing is due sends nothing.
 
     Args:
         tensors: every tensor of a step, in any order.
@@ -59,12 +58,12 @@ class Engine:
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
         timeline: record of the threads' work.
-        lanes: buckets that are under way at once; while one is encoded or decoded, another travels. Over NCCL one lane
-            does: its calls wait for nothing.
+        lanes: buckets in flight at once; while one is encoded or decoded, another is sent. Over NCCL always one, whose
+            calls never block.
         hold_results: gradients stay as they are, and results wait for ``take``: any number of steps, but not beyond the
             next gradient of their bucket.
         overlap_forward: hold results, which the caller takes one by one while the next forward runs. After some steps
-            buckets leave in the order in which forward needs them: of the complete ones, the one that backward
+            buckets are launched in the order in which forward needs them: of the complete ones, the one that backward
             completed last.
         undoable: keep what error feedback was before the present step, for ``Memory.state_before``, until
             ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
@@ -77,10 +76,9 @@ class Engine:
     Attributes:
         rank, size: this rank, and the number of ranks.
         memory, scaling: as given.
-        course: the tensors, and the present plan.
-        traffic: what is under way, and the failure.
-        switch, enrol, leave_out: change plan or tensors between two steps; see ``Course``.
-        put, take, take_all, awaits, drain, close, give_up, abandon, fail: deal with what is under way; see ``Traffic``.
+        failure: the error that a step has failed with, or None. The engine is then closed, and every call raises it.
+        pending: names submitted so far in the current step: a live view.
+        lanes: the communication threads or streams, and the buckets in flight.
     """
 
     def __init__(
@@ -109,120 +107,57 @@ class Engine:
     ) -> None:
         for each in [codec] if isinstance(codec, Codec) else codec.values():
             collectives.choose(each, transport.size, algorithm, ahead=ahead)
-        clock = clock_of(device) if clock is None else clock
-        timeline = timeline or Timeline(None, transport.rank)
-        self.rank = transport.rank
-        self.size = transport.size
-        self.memory = memory or Memory()
-        self.scaling = scaling
-        self._device = device
-        self._timeline = timeline
-        self._clock = clock
+        self._clock = clock = clock_of(device) if clock is None else clock
+        self._timeline = timeline = timeline or Timeline(None, transport.rank)
+        self.rank, self.size = rank, size = transport.rank, transport.size
+        self.memory, self.scaling, self._device = memory or Memory(), scaling, device
         self._overlap_forward = overlap_forward
+        tensors_by_name = {tensor.name: tensor for tensor in tensors}
+        feedback = f"feedback {error_feedback} in {self.memory.bits} bits"
+        options = (f"scaling {scaling}", feedback, f"overlap {overlap_forward}")
+        made_by = (codec, algorithm, ahead, planner, options, plan_controller)
+        agreement = Agreement(tensors_by_name, *made_by, timeline, hold_results, shares)
+        # ``failure`` is set once, with the lock held or on the training thread. ``submit`` reads it before it takes the
+        # lock: if it comes too early for that, the closed lanes refuse the bucket instead.
+        self.failure: BaseException | None = None
+        # Guards the step, the plan with its buffers, and the jobs of ``lanes``: what ``submit`` and ``submit_bucket``
+        # change. Hooks call these, on several threads of backward at once. The end of a step takes no lock, as no hook
+        # runs then: backward has ended, which orders its threads before the training thread. Lanes never take it, so a
+        # thread that holds it may wait for a lane.
+        self._lock = threading.Lock()
         holds = hold_results or overlap_forward
-        agreement = Agreement(
-            {tensor.name: tensor for tensor in tensors},
-            codec,
-            algorithm,
-            ahead,
-            planner,
-            (
-                f"scaling {scaling}",
-                f"feedback {error_feedback} in {self.memory.bits} bits",
-                f"overlap {overlap_forward}",
-            ),
-            plan_controller,
-            timeline,
-            hold_results,
-            shares,
-        )
-        self._cadence = cadence = Cadence(holds, overlap_forward)
+        self._step = Step(holds, overlap_forward)
+        self.pending: AbstractSet[str] = self._step.arrived.keys()
         if plan is not None:
-            check_plan(plan, agreement, cadence, self.size)
-        maker = BufferMaker(
-            self.memory,
-            device,
-            scaling,
-            timeline,
-            error_feedback,
-            in_place=not holds,
-            rank=self.rank,
-            size=self.size,
-            at_once=transport.only_queues(device),
-            undoable=undoable,
-        )
-        self.traffic = traffic = Traffic(
-            transport,
-            device,
-            timeline,
-            clock,
-            lanes=lanes,
-            name=name,
-            learns_order=overlap_forward,
-            release=cadence.arrived.clear,
-        )
-        self.course = course = Course(agreement, cadence, maker, traffic, plan, clock, timeline)
-        # Attributes and not methods, which would only cost calls in each step of an optimizer.
-        self.switch, self.enrol, self.leave_out = course.switch, course.enrol, course.leave_out
-        self.put, self.take, self.take_all, self.awaits = traffic.put, traffic.take, traffic.take_all, traffic.awaits
-        self.drain, self.close, self.give_up = traffic.drain, traffic.close, traffic.give_up
-        self.abandon, self.fail = traffic.abandon, traffic.fail
+            check_plan(plan, agreement, self._step, size)
+        at_once = transport.only_queues(device)
+        factors = (device, scaling, timeline, error_feedback)
+        maker = BufferMaker(self.memory, *factors, not holds, rank, size, at_once, undoable)
+        self.lanes = Lanes(transport, device, timeline, clock, lanes, name, overlap_forward)
+        self._results = Results(clock, timeline)
+        self._plans = PlanState(agreement, self._step, maker, self.lanes, self._results, plan, clock)
         self._unused: list[str] = []
         self._usage: Usage | None = None
-        self._marks = device if traffic.sends_at_once else torch.device("cpu")  # has the message of which are used
-        # Guards what ``submit`` and ``submit_bucket`` change: what has arrived and been put, what the sender has sent,
-        # and what a step begins with: plan and buffers of the course. Hooks call them, and hooks may run on several
-        # threads of backward at once. The end of a step takes no lock, because no hook runs then. Lanes never take it,
-        # so a thread that holds it may wait for a lane.
-        self._lock = threading.Lock()
-
-    @property
-    def step(self) -> int:
-        """Number of the present step."""
-        return self._cadence.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._cadence.step = step
-
-    @property
-    def plan(self) -> FusionPlan | None:
-        """The present plan; None before the first step."""
-        return self.course.plan
-
-    @property
-    def plan_controller(self) -> PlanController | None:
-        """What may give the engine another plan between two steps."""
-        return self.course.agreement.plan_controller
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that a step has failed with, or None. The engine is then closed, and every call raises it."""
-        return self.traffic.failure
 
     @property
     def due(self) -> AbstractSet[str]:
-        """Names of the tensors that leave in the present step."""
-        return self._cadence.due.keys()
-
-    @property
-    def pending(self) -> AbstractSet[str]:
-        """Names submitted so far in the current step: a live view, which changes with each ``submit``."""
-        return self._cadence.arrived.keys()
+        """Names of the tensors that are sent in the present step."""
+        return self._step.due.keys()
 
     @property
     def untaken(self) -> frozenset[int]:
-        """Buckets of steps that have ended whose results nobody has taken yet."""
-        return frozenset(self.traffic.results.untaken)
+        """Buckets of steps that have ended whose results were not taken yet."""
+        return frozenset(self._results.untaken)
 
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether ``leave_out`` is possible now."""
-        return self.course.may_leave_out
+    def awaits(self, name: str) -> bool:
+        """Return whether a tensor's last result was not taken yet."""
+        return self._results.bucket_of.get(name) in self._results.untaken
 
     def bucket_of(self, name: str) -> int:
-        """Return the number of the bucket in which a tensor travelled last."""
-        return self.traffic.results.bucket_of[name]
+        """Return the number of the bucket in which a tensor was sent last."""
+        return self._results.bucket_of[name]
+
+    # ---- within a step ----------------------------------------------------------------------------------------------
 
     def submit(self, name: str, gradient: Tensor) -> None:
         """Take a gradient; its scaled sum over ranks replaces it, or if results are held, waits for ``take``.
@@ -232,35 +167,35 @@ class Engine:
                 last result has not been taken; or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
-        traffic, course, cadence = self.traffic, self.course, self._cadence
-        if traffic.failure is not None or self._device.type == "cuda":
-            traffic.check(f"gradient {name!r} arrives")
-        at = None if course.watch is None else self._clock.stamp()
+        step, plans, untaken = self._step, self._plans, self._results.untaken
+        if self.failure is not None or self._device.type == "cuda":
+            self._check(f"gradient {name!r} arrives")
+        at = None if plans.watch is None else self._clock.stamp()
         with self._lock:
-            tensor = cadence.due.get(name)
-            if tensor is None:
-                cadence.refuse(name, course.agreement.tensors)
-            if gradient.numel() != tensor.numel:
-                raise UsageError(f"gradient {name!r} has {gradient.numel()} elements, expected {tensor.numel}")
-            if name in cadence.arrived:
-                raise UsageError(
-                    f"gradient {name!r} was submitted twice in step {cadence.step}; synchronize() in between"
-                )
-            if traffic.results.untaken and traffic.awaits(name):
-                raise UsageError(f"gradient {name!r} was submitted before its result of the last step was taken")
+            tensor, arrived = step.due.get(name), step.arrived
+            if tensor is None or tensor.numel != gradient.numel() or name in arrived:
+                step.refuse(name, gradient.numel(), plans.agreement.tensors)
+            if untaken and self._results.bucket_of.get(name) in untaken:
+                step.refuse(name, gradient.numel(), plans.agreement.tensors)
             try:
-                if not cadence.arrived:
+                if not arrived and (plans.varies or plans.next is not None or self._timeline.enabled):
                     self._begin_step()
-                cadence.arrived[name] = gradient
-                if course.layout.buffers:
-                    self._put(name, gradient)
-                if course.watch is not None:
-                    course.watch.note_gradient(name, at)
+                arrived[name] = gradient
+                index = plans.bucket_of.get(name)  # None before the first plan
+                if index is not None:
+                    buffer = plans.buffers[index]
+                    buffer.put(name, gradient, step.number)
+                    if buffer.full:
+                        if self._overlap_forward:
+                            self.lanes.order.note_complete(index)
+                        self.lanes.launch(plans.buffers, step.number)
+                if plans.watch is not None:
+                    plans.watch.note_gradient(name, at)
             except BaseException as error:
-                traffic.fail(error)
+                self.fail(error)
 
     def submit_bucket(self, index: int, bucket: Bucket, flat: Tensor, seed: int, done: Callable[[], None]) -> None:
-        """Take all gradients of a bucket and send it at once; the scaled sum over ranks replaces the gradients.
+        """Take all gradients of a bucket and launch it at once; the scaled sum over ranks replaces the gradients.
 
         All ranks submit the same buckets, in the order of their numbers. A bucket may differ from the last step's: the
         plan then changes, and the ranks compare the new bucket before its payload.
@@ -276,22 +211,23 @@ class Engine:
             UsageError: another bucket comes next, or a CUDA graph is captured.
             FusionLayerError: an earlier step has failed; the same error again.
         """
-        traffic, course, cadence = self.traffic, self.course, self._cadence
-        traffic.check(f"gradient {bucket.names[0]!r} arrives")
+        step, plans, lanes = self._step, self._plans, self.lanes
+        self._check(f"gradient {bucket.names[0]!r} arrives")
         with self._lock:
-            sent = len(traffic.sender.jobs)
+            sent = len(lanes.jobs)
             if index != sent:
-                raise UsageError(f"bucket {index} was submitted, but bucket {sent} comes next in step {cadence.step}")
+                raise UsageError(f"bucket {index} was submitted, but bucket {sent} comes next in step {step.number}")
             try:
-                if not cadence.arrived:
+                if not step.arrived:
                     self._begin_step()
-                course.lay_out(index, bucket)
-                cadence.arrived.update(dict.fromkeys(bucket.names, flat))
-                buffer = course.layout.buffers[index]
-                buffer.put_whole(flat, cadence.step)
-                traffic.sender.send(index, buffer, cadence.step, seed, done)
+                plans.lay_out(index, bucket)
+                step.arrived.update(dict.fromkeys(bucket.names, flat))
+                buffer = plans.buffers[index]
+                buffer.put_whole(flat, step.number)
+                buffer.seed, buffer.done = seed, done
+                lanes.launch(plans.buffers, step.number)
             except BaseException as error:
-                traffic.fail(error)
+                self.fail(error)
 
     def submit_unused(self, name: str, zeros: Tensor) -> None:
         """Take zeros, or what counts as such, for a tensor that this rank has not used; else as ``submit``.
@@ -310,8 +246,12 @@ class Engine:
         Raises:
             TransportError: a peer was lost, stopped or late.
         """
+        usage = self._usage
+        if usage is None:
+            return frozenset()
         try:
-            return frozenset() if self._usage is None else self._usage.unused()
+            usage.job.wait()
+            return frozenset() if usage.uses_all else usage.unused()
         except BaseException as error:
             self.fail(error)
 
@@ -326,45 +266,50 @@ class Engine:
             PlanMismatch: ranks disagree on model, plan or options.
             TransportError: a peer was lost, stopped or too late.
         """
-        traffic, course, cadence = self.traffic, self.course, self._cadence
-        traffic.steps += 1
-        if cadence.skips and not cadence.due:
-            traffic.check()
-            cadence.step += 1
-            course.settle()
+        step, plans, lanes, results = self._step, self._plans, self.lanes, self._results
+        lanes.steps += 1
+        if step.skips and not step.due:
+            self._check()
+            step.number += 1
+            plans.settle()
             return
-        if len(cadence.arrived) < len(cadence.due):
-            cadence.refuse_missing()
-        results, sender = traffic.results, traffic.sender
-        if results.untaken and results.plan is not course.plan:
-            results.refuse_another(course.plan)
+        if len(step.arrived) < len(step.due):
+            step.refuse_missing()
+        if results.untaken and results.plan is not plans.plan:
+            results.refuse_another(plans.plan)
         try:
-            if course.plan is None:
+            if plans.plan is None:
                 # Nothing has been sent yet: the gradients were kept until the order of their arrival was complete.
-                course.learn()
-                for name, gradient in cadence.arrived.items():
-                    self._put(name, gradient)
-            elif self._overlap_forward and sender.order.due:
-                traffic.queue(sender.order.agree).wait()
+                plans.learn()
+                for name, gradient in step.arrived.items():
+                    plans.buffers[plans.bucket_of[name]].put(name, gradient, step.number)
+                lanes.launch(plans.buffers, step.number)
+            elif self._overlap_forward and lanes.order.due:
+                lanes.queue(lanes.order.agree).wait()
             if self._overlap_forward:
-                sender.order.end_step()
+                lanes.order.end_step()
             if find_unused:
-                self._usage = Usage([*course.layout.bucket_of], {*self._unused}, self._marks, traffic.queue_next)
-                self._unused = []
+                marks = self._device if lanes.are_at_once else _CPU
+                unused, self._unused = self._unused, []
+                # On the lane that would take the next bucket: it waits for the last one least.
+                lane = lanes.all[len(lanes.jobs) % len(lanes.all)]
+                self._usage = Usage(plans.bucket_of, unused, marks, lane)
         except BaseException as error:
-            traffic.fail(error)
-        cadence.arrived.clear()
-        results.keep(sender.jobs, course.layout, course.plan, cadence.step)
-        sender.jobs = {}
-        cadence.step += 1
-        if cadence.skips or course.next is not None:
-            course.settle()
-        plan_controller = course.agreement.plan_controller
-        if plan_controller is not None and plan_controller.due(cadence.step - 1):
+            self.fail(error)
+        step.arrived.clear()
+        for index, job in lanes.jobs.items():
+            results.untaken[index] = job, plans.buffers[index], step.number
+        results.plan, results.bucket_of = plans.plan, plans.bucket_of
+        lanes.jobs = {}
+        step.number += 1
+        if step.skips or plans.next is not None:
+            plans.settle()
+        plan_controller = plans.agreement.plan_controller
+        if plan_controller is not None and plan_controller.due(step.number - 1):
             try:
-                course.ask(plan_controller)
+                plans.ask(plan_controller, self._timeline)
             except BaseException as error:
-                traffic.fail(error)
+                self.fail(error)
 
     def synchronize(self) -> None:
         """End the step and wait until every gradient holds its result.
@@ -377,57 +322,39 @@ class Engine:
         self.end_step()
         self.take_all()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Wait for the results that nobody has taken, and return "step" and copies of these "results" by name.
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Wait for a bucket of a step that has ended; return its results by name, each in its gradient's shape.
 
-        They stay to be taken. Error feedback is in ``memory``.
-
-        Raises:
-            UsageError: the present step has gradients already.
-            FusionLayerError: a step has failed.
-        """
-        self._check_between("a state is saved")
-        return {"step": self.step, "results": self.traffic.save()}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called: with its step, and with its results to be taken.
-
-        All ranks call it between the same two steps, with what each of them has saved. Results belong to buckets of the
-        plan, so the plan must be known by then.
+        The caller may use them until it submits the bucket's next gradient. Each bucket is taken once.
 
         Raises:
-            ConfigError: the results are not those of whole buckets of the plan.
-            UsageError: the present step has gradients already.
-            FusionLayerError: a step has failed.
+            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
         """
-        self._check_between("a state is loaded")
-        self.traffic.load(saved["results"], self.course.coming, saved["step"] - 1)
-        self.step = saved["step"]
-        self.course.settle()
+        results = self._results
+        try:
+            if results.watch is not None or self._timeline.enabled or getattr(*PROFILER_STATE):
+                holder = results.wait_for(index)
+            else:
+                job, holder, _ = results.untaken[index]
+                job.wait()
+        except BaseException as error:
+            self.fail(error)
+        del results.untaken[index]
+        return holder.take()
 
-    def _check_between(self, what: str) -> None:
-        """Raise what a step has failed with, or that a step has begun while ``what``, a clause, happens."""
-        self.traffic.check(what)
-        self._cadence.refuse_begun(what)
+    def take_all(self) -> None:
+        """Wait for all results that were not taken, where they replace the gradients; raise as ``take`` does."""
+        for index in sorted(self._results.untaken):
+            self.take(index)
 
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 
     def _begin_step(self) -> None:
-        """Tell the plan controller of the last step, and begin this one."""
-        course, step = self.course, self._cadence.step
-        plan_controller = course.agreement.plan_controller
-        if course.watch is not None and plan_controller is not None and course.watch.begin(step):
-            plan_controller.note_step(self, step - 1, course.watch.read())
+        """Report the last step to the plan controller, and begin this one."""
+        plans, number = self._plans, self._step.number
+        plan_controller = plans.agreement.plan_controller
+        if plans.watch is not None and plan_controller is not None and plans.watch.begin(number):
+            plan_controller.note_step(self, number - 1, plans.watch.read())
         if self._timeline.enabled:
             self._timeline.settle()
-        course.begin_step()
-
-    def _put(self, name: str, gradient: Tensor) -> None:
-        layout, sender, step = self.course.layout, self.traffic.sender, self._cadence.step
-        index = layout.bucket_of[name]
-        buffer = layout.buffers[index]
-        buffer.put(name, gradient, step)
-        if buffer.full:
-            if self._overlap_forward:
-                sender.order.note_complete(index)
-            sender.launch(layout.buffers, step)
+        plans.begin_step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,6 @@ __all__ = ["FEEDBACK_BITS", "Memory", "merged_residuals"]
 
 FEEDBACK_BITS = (32, 8)
 """The bits that an element of a residual may take between two steps."""
-
-
-_memories: weakref.WeakSet[Memory] = weakref.WeakSet()  # all that this process has
 
 
 class Memory:
@@ -41,12 +38,15 @@ class Memory:
         if bits not in FEEDBACK_BITS:
             raise ConfigError(f"feedback_bits={bits!r}; expected 32 or 8")
         self.bits = bits
+        # Guards which names all these tables have: lanes call ``remember`` and any thread calls ``norm`` while a thread
+        # of backward lays out another bucket. What a name's state holds is used by one thread at a time: its
+        # bucket's lane between launch and end, else the thread that trains.
+        self._lock = threading.Lock()
         # What tensors had before the present step, of those that ``remember`` was called for. Residuals keep their
         # memory from step to step.
         self._before: dict[str, dict[str, Any]] = {}
         self._spare: dict[str, Tensor] = {}
         self._states: dict[str, TensorState] = {}
-        _memories.add(self)
         # With 8 bits: the residuals, in place of those of the states; views of what a bucket keeps, if there is one.
         self._packed: dict[str, PackedPart] = {}
         self._codecs: dict[str, StatefulCodec] = {}
@@ -116,13 +116,14 @@ class Memory:
         A codec that is new here starts from the numbers kept under these names before; of several, the largest.
         """
         names = tuple(names)
-        numbers = self._largest_numbers(names)
-        new = all(codec is not other for other in self._codecs.values())
-        for name in names:
-            self._codecs.pop(name, None)
-        if not isinstance(codec, StatefulCodec):
-            return
-        self._codecs.update(dict.fromkeys(names, codec))
+        with self._lock:
+            numbers = self._largest_numbers(names)
+            new = all(codec is not other for other in self._codecs.values())
+            for name in names:
+                self._codecs.pop(name, None)
+            if not isinstance(codec, StatefulCodec):
+                return
+            self._codecs.update(dict.fromkeys(names, codec))
         if numbers and new:
             codec.restore(numbers)
 
@@ -137,9 +138,13 @@ class Memory:
                 packed.scales.mul_(factor)
 
     def norm(self) -> float:
-        """Return the 2-norm of all residuals of 32 bits. It reads all of them; those of 8 bits do not count."""
+        """Return the 2-norm of all residuals of 32 bits. It reads all of them; those of 8 bits do not count.
+
+        Any thread may call it. Next to lanes that encode, it may mix residuals of two steps.
+        """
+        with self._lock:
+            kept = [residual for state in self._states.values() if (residual := state.residual) is not None]
         with torch.no_grad():
-            kept = [state.residual for state in list(self._states.values()) if state.residual is not None]
             return math.sqrt(sum(float(torch.linalg.vector_norm(residual)) ** 2 for residual in kept))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -170,18 +175,26 @@ class Memory:
         Each tensor is encoded by one thread at a time, which calls it before it does so.
         """
         for name in names:
-            state, packed = self._states.get(name, TensorState()), self._packed.get(name)
-            before: dict[str, Any] = {"numbers": self._numbers(name), "own": dict(state.numbers)}
+            with self._lock:
+                state, packed, spare = (
+                    self._states.get(name, TensorState()),
+                    self._packed.get(name),
+                    self._spare.get(name),
+                )
+                numbers = self._numbers(name)
+            before: dict[str, Any] = {"numbers": numbers, "own": dict(state.numbers)}
             if state.tensors:
                 before["tensors"] = {key: kept.clone() for key, kept in state.tensors.items()}
             if packed is not None:
                 before["packed"] = vars(packed.to(None))
             elif state.residual is not None:
-                spare = self._spare.get(name)
                 if spare is None or spare.numel() != state.residual.numel():
-                    spare = self._spare[name] = torch.empty_like(state.residual)
+                    spare = torch.empty_like(state.residual)
                 before["residuals"] = spare.copy_(state.residual)
-            self._before[name] = before
+            with self._lock:
+                self._before[name] = before
+                if spare is not None:
+                    self._spare[name] = spare
 
     def restore(self, names: Iterable[str]) -> None:
         """Give these tensors back what ``remember`` has kept of them; no thread encodes them any more.
@@ -266,8 +279,9 @@ class Memory:
         return largest
 
     def _known(self, name: str, numel: int) -> TensorState:
-        state = self._states.setdefault(name, TensorState())
-        kept = self._packed[name].codes if name in self._packed else state.residual
+        with self._lock:
+            state = self._states.setdefault(name, TensorState())
+            kept = self._packed[name].codes if name in self._packed else state.residual
         if kept is not None and kept.numel() != numel:
             raise ConfigError(
                 f"error feedback of {name!r} has {kept.numel()} elements, its gradient {numel}; load the state of the "
@@ -277,7 +291,8 @@ class Memory:
 
     def _adopt(self, name: str, part: PackedPart) -> None:
         """Keep the residual of ``name`` in ``part`` from now on, with the values that it had before."""
-        old, self._packed[name] = self._packed.get(name), part
+        with self._lock:
+            old, self._packed[name] = self._packed.get(name), part
         if old is not None:
             part.copy_(PackedPart(_handed_over(old.codes), _handed_over(old.scales)))
 

@@ -43,8 +43,8 @@ class SendOrder:
     """The order of an engine's buckets: that of completion first, after some measured steps that of ``send_order``.
 
     It needs no lock. Hooks call ``note_complete`` with the engine's lock held. Lanes call ``note_sent``, each for other
-    buckets. ``agree`` runs on a lane while the training thread waits for it; by then no bucket of a measured step is
-    under way.
+    buckets, and so for other lists. ``agree`` runs on a lane while the training thread waits for it. By then the jobs
+    of all buckets of measured steps have ended, and their locks order what lanes wrote before what ``agree`` reads.
 
     Args:
         buckets: number of buckets.

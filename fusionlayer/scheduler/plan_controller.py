@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
@@ -117,7 +118,7 @@ class StepTimer:
     a step later or more. By the host's clock it is at once.
 
     Calls about submitting, ending and taking never overlap: the engine's lock and the order of a step see to that.
-    Lanes call ``note_bucket`` at any time. Each lane stores other buckets, so no lock is needed.
+    Lanes call ``note_bucket`` at any time.
 
     Args:
         clock: of the gradients' device.
@@ -127,13 +128,15 @@ class StepTimer:
         self._clock = clock
         self._now: _Stamps | None = None
         self._unread: deque[_Stamps] = deque(maxlen=_UNREAD)
+        self._lock = threading.Lock()  # guards which steps these two are, and the stamps of their buckets
 
     def begin(self, step: int) -> bool:
         """Begin a step with its first gradient; return whether a step has ended with that."""
-        last, self._now = self._now, _Stamps(step, self._clock.stamp())
-        if last is not None:
-            last.ended = self._now.began
-            self._unread.append(last)
+        with self._lock:
+            last, self._now = self._now, _Stamps(step, self._clock.stamp())
+            if last is not None:
+                last.ended = self._now.began
+                self._unread.append(last)
         return last is not None
 
     def read(self) -> StepSeconds | None:
@@ -144,8 +147,9 @@ class StepTimer:
         for place in reversed(range(len(self._unread))):
             seconds = self._seconds(self._unread[place], late=len(self._unread) - 1 - place)
             if seconds is not None:
-                for _ in range(place + 1):
-                    self._unread.popleft()
+                with self._lock:
+                    for _ in range(place + 1):
+                        self._unread.popleft()
                 return seconds
         return None
 
@@ -159,11 +163,11 @@ class StepTimer:
     def note_bucket(self, step: int, index: int, start: Stamp, end: Stamp) -> None:
         """Record from when to when a bucket was under way."""
         # A bucket may end after the next step has begun. Its step's seconds have been handed out by then, or its
-        # stamps wait for the device. The deque is copied in one operation of the interpreter, so it cannot change
-        # meanwhile.
-        for each in (self._now, *self._unread):
-            if each is not None and each.step == step:
-                each.buckets[index] = (start, end)
+        # stamps wait for the device.
+        with self._lock:
+            for each in (self._now, *self._unread):
+                if each is not None and each.step == step:
+                    each.buckets[index] = (start, end)
 
     def note_waiting(self, start: Stamp) -> None:
         """Record that results were waited for from ``start`` until now."""
@@ -196,7 +200,9 @@ class StepTimer:
         for (name, _, _), at, spent in zip(stamps.gradients, found[:count], found[count : 2 * count], strict=True):
             ready[name] = max(0.0, at - submitting)
             submitting += spent + min(at, 0.0)  # a gradient of another thread may arrive just before the first one
-        buckets = {index: clock.seconds(start, end) for index, (start, end) in list(stamps.buckets.items())}
+        with self._lock:
+            stamped = list(stamps.buckets.items())
+        buckets = {index: clock.seconds(start, end) for index, (start, end) in stamped}
         return StepSeconds(
             wall=wall - sum(found[2 * count + waits :]),
             backward=max(ready.values(), default=0.0),

@@ -1,9 +1,8 @@
-"""Results of buckets whose steps have ended, until somebody takes them; they can be saved and loaded meanwhile."""
+"""Results of buckets whose steps have ended, until they are taken; they can be saved and loaded meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,30 +12,24 @@ from ..base.plan import FusionPlan
 from ..observe.timeline import Timeline
 from ..process.clock import Clock
 from .buffers import Buffer
-from .layout import Layout
+from .lanes import Job, Worker
 from .plan_controller import StepTimer
-from .worker import Job
 
 __all__ = ["Results"]
 
 
-class Sent(NamedTuple):
-    """A bucket that was sent in ``step``: its job, and what holds its results when the job has ended."""
-
-    job: Job
-    holder: Buffer | _Loaded
-    step: int
-
-
 class Results:
-    """The buckets that were sent in steps that have ended, and whose results nobody has taken yet.
+    """The buckets that were launched in steps that have ended, and whose results have not been taken yet.
+
+    Only the thread that ends steps changes them: ``Engine.end_step`` adds to ``untaken``, ``Engine.take`` removes.
 
     Args:
         clock: of the gradients' device.
         timeline: shows how long results are waited for.
 
     Attributes:
-        untaken: the buckets, by their numbers in the plan under which they were sent.
+        untaken: by the buckets' numbers in the plan under which they were sent: the job of each, what holds its results
+            when the job has ended, and the step.
         plan: that plan; None before the first step ends.
         bucket_of: the number of a tensor's bucket in it, by name.
         watch: gets the times of waiting; None: nobody does.
@@ -45,26 +38,13 @@ class Results:
     def __init__(self, clock: Clock, timeline: Timeline) -> None:
         self._clock = clock
         self._timeline = timeline
-        self.untaken: dict[int, Sent] = {}
+        self.untaken: dict[int, tuple[Job, Buffer | _Loaded, int]] = {}
         self.plan: FusionPlan | None = None
         self.bucket_of: Mapping[str, int] = {}
         self.watch: StepTimer | None = None
 
-    def keep(self, jobs: Mapping[int, Job], layout: Layout, plan: FusionPlan | None, step: int) -> None:
-        """Let the results of a step that ends wait to be taken.
-
-        Args:
-            jobs: of the buckets that were sent in it, by their numbers.
-            layout: their buffers.
-            plan: that of the step.
-            step: its number.
-        """
-        for index, job in jobs.items():
-            self.untaken[index] = Sent(job, layout.buffers[index], step)
-        self.plan, self.bucket_of = plan, layout.bucket_of
-
     def refuse_another(self, plan: FusionPlan | None) -> None:
-        """Raise ``UsageError`` if the results that nobody has taken were sent under another plan than this one."""
+        """Raise ``UsageError`` if the results that were not taken were sent under another plan than this one."""
         if self.plan != plan:
             raise UsageError(
                 f"the plan has changed, but bucket {min(self.untaken)} of the one before has not been taken; take what "
@@ -72,7 +52,7 @@ class Results:
             )
 
     def wait_for(self, index: int) -> Buffer | _Loaded:
-        """Return what holds the results of a bucket, when they are there."""
+        """Return what holds the results of a bucket, when they are there; record how long that takes."""
         job, holder, step = self.untaken[index]
         start = None if self.watch is None else self._clock.stamp()
         with self._timeline.span("WAIT", step=step, bucket=index):
@@ -84,25 +64,25 @@ class Results:
         return holder
 
     def settle(self) -> None:
-        """Wait until all buckets have travelled; on a device, let the current stream wait."""
+        """Wait until all buckets are summed; on a device, let the current stream wait."""
         for job, holder, _ in self.untaken.values():
             job.wait()
             holder.join()
 
     def save(self) -> dict[str, Tensor]:
-        """Return copies of all results that nobody has taken yet, by name; they stay to be taken."""
+        """Return copies of all results that were not taken yet, by name; they stay to be taken."""
         results: dict[str, Tensor] = {}
         for index in sorted(self.untaken):
             results |= {name: result.clone() for name, result in self.wait_for(index).read().items()}
         return results
 
     def load(self, saved: Mapping[str, Tensor], plan: FusionPlan | None, step: int, device: torch.device) -> None:
-        """Let ``saved`` results of ``step`` wait to be taken, as buckets of ``plan``, in place of those there are.
+        """Let ``saved`` results of ``step`` wait to be taken, as buckets of ``plan``, instead of the present ones.
 
         Raises:
             ConfigError: they are not all results of whole buckets of the plan.
         """
-        untaken: dict[int, Sent] = {}
+        untaken: dict[int, tuple[Job, Buffer | _Loaded, int]] = {}
         buckets = () if plan is None else plan.buckets
         for index, bucket in enumerate(buckets):
             sizes = {slot.name: slot.numel for slot in bucket.slots}
@@ -115,7 +95,9 @@ class Results:
                 )
             if found:
                 copies = {name: result.detach().to(device, copy=True) for name, result in found.items()}
-                untaken[index] = Sent(Job.ended(), _Loaded(copies), step)
+                job = Job(_nothing, None)
+                Worker("loaded results").run(job)
+                untaken[index] = job, _Loaded(copies), step
         bucket_of = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         unknown = sorted(saved.keys() - bucket_of.keys())
         if unknown:
@@ -142,3 +124,7 @@ class _Loaded:
     def take(self) -> dict[str, Tensor]:
         """Return the results by name."""
         return self._results
+
+
+def _nothing() -> None:
+    """Stand for the sum of a bucket whose results are there already."""

@@ -13,7 +13,7 @@ import torch
 
 from ..base.errors import FusionLayerError
 from ..coordination import Session
-from ..scheduler.worker import Job, Worker
+from ..scheduler.lanes import Job, Worker
 from ..training.step_state import StepState
 from .basics import HorovodInternalError, session
 

@@ -97,9 +97,9 @@ class GradientHooks(Optimizer):
             return  # it has ended
         engine = self._fl_engine
         assert engine is not None
-        if engine.traffic.failure is not None:
-            raise again(engine.traffic.failure)
-        if engine.course.plan is None:
+        if engine.failure is not None:
+            raise again(engine.failure)
+        if engine.plan is None:
             self._fl_learn_parts(parameter)
         if self._fl_passes_left[parameter] <= 0:
             self._fl_refuse_pass(parameter)
@@ -180,8 +180,8 @@ class GradientHooks(Optimizer):
         if self is None or self._fl_engine is None or not self._fl_ends_with_backward:
             return
         if self._fl_state is StepState.REDUCING:
-            if self._fl_engine.traffic.failure is not None:
-                raise again(self._fl_engine.traffic.failure)
+            if self._fl_engine.failure is not None:
+                raise again(self._fl_engine.failure)
             with torch.no_grad():
                 self._fl_reduced = self._fl_synchronize()
 

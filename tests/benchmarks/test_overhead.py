@@ -8,7 +8,8 @@ import pytest
 from benchmarks import overhead
 from tests.tiers import exhaustive
 
-MOST_CALLS = {"submit": 50, "lane": 123, "step": 13}
+MOST_FILES = 25
+MOST_CALLS = {"submit": 39, "lane": 114, "step": 11}
 """Of one tensor of int8 among four ranks; a call more is a decision, not an accident. The thread that submits also ends
 the step, and with it finds out which parameters no rank has used."""
 
@@ -18,7 +19,7 @@ def test_one_gradient_takes_no_more_calls_than_it_did() -> None:
     found, again = (overhead._on_threads(4, "int8", 1, 1) for _ in range(2))
     assert found["calls"] == again["calls"]
     assert all(0 < found["calls"][phase] <= most for phase, most in MOST_CALLS.items()), found
-    assert "collectives/two_shot.py" in found["files"]
+    assert "collectives/two_shot.py" in found["files"] and len(found["files"]) <= MOST_FILES, found["files"]
 
 
 @pytest.mark.short

@@ -136,7 +136,7 @@ def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: 
 
     def fail(transport: Transport) -> None:
         """End the exchanges of this rank, as if its links were lost."""
-        for lane in optimizer._fl_engine.traffic._lanes:
+        for lane in optimizer._fl_engine.lanes.all:
             lane.transport.close()
         raise TransportError("a fault of the test", [rank])
 
@@ -159,7 +159,7 @@ def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: 
                 time.sleep(0.01)
             for x in results.values():
                 x.fill_(7.0)
-            engine.traffic.fail(TransportError("a fault of the test", [rank]))
+            engine.fail(TransportError("a fault of the test", [rank]))
         return results
 
     generation = members.generation
@@ -186,7 +186,7 @@ def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: 
 
 
 def _close(optimizer: Any) -> None:
-    for lane in optimizer._fl_engine.traffic._lanes:
+    for lane in optimizer._fl_engine.lanes.all:
         lane.transport.close()
 
 
@@ -223,7 +223,7 @@ def give(rank: int, world: int, folder: str) -> dict[str, Any]:
         if members.step == 2 and rank in (2, 3):
             while not all(Path(folder, f"has {other}").exists() for other in (0, 1)):
                 time.sleep(0.01)
-            engine.traffic.fail(TransportError("a fault of the test", [rank]))
+            engine.fail(TransportError("a fault of the test", [rank]))
         return results
 
     def send_or_be_lost(results: Any, transport: Transport, to: int) -> None:

@@ -329,7 +329,7 @@ CONFIGURED = """
 engine = optimizer._fl_engine
 assert len(engine.plan.buckets) == 2, engine.plan
 assert {(b.codec, b.options["bits"], b.algorithm) for b in engine.plan.buckets} == {("int", 4, "one_shot")}
-transport = engine.traffic._lanes[0].transport
+transport = engine.lanes.all[0].transport
 assert transport._checked == {1 - fl.rank()} and transport.timeout == 33
 other = torch.nn.Linear(3, 3)
 second = fl.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), codec="raw", planner="horovod")

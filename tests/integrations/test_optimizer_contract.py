@@ -412,7 +412,7 @@ def test_dropped_optimizer_takes_its_hooks_and_thread_along() -> None:
         model = make_model()
         optimizer = wrap(model)
         train(model, optimizer, rank, range(1))
-        threads.append(optimizer._fl_engine.traffic._lanes[0]._worker._thread)
+        threads.append(optimizer._fl_engine.lanes.all[0].worker._thread)
         fl.transport.local.current().barrier()
         del optimizer
         gc.collect()

@@ -72,7 +72,7 @@ def test_ranks_begin_with_rank_0s_values_of_all_that_is_known(world: int, monkey
         expected = contents(Mixed(0))[:-3] + contents(Mixed(transport.rank))[-3:]
         assert all(same_bits(a, b) for a, b in zip(contents(again), expected, strict=True))
         named.close()
-        sent = optimizer._fl_engine.traffic._lanes[0].transport.bytes_sent
+        sent = optimizer._fl_engine.lanes.all[0].transport.bytes_sent
         optimizer.close()
         return before, after, sent
 
@@ -89,7 +89,7 @@ def test_ranks_begin_with_rank_0s_values_of_all_that_is_known(world: int, monkey
 def test_what_is_equal_already_does_not_travel() -> None:
     def body(transport: Transport) -> int:
         optimizer: Any = fl.DistributedOptimizer(SGD(make_model().parameters(), lr=0.1))
-        sent = int(optimizer._fl_engine.traffic._lanes[0].transport.bytes_sent)
+        sent = int(optimizer._fl_engine.lanes.all[0].transport.bytes_sent)
         optimizer.close()
         return sent
 

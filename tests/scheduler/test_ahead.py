@@ -153,7 +153,7 @@ def test_noise_differs_between_ranks_steps_and_tensors_and_selections_do_not() -
             engine = make_engine(transport.duplicate(), MODEL[:2], codec=codec, ahead=True)
             for step in range(2):
                 run_step(engine, gradients(transport.rank, step, MODEL[:2]))
-            for buffer in engine.course.layout.buffers:
+            for buffer in engine._plans.buffers:
                 places = buffer._places.values()  # type: ignore[attr-defined]
                 seeds[name] |= {buffer._seed(place, step) for place in places for step in range(2)}  # type: ignore[attr-defined]
             engine.close()
@@ -243,14 +243,14 @@ def test_steps_send_the_same_bytes_and_allocate_nothing() -> None:
 
     def body(transport: Transport) -> tuple[int, int]:
         engine = make_engine(transport, codec=codecs.get("toysparse", threshold=0.01))
-        own = engine.traffic._lanes[0].transport
+        own = engine.lanes.all[0].transport
         given = [ragged(transport.rank, step) for step in range(8)]
         sent, addresses, traced = [], set(), [0, 0]
         for step in range(steps):
             before = own.bytes_sent
             run_step(engine, {name: value.clone() for name, value in given[step % 8].items()})
             sent.append(own.bytes_sent - before)
-            buffers: list[Any] = list(engine.course.layout.buffers)
+            buffers: list[Any] = list(engine._plans.buffers)
             memory = [own.scratch("incoming", 1, torch.device("cpu"))]
             memory += [buffer._payload for buffer in buffers]
             memory += [place.state.residual for buffer in buffers for place in buffer._places.values()]
@@ -281,7 +281,7 @@ def test_only_what_is_used_travels_if_sizes_are_exchanged() -> None:
         for algorithm in ("gather", "gather_v"):
             codec = codecs.get("toysparse", threshold=0.01)
             engine = make_engine(transport.duplicate(), codec=codec, algorithm=algorithm)
-            own = engine.traffic._lanes[0].transport
+            own = engine.lanes.all[0].transport
             run_step(engine, ragged(transport.rank, 0))
             before = own.bytes_sent
             run_step(engine, {tensor.name: torch.zeros(tensor.numel) for tensor in MODEL})
@@ -307,7 +307,7 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
         for step in range(2):
             values = gradients(transport.rank, step)
             engine.submit("w5", values.pop("w5"))
-            place = engine.course.layout.buffers[1]._places["w5"]  # type: ignore[attr-defined]
+            place = engine._plans.buffers[1]._places["w5"]  # type: ignore[attr-defined]
             assert place.state.numbers == {"steps": step + 1}
             run_step(engine, values)
         engine.close()
@@ -512,8 +512,8 @@ def test_codecs_follow_their_schedule_and_checkpoints_resume_it(ahead: bool) -> 
         expected = []
         for step in range(steps):
             expected.append(run_step(whole, gradients(transport.rank, step)))
-            assert all(buffer.codec == codec.bare.at_step(step) for buffer in whole.course.layout.buffers)
-        own = whole.traffic._lanes[0].transport
+            assert all(buffer.codec == codec.bare.at_step(step) for buffer in whole._plans.buffers)
+        own = whole.lanes.all[0].transport
         assert codec.at_step(2).density * 2 == codec.at_step(3).density  # type: ignore[attr-defined]
         assert own.bytes_sent > 0
         whole.close()

@@ -129,11 +129,11 @@ def test_one_lane_fails_while_the_other_is_under_way(in_backward: bool) -> None:
             for name in values:
                 if transport.rank == ODD and in_backward and name == "w2":
                     may_fail.set()
-                    wait_until(lambda: engine.traffic._lanes[1]._worker.error is not None)
+                    wait_until(lambda: engine.lanes.all[1].worker.error is not None)
                 engine.submit(name, values[name])
             if transport.rank == ODD and not in_backward:
                 may_fail.set()
-                wait_until(lambda: engine.traffic._lanes[1]._worker.error is not None)
+                wait_until(lambda: engine.lanes.all[1].worker.error is not None)
                 has_failed.set()
             engine.synchronize()
         has_failed.set()
@@ -161,7 +161,7 @@ def test_what_failed_first_is_what_is_raised() -> None:
     def broken(x: Tensor, codec: Codec, transport: Transport, **_: object) -> None:
         if x.numel() == plan.buckets[1].numel:
             raise ValueError("the cause")
-        wait_until(lambda: engines[0].traffic._lanes[1]._worker.error is not None)
+        wait_until(lambda: engines[0].lanes.all[1].worker.error is not None)
         raise ValueError("a consequence")
 
     def body(transport: Transport) -> None:

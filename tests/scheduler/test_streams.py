@@ -17,7 +17,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.base.errors import TransportError, UsageError
 from fusionlayer.base.plan import FusionPlan
 from fusionlayer.collectives import _pieces
-from fusionlayer.scheduler import Engine, layout, memory
+from fusionlayer.scheduler import Engine, memory, plan_state
 from fusionlayer.scheduler.ahead import AheadBuffer
 from fusionlayer.scheduler.buffers import Buffer, FlatBuffer
 from fusionlayer.transport import Transport, _staging
@@ -262,13 +262,13 @@ def test_buckets_leave_on_the_thread_of_the_hook_in_the_order_of_the_plan(gpu: G
 def test_what_holds_up_backward_is_told_once(
     gpu: Gpu, caplog: pytest.LogCaptureFixture, codec: str, options: dict[str, Any], algorithm: str, told: str | None
 ) -> None:
-    layout._warn_of_waiting.cache_clear()
+    plan_state._warn_of_waiting.cache_clear()
     for at_once in (False, True, True):
         plan = FusionPlan.build(
             [[tensor] for tensor in MODEL], 2, codec, options, algorithm, 128, "gather" in algorithm
         )
         engine = make_engine(Told(gpu, at_once), plan=plan, device=DEVICE)
-        assert [engine.course._maker.codec_of(bucket).name for bucket in plan.buckets] == [codec] * len(MODEL)
+        assert [engine._plans._maker.codec_of(bucket).name for bucket in plan.buckets] == [codec] * len(MODEL)
         assert at_once or not caplog.messages, "a thread of its own waits"
     assert len(caplog.messages) == bool(told) and all(text.startswith(told or "") for text in caplog.messages)
 

@@ -12,7 +12,7 @@ import torch
 from fusionlayer.base.errors import FusionLayerError, PlanMismatch, TransportError, UsageError, WireError
 from fusionlayer.base.plan import Bucket, Slot
 from fusionlayer.scheduler import Worker, located
-from fusionlayer.scheduler.lane import Lane
+from fusionlayer.scheduler.lanes import Lane
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads

@@ -13,7 +13,7 @@ from ...base.plan import TensorInfo
 from ...process.clock import HOST, Clock
 from ...scheduler import planners
 from ...scheduler.engine import Engine
-from ...scheduler.lane import LANES
+from ...scheduler.lanes import LANES
 from ...transport import Transport
 
 __all__ = ["measure_disturbance"]
