@@ -45,15 +45,15 @@ _BY_TORCH = ("c10d", "sockets", "auto")
 
 
 @dataclass
-class _Job:
-    place: launch.Place
+class _JobState:
+    place: launch.RankInfo
     settings: config.Config
     owns_process_group: bool
     transports: dict[tuple[dist.ProcessGroup | None, int | None], Transport]
     members: Members | None = None
 
 
-_job: _Job | None = None
+_job: _JobState | None = None
 # Whether the job is that of the process from which this one was forked.
 _is_parents = False
 _before_shutdown: list[Callable[[], None]] = []
@@ -127,14 +127,14 @@ def init(
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
             make_default_group(backend, store, place.rank, place.size, settings.timeout, settings.stall_warning)
             owns = True
-        _job = _Job(place, settings, owns, shared)
+        _job = _JobState(place, settings, owns, shared)
         _name_unknown_variables(place)
         forks.at_exit(shutdown)
         if settings.watch and dist.is_available() and dist.is_initialized():
             health.begin(dist.distributed_c10d._get_default_store(), place.rank, place.size, settings)
 
 
-def _join_members(settings: config.Config, place: launch.Place, begun: bool, elastic: bool) -> _Job:
+def _join_members(settings: config.Config, place: launch.RankInfo, begun: bool, elastic: bool) -> _JobState:
     """Return an elastic job: of the processes that a launcher has started, or one that this process joins later."""
     address, roster = os.environ.get("FUSIONLAYER_JOIN"), os.environ.get("FUSIONLAYER_ROSTER") or None
     if not elastic:
@@ -162,7 +162,7 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
             store = launch.make_store(place, settings.timeout)
             place = launch.settle(place, store, settings.timeout)
         members = Members.begin(place, store, settings, launch.is_on_one_host(place), roster)
-    job = _Job(members.place, settings, False, {}, members)
+    job = _JobState(members.place, settings, False, {}, members)
 
     def adopt() -> None:
         job.place = members.place
@@ -174,7 +174,7 @@ def _join_members(settings: config.Config, place: launch.Place, begun: bool, ela
     return job
 
 
-def _place_in_group(environ: Mapping[str, str] = os.environ) -> launch.Place:
+def _place_in_group(environ: Mapping[str, str] = os.environ) -> launch.RankInfo:
     """Return this process's place where torch has a default group, which knows its rank and the number of ranks.
 
     Variables only say where on its host a process is. Whatever process makes a group need not set all that launchers
@@ -185,15 +185,15 @@ def _place_in_group(environ: Mapping[str, str] = os.environ) -> launch.Place:
     try:
         place = launch.find_place(environ)
     except ConfigError:
-        place = launch.Place()
+        place = launch.RankInfo()
     if place.size == size:
         return replace(place, rank=rank, size=size)
     local, among = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
     here = int(local) if local.isdecimal() else 0
-    return launch.Place(rank, size, here, max(here + 1, int(among) if among.isdecimal() else 1))
+    return launch.RankInfo(rank, size, here, max(here + 1, int(among) if among.isdecimal() else 1))
 
 
-def _name_unknown_variables(place: launch.Place) -> None:
+def _name_unknown_variables(place: launch.RankInfo) -> None:
     """Warn once of variables that mean nothing. No error: a newer version's may be in an environment that is shared."""
     if place.local_rank == 0:
         for name, hint in config.unknown_variables().items():
@@ -211,7 +211,7 @@ def _open_by_library(settings: config.Config) -> Transport:
     return opened
 
 
-def _place_in(transport: Transport, launched: launch.Place, library: str) -> launch.Place:
+def _place_in(transport: Transport, launched: launch.RankInfo, library: str) -> launch.RankInfo:
     """Return this process's place according to the transport's library, with the launcher's local rank if they agree.
 
     Raises:
@@ -231,7 +231,7 @@ def _place_in(transport: Transport, launched: launch.Place, library: str) -> lau
     if launched.launcher != "single" and launched.rank == rank:
         return launched
     (mine,) = (ranks for ranks in transport.nodes if rank in ranks)
-    return launch.Place(rank, size, mine.index(rank), len(mine), library)
+    return launch.RankInfo(rank, size, mine.index(rank), len(mine), library)
 
 
 def shutdown() -> None:
@@ -287,7 +287,7 @@ def refuse_child() -> None:
         raise forks.refuse("fusionlayer belongs to its parent")
 
 
-def _current() -> _Job:
+def _current() -> _JobState:
     refuse_child()
     if _job is None:
         if not (dist.is_available() and dist.is_initialized()):

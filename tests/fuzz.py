@@ -37,7 +37,7 @@ from fusionlayer.health.state import encode as encode_state
 from fusionlayer.native.wire import Header
 from fusionlayer.process.processes import Identity
 from fusionlayer.publishing import folder, frames, greeting, signing, update
-from fusionlayer.publishing.address import Place
+from fusionlayer.publishing.address import Endpoint
 from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.training import checkpoint
 from fusionlayer.transport import _device_memory, star
@@ -197,7 +197,7 @@ def _folders(place: Path) -> Iterator[tuple[str, Parser]]:
     def newest(secret: bytes | None) -> Parse:
         def parse(data: bytes) -> object:
             (place / "newest.json").write_bytes(data)
-            return folder.FolderSource(Place(place), secret)._newest()
+            return folder.FolderSource(Endpoint(place), secret)._newest()
 
         return parse
 

@@ -18,7 +18,7 @@ from fusionlayer.base.config import Config
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.elastic.members import Members
 from fusionlayer.health import report
-from fusionlayer.launch import Place, meeting
+from fusionlayer.launch import RankInfo, meeting
 from fusionlayer.process.processes import Identity
 from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.transport import local
@@ -64,7 +64,7 @@ def status(folder: Path) -> Path:
 
 
 def roster(folder: Path) -> Path:
-    Members.begin(Place(0, 1, 0, 1, "test"), None, Config(), True, str(folder / "roster.json"))
+    Members.begin(RankInfo(0, 1, 0, 1, "test"), None, Config(), True, str(folder / "roster.json"))
     return folder / "roster.json"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusionlayer import TransportError, launch
-from fusionlayer.launch import Place, make_store
+from fusionlayer.launch import RankInfo, make_store
 from fusionlayer.process.outages import Outage, explain
 
 pytestmark = pytest.mark.short
@@ -91,5 +91,5 @@ def test_a_meeting_that_fails_says_why(
     host = UNKNOWN if place == "unknown" else "127.0.0.1"
     environ = {"MASTER_ADDR": host, "MASTER_PORT": str(port if place == "taken" else nobody)}
     with pytest.raises(TransportError, match=words) as failed:
-        make_store(Place(rank, 2), 0.5, environ)
+        make_store(RankInfo(rank, 2), 0.5, environ)
     assert failed.value.ranks == ranks

@@ -32,7 +32,7 @@ from .policy import CallPolicy
 from .regular import Copies, in_place, into
 from .work import JoinedWork
 
-__all__ = ["NAME", "CompressingGroup", "Traffic"]
+__all__ = ["NAME", "CompressingGroup", "CallCounts"]
 
 NAME = "fusionlayer"
 
@@ -41,7 +41,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 @dataclass
-class Traffic:
+class CallCounts:
     """Counts of a group's compressed calls on this rank so far.
 
     Attributes:
@@ -148,10 +148,10 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._chosen = None
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CallCounts:
         """Counts of compressed calls so far."""
         queue = self._queue
-        return Traffic(Counter(self._calls), self._messages.bytes_sent + (0 if queue is None else queue.bytes_sent))
+        return CallCounts(Counter(self._calls), self._messages.bytes_sent + (0 if queue is None else queue.bytes_sent))
 
     def counts(self) -> dict[str, float]:
         """Return the number of compressed calls, and the bytes that this rank has sent in them."""

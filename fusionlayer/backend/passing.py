@@ -23,7 +23,7 @@ _SIZES = re.compile(r"op\.preamble\.length|op\.nbytes|preamble")
 _PLACE = re.compile(r"^(\[rank\d+\]:)?\[[^]]*\.(cc|cpp|h|hpp):\d+\] *|ProcessGroup\w+::\w+: *")
 
 
-class _Refused(ConfigError, RuntimeError):
+class _GlooRefusal(ConfigError, RuntimeError):
     """What gloo refuses; torch raises a ``RuntimeError`` for it."""
 
 
@@ -41,7 +41,7 @@ def explained(call: str, error: RuntimeError, given: Any) -> RuntimeError:
     tensors = list(_each(given))
     what = f"{name} of {', '.join(str(tuple(x.shape)) for x in tensors[:4])}" if tensors else name
     if "Invalid scalar type" in text:
-        return _Refused(
+        return _GlooRefusal(
             f"{name} got a {tensors[0].dtype} tensor, which gloo cannot send; expected floats of 16 to 64 bits, int8, "
             "uint8, int32, int64 or bool: convert it, or where nothing is summed send x.view(torch.uint8)"
         )
@@ -61,7 +61,7 @@ def explained(call: str, error: RuntimeError, given: Any) -> RuntimeError:
             "order, with tensors of the same shape and type"
         )
     text = _PLACE.sub("", text).removeprefix("Check failed: ").rstrip(". ")
-    return _Refused(f"{what}: {text}; correct the arguments of this call")
+    return _GlooRefusal(f"{what}: {text}; correct the arguments of this call")
 
 
 class PassedWork(dist.Work):

@@ -18,7 +18,7 @@ from .arguments import check_file
 from .outputs import check_picture, keep, keep_picture, tell
 from .parsers.bench import DEFAULT, DTYPES
 from .pictures import draw_bandwidths
-from .progress import Progress
+from .progress import ProgressLine
 from .resolve import check_device, device_of
 from .rows import FORMATS, Row, bandwidths, title
 from .spawn import RankError, run_on_ranks
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         transport = context.transport()
         _check(options, transport.size, writes=transport.rank == 0)
-        with Progress("bench", shown=transport.rank == 0) as progress:
+        with ProgressLine("bench", shown=transport.rank == 0) as progress:
             found = list(_measure(options, transport, progress))
         if transport.rank == 0:
             _write(options, found)
@@ -122,7 +122,7 @@ def _cells(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
                 yield kind, algorithm, codec
 
 
-def _measure(options: argparse.Namespace, transport: Transport, progress: Progress) -> Iterator[Row]:
+def _measure(options: argparse.Namespace, transport: Transport, progress: ProgressLine) -> Iterator[Row]:
     dtype = getattr(torch, DTYPES[options.dtype])
     device = device_of(options)
     cells = list(_cells(options))

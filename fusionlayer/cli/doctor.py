@@ -37,11 +37,11 @@ from ..scheduler.planners._base import registry as planners_known
 from ..transport import local
 from . import environment
 from .parsers.doctor import COLUMNS
-from .progress import Progress
+from .progress import ProgressLine
 from .spawn import run_on_ranks, without_launcher
 from .tables import Column, Table, print_text, show
 
-__all__ = ["Finding", "diagnose", "report", "run"]
+__all__ = ["CheckResult", "diagnose", "report", "run"]
 
 _PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "horovod", "deepspeed", "matplotlib", "rich")
 _NEEDED = ("numpy", "scipy", "PyYAML")
@@ -51,7 +51,7 @@ _ELEMENTS = 5000
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The state of one thing.
 
     Attributes:
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 def report(as_json: bool, columns: Sequence[str] | None = None) -> int:
     """Print the findings; return the exit status."""
-    with Progress("doctor") as progress:
+    with ProgressLine("doctor") as progress:
         findings = diagnose(progress.at)
     failed = [finding for finding in findings if finding.state == "FAIL"]
     if as_json:
@@ -89,12 +89,12 @@ def report(as_json: bool, columns: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def diagnose(note: Callable[[float, str], object] = lambda done, what: None) -> list[Finding]:
+def diagnose(note: Callable[[float, str], object] = lambda done, what: None) -> list[CheckResult]:
     """Return the findings about this installation, machine and environment.
 
     ``note`` is called with what share of the work is done, and what is looked at next.
     """
-    parts: dict[str, tuple[float, Callable[[], Iterator[Finding]]]] = {  # where each part begins, as measured once
+    parts: dict[str, tuple[float, Callable[[], Iterator[CheckResult]]]] = {  # where each part begins, as measured once
         "versions": (0.0, _versions),
         "the core": (0.02, _core),
         "the network": (0.04, _network),
@@ -103,54 +103,54 @@ def diagnose(note: Callable[[float, str], object] = lambda done, what: None) -> 
         "transports": (0.2, _transports),
         "the environment": (0.98, _environment),
     }
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for name, (share, look) in parts.items():
         note(share, name)
         findings += look()
     return findings
 
 
-def _names(findings: list[Finding]) -> str:
+def _names(findings: list[CheckResult]) -> str:
     return ", ".join(f"{finding.section} {finding.name}" for finding in findings)
 
 
-def _tried(section: str, name: str, attempt: Callable[[], str]) -> Finding:
+def _tried(section: str, name: str, attempt: Callable[[], str]) -> CheckResult:
     """Return the finding of ``attempt``, or a finding with its error."""
     try:
-        return Finding(section, name, "ok", attempt())
+        return CheckResult(section, name, "ok", attempt())
     except Exception as error:  # one failure of any kind must not hide the other findings
         lines = str(error).splitlines() or [""]
-        return Finding(section, name, "FAIL", f"{type(error).__name__}: {lines[0]}")
+        return CheckResult(section, name, "FAIL", f"{type(error).__name__}: {lines[0]}")
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> Iterator[CheckResult]:
     machine = describe_machine()
-    yield Finding("versions", "fusionlayer", "ok", f"{__version__} in {Path(__file__).parents[1]}")
-    yield Finding("versions", "python", "ok", f"{platform.python_version()}, {sys.executable}")
+    yield CheckResult("versions", "fusionlayer", "ok", f"{__version__} in {Path(__file__).parents[1]}")
+    yield CheckResult("versions", "python", "ok", f"{platform.python_version()}, {sys.executable}")
     cores = len(os.sched_getaffinity(0))
-    yield Finding("versions", "machine", "ok", f"{machine['hardware']}, {cores} cores, load {machine['load']}")
-    yield Finding("versions", "torch", "ok", str(torch.__version__))
+    yield CheckResult("versions", "machine", "ok", f"{machine['hardware']}, {cores} cores, load {machine['load']}")
+    yield CheckResult("versions", "torch", "ok", str(torch.__version__))
     for package in _PACKAGES:
         try:
-            yield Finding("versions", package, "ok", importlib.metadata.version(package))
+            yield CheckResult("versions", package, "ok", importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("versions", package, "FAIL" if package in _NEEDED else "none", "not installed")
+            yield CheckResult("versions", package, "FAIL" if package in _NEEDED else "none", "not installed")
 
 
-def _core() -> Iterator[Finding]:
+def _core() -> Iterator[CheckResult]:
     def cpu() -> str:
         info = libraries.build_info(__version__)
         return f"{info.isa} of {', '.join(info.isas)}; {info.compiler}"
 
     yield _tried("core", "cpu", cpu)
     if not libraries.library_path("cuda").exists():
-        yield Finding("core", "cuda", "none", libraries.NO_CUDA_LIBRARY)
+        yield CheckResult("core", "cuda", "none", libraries.NO_CUDA_LIBRARY)
     else:
         yield _tried(
             "core", "cuda", lambda: ", ".join(f"{k} {v}" for k, v in libraries.build_info(__version__).cuda.items())
         )
     if not torch.cuda.is_available():
-        yield Finding("core", "gpu", "none", f"torch sees no CUDA device (torch's CUDA: {torch.version.cuda})")
+        yield CheckResult("core", "gpu", "none", f"torch sees no CUDA device (torch's CUDA: {torch.version.cuda})")
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
 
@@ -160,10 +160,10 @@ def _core() -> Iterator[Finding]:
 
         yield _tried("core", f"gpu {index}", gpu)
     nccl = dist.is_available() and dist.is_nccl_available()
-    yield Finding("core", "nccl", "ok" if nccl else "none", "in torch" if nccl else "torch was built without it")
+    yield CheckResult("core", "nccl", "ok" if nccl else "none", "in torch" if nccl else "torch was built without it")
 
 
-def _network() -> Iterator[Finding]:
+def _network() -> Iterator[CheckResult]:
     here = addresses()
     for name, given in here.items():
         speed = Path("/sys/class/net", name, "speed")
@@ -171,21 +171,21 @@ def _network() -> Iterator[Finding]:
             rate = f", {int(speed.read_text())} Mbit/s"
         except (OSError, ValueError):
             rate = ""  # a virtual device has none
-        yield Finding("network", name, "ok", ", ".join(given) + ("" if rate == ", -1 Mbit/s" else rate))
+        yield CheckResult("network", name, "ok", ", ".join(given) + ("" if rate == ", -1 Mbit/s" else rate))
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         chosen = os.environ.get(variable)
         prefixes = [part.lstrip("^=") for part in (chosen or "").split(",") if part]
         if prefixes and not any(name.startswith(prefix) for name in here for prefix in prefixes):
-            yield Finding(
+            yield CheckResult(
                 "network", variable, "FAIL", f"{chosen!r} is no interface with an address; there are {[*here]}"
             )
     yield from _own_name()
     for program in ("torchrun", "mpirun", "ssh"):
         path = _program(program)
-        yield Finding("network", program, "ok" if path else "none", path or "not found")
+        yield CheckResult("network", program, "ok" if path else "none", path or "not found")
 
 
-def _own_name() -> Iterator[Finding]:
+def _own_name() -> Iterator[CheckResult]:
     """Tell where this host's name leads, which is the address that gloo gives to other hosts."""
     name = socket.gethostname()
     if os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -196,9 +196,9 @@ def _own_name() -> Iterator[Finding]:
         address = "unknown"
     if address == "unknown" or address.startswith("127."):
         detail = f"{address}, which leads other hosts nowhere: for jobs on several hosts set GLOO_SOCKET_IFNAME"
-        yield Finding("network", name, "note", detail)
+        yield CheckResult("network", name, "note", detail)
     else:
-        yield Finding("network", name, "ok", address)
+        yield CheckResult("network", name, "ok", address)
 
 
 def _program(name: str) -> str | None:
@@ -207,7 +207,7 @@ def _program(name: str) -> str | None:
     return str(beside) if beside.exists() else shutil.which(name)
 
 
-def _codecs() -> Iterator[Finding]:
+def _codecs() -> Iterator[CheckResult]:
     for name in codecs.names():
 
         def try_it(name: str = name) -> str:
@@ -219,7 +219,7 @@ def _codecs() -> Iterator[Finding]:
         yield _tried("codecs", name, try_it)
 
 
-def _plugins() -> Iterator[Finding]:
+def _plugins() -> Iterator[CheckResult]:
     """Tell what other packages offer, and whether it can be used."""
     for registry in (codecs_known, collectives_known, gathers_known, planners_known):
         for name, package in registry.offered().items():
@@ -243,17 +243,17 @@ def _round_trip(codec: Codec, device: torch.device) -> tuple[float, float]:
     return 8 * payload.numel() / x.numel(), float((back - x).square().sum() / x.square().sum())
 
 
-def _transports() -> Iterator[Finding]:
+def _transports() -> Iterator[CheckResult]:
     yield _tried("transports", "local", _try_local)
     yield _tried("transports", "c10d", _try_c10d)
     mpirun = _program("mpirun")
     if find_spec("mpi4py") is None or mpirun is None:
         missing = "no mpi4py: pip install 'fusionlayer[mpi]'" if mpirun else "no mpirun: install Open MPI or MPICH"
-        yield Finding("transports", "mpi", "none", missing)
+        yield CheckResult("transports", "mpi", "none", missing)
     else:
         yield _tried("transports", "mpi", lambda: _try_mpi(mpirun))
     if find_spec("horovod") is None:
-        yield Finding("transports", "horovod", "none", "horovod is not installed")
+        yield CheckResult("transports", "horovod", "none", "horovod is not installed")
     else:
         yield _tried("transports", "horovod", _try_horovod)
 
@@ -297,12 +297,12 @@ def _finish(command: list[str], transport: str, **variables: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def _environment() -> Iterator[Finding]:
+def _environment() -> Iterator[CheckResult]:
     yield _tried("environment", "settings", _read_settings)
     yield _tried("environment", "launcher", _read_place)
     for variable in environment.report():
         detail = f"{variable.value} ({variable.meaning})" if variable.meaning else variable.value
-        yield Finding("environment", variable.name, "ok" if variable.used else "note", detail)
+        yield CheckResult("environment", variable.name, "ok" if variable.used else "note", detail)
 
 
 def _read_settings() -> str:

@@ -10,7 +10,7 @@ from ..base.errors import ConfigError
 __all__ = ["add_flags", "refuse"]
 
 
-class _Refused(NamedTuple):
+class _Flag(NamedTuple):
     """A flag that is refused: how many values it takes, and what to do instead."""
 
     values: int
@@ -36,43 +36,43 @@ _TIMES = "the program formats its log: logging.basicConfig(format='%(asctime)s %
 _STAMPS = "pipe the output through 'ts', or give --output-filename"
 
 _REFUSED = {
-    "--cycle-time-ms": _Refused(
+    "--cycle-time-ms": _Flag(
         1, "messages leave when they are complete, so there is no cycle to wait for; leave it out"
     ),
-    "--timeline-mark-cycles": _Refused(0, "there are no cycles to mark; leave it out"),
-    "--hierarchical-allreduce": _Refused(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
-    "--hierarchical-allgather": _Refused(0, "gathers go between nodes once by themselves; leave it out"),
-    "--torus-allreduce": _Refused(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
-    "--autotune": _Refused(0, _SEARCH),
-    "--autotune-log-file": _Refused(1, _SEARCH),
-    "--autotune-warmup-samples": _Refused(1, _SEARCH),
-    "--autotune-steps-per-sample": _Refused(1, _SEARCH),
-    "--autotune-bayes-opt-max-samples": _Refused(1, _SEARCH),
-    "--autotune-gaussian-process-noise": _Refused(1, _SEARCH),
-    "--mpi": _Refused(
+    "--timeline-mark-cycles": _Flag(0, "there are no cycles to mark; leave it out"),
+    "--hierarchical-allreduce": _Flag(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
+    "--hierarchical-allgather": _Flag(0, "gathers go between nodes once by themselves; leave it out"),
+    "--torus-allreduce": _Flag(0, "write 'algorithm: two_level' into the file that FUSIONLAYER_CONFIG names"),
+    "--autotune": _Flag(0, _SEARCH),
+    "--autotune-log-file": _Flag(1, _SEARCH),
+    "--autotune-warmup-samples": _Flag(1, _SEARCH),
+    "--autotune-steps-per-sample": _Flag(1, _SEARCH),
+    "--autotune-bayes-opt-max-samples": _Flag(1, _SEARCH),
+    "--autotune-gaussian-process-noise": _Flag(1, _SEARCH),
+    "--mpi": _Flag(
         0, "start with 'mpirun -n N python train.py'; FUSIONLAYER_TRANSPORT=mpi lets MPI move the bytes too"
     ),
-    "--mpi-args": _Refused(1, "start with mpirun itself"),
-    "--mpi-threads-disable": _Refused(0, "MPI is not used, so nothing limits its threads; leave it out"),
-    "--tcp": _Refused(0, "start with mpirun itself"),
-    "--binding-args": _Refused(1, "start with mpirun itself, or bind processes by numactl or taskset"),
-    "--thread-affinity": _Refused(1, "bind processes by numactl or taskset; threads keep to what their process has"),
-    "--num-nccl-streams": _Refused(
+    "--mpi-args": _Flag(1, "start with mpirun itself"),
+    "--mpi-threads-disable": _Flag(0, "MPI is not used, so nothing limits its threads; leave it out"),
+    "--tcp": _Flag(0, "start with mpirun itself"),
+    "--binding-args": _Flag(1, "start with mpirun itself, or bind processes by numactl or taskset"),
+    "--thread-affinity": _Flag(1, "bind processes by numactl or taskset; threads keep to what their process has"),
+    "--num-nccl-streams": _Flag(
         1, "each lane has a stream of its own: write 'lanes: 2' into the file that FUSIONLAYER_CONFIG names"
     ),
-    "--jsrun": _Refused(0, "start with jsrun itself; processes meet at MASTER_ADDR and MASTER_PORT"),
-    "--config-file": _Refused(1, "give flags here; settings go into the file that FUSIONLAYER_CONFIG names"),
-    "--host-discovery-script": _Refused(
+    "--jsrun": _Flag(0, "start with jsrun itself; processes meet at MASTER_ADDR and MASTER_PORT"),
+    "--config-file": _Flag(1, "give flags here; settings go into the file that FUSIONLAYER_CONFIG names"),
+    "--host-discovery-script": _Flag(
         1,
         "torchrun is told of hosts by whoever starts an agent on them: give all hosts that may take part with -H and "
         "--min-np, or start 'torchrun --rdzv-endpoint ...', which --verbose shows, on a new host",
     ),
-    "--slots-per-host": _Refused(1, "say the slots of each host: -H node1:4,node2:4"),
-    "--blacklist-cooldown-range": _Refused(2, "hosts are not discovered, so none is excluded; leave it out"),
-    "--log-with-timestamp": _Refused(0, _TIMES),
-    "--no-log-hide-timestamp": _Refused(0, _TIMES),
-    "--prefix-output-with-timestamp": _Refused(0, _STAMPS),
-    "-prefix-timestamp": _Refused(0, _STAMPS),
+    "--slots-per-host": _Flag(1, "say the slots of each host: -H node1:4,node2:4"),
+    "--blacklist-cooldown-range": _Flag(2, "hosts are not discovered, so none is excluded; leave it out"),
+    "--log-with-timestamp": _Flag(0, _TIMES),
+    "--no-log-hide-timestamp": _Flag(0, _TIMES),
+    "--prefix-output-with-timestamp": _Flag(0, _STAMPS),
+    "-prefix-timestamp": _Flag(0, _STAMPS),
 }
 
 

@@ -24,7 +24,7 @@ from ..scheduler import planners
 from ..scheduler.planners import Planner
 from .arguments import as_options, check_file
 from .outputs import keep
-from .progress import Progress
+from .progress import ProgressLine
 from .resolve import get_codec, scenario_of
 from .tables import Column, Table, print_text, show
 from .units import SECONDS, in_one_unit
@@ -179,7 +179,7 @@ def compare(
     names = planners.names()
     total = len(scenarios) * len(names)
     tables: list[Table] = []
-    with Progress("plan", total) as progress:
+    with ProgressLine("plan", total) as progress:
         for scenario in scenarios:
             found: list[tuple[FusionPlan, Step]] = []
             for name in names:

@@ -17,7 +17,7 @@ from ..process.clock import clock_of
 from ..transport import Transport, local
 from .arguments import check_folder
 from .outputs import keep
-from .progress import Progress
+from .progress import ProgressLine
 from .resolve import check_device, device_of
 
 __all__ = ["run"]
@@ -47,7 +47,7 @@ def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Si
     if transport.rank == 0:
         check_folder(options.out, "--out")
     environment = {**describe_machine(options.hardware or device_name(device)), "fusionlayer": __version__}
-    with Progress("profile", shown=transport.rank == 0) as progress:
+    with ProgressLine("profile", shown=transport.rank == 0) as progress:
         profile = measure_profile(
             options.model,
             chosen,

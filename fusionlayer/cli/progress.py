@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import TextIO, TypeVar
 
-__all__ = ["Progress", "follow"]
+__all__ = ["ProgressLine", "follow"]
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _TRUSTED = 1.0
 _ERASE = "\r\x1b[K"
 
 
-class Progress:
+class ProgressLine:
     """Tells how far some work is. Use it as a context.
 
     On a terminal one line changes while the work goes on, and vanishes at its end. Elsewhere, such as in the log of a
@@ -63,7 +63,7 @@ class Progress:
         self._has_phases = phases and not self._live
         self._phase = ""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(
@@ -114,7 +114,7 @@ def follow(what: str, items: Collection[T], name: Callable[[T], object] = str) -
         items: each of which takes about equally long.
         name: of an item, in a few words.
     """
-    with Progress(what, len(items), lines=True) as progress:
+    with ProgressLine(what, len(items), lines=True) as progress:
         for done, item in enumerate(items):
             progress.at(done, str(name(item)))
             yield item

@@ -17,7 +17,7 @@ from ..planning.simulation import Step
 from .outputs import check_picture, keep_picture
 from .parsers.simulate import WORKERS
 from .pictures import draw_speedups
-from .progress import Progress
+from .progress import ProgressLine
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
         Method.named(BASELINE, profile),
         *(Method.named(name, profile, options.algorithm, options.planner) for name in names),
     ]
-    with Progress("simulate") as progress:
+    with ProgressLine("simulate") as progress:
         projection = Projection.of(profile, methods, scenario, workers, progress)
     if options.json:
         print(json.dumps(projection.as_dict(), indent=1))
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ProjectedStep:
     """A projected step of a method."""
 
     workers: int
@@ -94,16 +94,21 @@ class Projection:
     profile: Profile
     scenario: Scenario
     workers: Sequence[int]
-    cells: Sequence[Cell]
+    cells: Sequence[ProjectedStep]
     ahead: Mapping[str, tuple[bool, list[int]]]
     latencies: Mapping[str, list[float]]
 
     @classmethod
     def of(
-        cls, profile: Profile, methods: Sequence[Method], scenario: Scenario, workers: Sequence[int], progress: Progress
+        cls,
+        profile: Profile,
+        methods: Sequence[Method],
+        scenario: Scenario,
+        workers: Sequence[int],
+        progress: ProgressLine,
     ) -> Projection:
         """Return the projection; the more workers, the longer a step takes to simulate."""
-        cells: list[Cell] = []
+        cells: list[ProjectedStep] = []
         ahead: dict[str, tuple[bool, list[int]]] = {}
         latencies: dict[str, list[float]] = {}
         known: dict[tuple[str, int], float] = {}
@@ -120,7 +125,7 @@ class Projection:
                 step = project(profile, method, scenario, count)
                 known[method.name, count] = step.seconds
                 band = projected_band(profile, method, scenario, count, step.seconds)
-                cells.append(Cell(count, method, step, band, seconds(methods[0], count) / step.seconds))
+                cells.append(ProjectedStep(count, method, step, band, seconds(methods[0], count) / step.seconds))
         for number, method in enumerate(methods):
             progress.at((len(workers) + 2 * number / len(methods)) / total, f"{method.name}, break-even and latency")
             if number:

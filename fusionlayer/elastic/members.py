@@ -16,7 +16,7 @@ from torch.distributed import Store, TCPStore
 from ..base import files
 from ..base.config import Config
 from ..base.errors import ConfigError, PlanMismatch, TransportError, kind_of
-from ..launch import Place
+from ..launch import RankInfo
 from ..launch.stores import SealedStore
 from ..process import outages
 from ..process.bounded import bounded
@@ -77,7 +77,9 @@ class Members:
     # ---- the beginning ----------------------------------------------------------------------------------------------
 
     @classmethod
-    def begin(cls, place: Place, store: Store | None, settings: Config, loopback: bool, roster: str | None) -> Members:
+    def begin(
+        cls, place: RankInfo, store: Store | None, settings: Config, loopback: bool, roster: str | None
+    ) -> Members:
         """Return the members that a launcher has started together, which have met in ``store``; None: one alone.
 
         Raises:
@@ -96,7 +98,7 @@ class Members:
         made.has_joined = True
         return made
 
-    def _meet(self, place: Place, store: Store) -> Generation:
+    def _meet(self, place: RankInfo, store: Store) -> Generation:
         """Return the first generation, which rank 0 writes down in ``store``."""
         store = SealedStore(store, "members")
         store.set(f"member/{place.rank}", encode_member(self._me))
@@ -179,12 +181,12 @@ class Members:
     # ---- what optimizers call ---------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankInfo:
         """This process's place, for scripts that ask for ranks and devices."""
         here = [rank for rank, each in enumerate(self._now.members) if each.desk.node == node_name()]
         if self.rank not in here:
             here.append(self.rank)
-        return Place(self.rank, self.size, here.index(self.rank), len(here), "members")
+        return RankInfo(self.rank, self.size, here.index(self.rank), len(here), "members")
 
     @property
     def store(self) -> Store | None:

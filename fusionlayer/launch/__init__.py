@@ -22,11 +22,11 @@ from . import allocations, meeting, ray_train, slurm
 from .meeting import Board
 from .stores import SealedStore, open_store
 
-__all__ = ["VARIABLES", "Place", "find_place", "is_on_one_host", "make_store", "settle"]
+__all__ = ["VARIABLES", "RankInfo", "find_place", "is_on_one_host", "make_store", "settle"]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Ranks and sizes of this process in its job and on its host.
 
     Attributes:
@@ -72,7 +72,7 @@ VARIABLES = {
 """Where each launcher writes rank, size, local rank and local size."""
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> Place:
+def find_place(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
     srun and Ray may have started another launcher, whose variables say more. So their own count only where there are
@@ -106,11 +106,11 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
     return place
 
 
-def _place_without_launcher(environ: Mapping[str, str]) -> Place:
+def _place_without_launcher(environ: Mapping[str, str]) -> RankInfo:
     """Return this process's place where no launcher has set variables: by Ray's or Slurm's own word."""
     worker = ray_train.find_worker()
     if worker:
-        return Place(*worker, "ray")
+        return RankInfo(*worker, "ray")
     nodes, each = environ.get("PET_NNODES", "1"), environ.get("PET_NPROC_PER_NODE", "1")
     if nodes not in ("1", "1:1") or each.isdecimal() and each != "1":
         # Kubeflow sets them on each node for torchrun. Without it every node would train alone.
@@ -121,10 +121,10 @@ def _place_without_launcher(environ: Mapping[str, str]) -> Place:
     task = slurm.find_task(environ)
     if task is None:
         allocations.refuse_alone(environ)
-    return Place() if task is None or task.size == 1 else Place(*task, "srun")
+    return RankInfo() if task is None or task.size == 1 else RankInfo(*task, "srun")
 
 
-def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mapping[str, str]) -> Place:
+def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mapping[str, str]) -> RankInfo:
     try:
         rank, size = int(environ[names[0]]), int(environ[names[1]])
         local_rank = int(environ.get(names[2], rank))
@@ -138,7 +138,7 @@ def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mappin
             f"{launcher} variables say rank {rank} of {size}, local rank {local_rank} of {local_size}; "
             "expected 0 <= rank < size"
         )
-    return Place(rank, size, local_rank, local_size, launcher)
+    return RankInfo(rank, size, local_rank, local_size, launcher)
 
 
 _store: Store | None = None
@@ -148,7 +148,7 @@ _POLL = 0.01
 _LAST_LOOK = 1.5
 
 
-def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.environ) -> Store:
+def make_store(place: RankInfo, timeout: float, environ: Mapping[str, str] = os.environ) -> Store:
     """Return the store through which the job's processes find each other, once all of them have come.
 
     It uses MASTER_ADDR and MASTER_PORT if they are set, as by torchrun. Otherwise rank 0 opens a port and publishes it:
@@ -183,7 +183,7 @@ def make_store(place: Place, timeout: float, environ: Mapping[str, str] = os.env
     return store
 
 
-def settle(place: Place, store: Store, timeout: float, environ: Mapping[str, str] = os.environ) -> Place:
+def settle(place: RankInfo, store: Store, timeout: float, environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return the place among the processes of its host, which ranks count by themselves where no variable has it.
 
     Kubeflow's PyTorchJob, and users with variables of their own, often give RANK and WORLD_SIZE alone. All ranks
@@ -223,7 +223,7 @@ def _meeting(kept: Store) -> Store:
     return PrefixStore(f"fusionlayer/{_joined}", kept)
 
 
-def _await_all(kept: Store, place: Place, timeout: float, deadline: float) -> None:
+def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) -> None:
     """Return when all ranks have come and know that of each other's processes.
 
     Raises:
@@ -297,7 +297,7 @@ def _told(text: bytes) -> TransportError:
     return TransportError(f"another rank cannot meet the others, and says {text[:80]!r}, which makes no sense")
 
 
-def _announce(store: SealedStore, place: Place, error: TransportError, others: int) -> None:
+def _announce(store: SealedStore, place: RankInfo, error: TransportError, others: int) -> None:
     """Tell the others why the ranks cannot meet. Rank 0, which may keep the store, stays until they have read it."""
     with suppress(RuntimeError):
         store.set("failed", json.dumps([str(error), error.ranks]))
@@ -316,7 +316,7 @@ def _kept_by_launcher(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
+def _connect(place: RankInfo, timeout: float, environ: Mapping[str, str]) -> Store:
     where = place.rank, place.size
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         agent = _kept_by_launcher(environ)
@@ -347,7 +347,7 @@ def _connect(place: Place, timeout: float, environ: Mapping[str, str]) -> Store:
     return open_store(*board.read(), *where, timeout, serve_it=False)
 
 
-def _greet(kept: Store, place: Place, timeout: float) -> str:
+def _greet(kept: Store, place: RankInfo, timeout: float) -> str:
     """Return a new prefix for the keys of these processes, equal on all of them.
 
     It is needed because the store of torchrun's agent keeps the keys of processes from before a restart. Rank 0 makes
@@ -385,6 +385,6 @@ def _greet(kept: Store, place: Place, timeout: float) -> str:
     return token
 
 
-def is_on_one_host(place: Place, environ: Mapping[str, str] = os.environ) -> bool:
+def is_on_one_host(place: RankInfo, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the job's processes meet where no other host can come."""
     return is_loopback(environ.get("MASTER_ADDR", "127.0.0.1" if place.size == place.local_size else ""))

@@ -320,10 +320,10 @@ class _Parts:
         self.inside = False
 
     def __call__(self, name: str, more: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-        return _NOTHING if self.inside else _Part(self, name.removeprefix(_PREFIX).upper(), more or {})
+        return _NOTHING if self.inside else _LeafSpan(self, name.removeprefix(_PREFIX).upper(), more or {})
 
 
-class _Part(_Span):
+class _LeafSpan(_Span):
     """A span that no other span of ``here.doing`` lies in."""
 
     __slots__ = ("_parts", "_sent")

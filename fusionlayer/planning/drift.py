@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 
-__all__ = ["Drift", "Pace"]
+__all__ = ["Drift", "TypicalStep"]
 
 _LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Pace:
+class TypicalStep:
     """Seconds of a typical step: medians over steps, means over ranks.
 
     Attributes:
@@ -42,16 +42,16 @@ class Drift:
     def __init__(self, tolerance: float, looks: int) -> None:
         self._tolerance = tolerance
         self._looks = looks
-        self.reference: Pace | None = None
+        self.reference: TypicalStep | None = None
         self._off: dict[str, int] = {}
 
-    def look(self, pace: Pace) -> str | None:
+    def look(self, pace: TypicalStep) -> str | None:
         """Take a look; return what has drifted, in words, or None."""
         if self.reference is None:
             self.reference = pace
             return None
         least = _LEAST_SHARE * (self.reference.backward + self.reference.waiting)
-        for field, was, now in zip(fields(Pace), astuple(self.reference), astuple(pace), strict=True):
+        for field, was, now in zip(fields(TypicalStep), astuple(self.reference), astuple(pace), strict=True):
             off = abs(now - was) > self._tolerance * max(was, least)
             self._off[field.name] = self._off.get(field.name, 0) + 1 if off else 0
             if self._off[field.name] >= self._looks:

@@ -19,13 +19,13 @@ from .prediction import PlannedBucket, plan_costs, predict, predict_local_steps
 from .profile import Profile
 from .selection import Selection, ways
 
-__all__ = ["LocalChoice", "Way", "choose_local"]
+__all__ = ["LocalChoice", "SyncChoice", "choose_local"]
 
 _LOSSLESS = "it changes no bit"
 
 
 @dataclass(frozen=True)
-class Way:
+class SyncChoice:
     """A codec, and how often what ranks have learned is sent with it.
 
     Attributes:
@@ -64,10 +64,10 @@ class LocalChoice:
         others: of each codec the best way, the chosen one first, each with what speaks for or against it.
     """
 
-    way: Way
+    way: SyncChoice
     selection: Selection
     reason: str
-    others: tuple[tuple[Way, str], ...]
+    others: tuple[tuple[SyncChoice, str], ...]
 
 
 def choose_local(
@@ -113,11 +113,11 @@ def choose_local(
     compute = model.forward + model.backward + model.optimizer
     limit = (1 + TOLERANCE) * compute
 
-    def tried(codec: str, selection: Selection) -> Iterator[Way]:
+    def tried(codec: str, selection: Selection) -> Iterator[SyncChoice]:
         """Yield ways of a codec, up to the shortest period with which the network is no bottleneck."""
         plan = selection.plan
 
-        def way(sync: str | None, every: int = 1, fragments: int = 1, delay: int = 0) -> Way:
+        def way(sync: str | None, every: int = 1, fragments: int = 1, delay: int = 0) -> SyncChoice:
             if sync is None:
                 costs = plan_costs(profile, plan, scenario, measured)
                 buckets = [PlannedBucket(bucket.names, cost) for bucket, cost in zip(plan.buckets, costs, strict=True)]
@@ -126,7 +126,7 @@ def choose_local(
                 seconds = predict_local_steps(
                     profile, plan, scenario, every, fragments=fragments, delay=delay, measured=measured
                 ).seconds
-            return Way(codec, sync, every, fragments, delay, seconds, _loss(losses, selection, codec, sync))
+            return SyncChoice(codec, sync, every, fragments, delay, seconds, _loss(losses, selection, codec, sync))
 
         yield way(None)
         for overlapped in (False, True):
@@ -195,14 +195,14 @@ def _allows(loss: LossCost | None, budget: float | None) -> bool:
     return loss.percent <= (BUDGET if budget is None else budget)
 
 
-def _preference(way: Way, limit: float) -> tuple[object, ...]:
+def _preference(way: SyncChoice, limit: float) -> tuple[object, ...]:
     """Return by what ways are compared; the smaller one is preferred."""
     if way.seconds > limit:
         return (True, way.seconds)
     return (False, way.loss is None, 0.0 if way.loss is None else way.loss.percent, way.every, way.delay, way.seconds)
 
 
-def _verdict(way: Way, best: Way, budget: float | None, limit: float) -> str:
+def _verdict(way: SyncChoice, best: SyncChoice, budget: float | None, limit: float) -> str:
     if way is best:
         return "chosen"
     if not _allows(way.loss, budget):
@@ -210,7 +210,9 @@ def _verdict(way: Way, best: Way, budget: float | None, limit: float) -> str:
     return "waits for the network" if way.seconds > limit else "no bottleneck either"
 
 
-def _reason(best: Way, every_way: Iterable[Way], allowed: Iterable[Way], compute: float, limit: float) -> str:
+def _reason(
+    best: SyncChoice, every_way: Iterable[SyncChoice], allowed: Iterable[SyncChoice], compute: float, limit: float
+) -> str:
     """Return why a way was chosen, in sentences."""
     told = f"A mean step is predicted to take {_ms(best.seconds)}, and computes for {_ms(compute)}"
     told += ".\n" if best.seconds <= limit else ": the network is a bottleneck still.\n"

@@ -24,7 +24,7 @@ from .bucket_costs import codec_of, short_name
 from .cluster import Scenario
 from .codec_rules import CodecChoice, CodecRules
 from .collective_phases import ALGORITHMS
-from .drift import Drift, Pace
+from .drift import Drift, TypicalStep
 from .plans import make_plan
 from .prediction import predict_plan
 from .profile import Profile
@@ -131,7 +131,7 @@ class OnlinePlanner(PlanController):
         self._from = 0  # the first step that counts
         self._ended = 0  # steps that have ended since
         self._steps: list[StepSeconds] = []
-        self._paces: list[Pace] = []
+        self._paces: list[TypicalStep] = []
         self._drift = Drift(schedule.tolerance, schedule.looks)
         self._plans = 0
         self._present: FusionPlan | None = None
@@ -176,7 +176,7 @@ class OnlinePlanner(PlanController):
         if self._measuring:
             self._steps.append(seconds)
         elif self._replan:
-            self._paces.append(Pace(seconds.backward, sum(seconds.buckets.values()), seconds.waiting))
+            self._paces.append(TypicalStep(seconds.backward, sum(seconds.buckets.values()), seconds.waiting))
 
     def due(self, step: int) -> bool:
         """Return whether it is time to plan or to look."""
@@ -198,12 +198,12 @@ class OnlinePlanner(PlanController):
     # ---- on the communication thread --------------------------------------------------------------------------------
 
     def _look(self, transport: Transport) -> None:
-        names = [field.name for field in fields(Pace)]
+        names = [field.name for field in fields(TypicalStep)]
         samples = [[getattr(pace, name) for pace in self._paces] for name in names]
         middle = [statistics.median(each) if each else math.nan for each in samples]
         self._paces.clear()
         # All ranks see the same mean, so all find the same drift and begin to measure with the same step.
-        pace = Pace(*average(middle, transport))
+        pace = TypicalStep(*average(middle, transport))
         if math.isnan(pace.backward):
             return  # some rank's device has reported nothing
         if self._drift.reference is None and self._predicted is not None:

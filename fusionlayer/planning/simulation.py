@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .collective_phases import Phase
 
-__all__ = ["Compute", "Load", "Span", "Step", "run_local_steps", "run_step"]
+__all__ = ["Compute", "Load", "SimulatedSpan", "Step", "run_local_steps", "run_step"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Span:
+class SimulatedSpan:
     """When a bucket is sent, in seconds after the start of backward.
 
     Attributes:
@@ -84,7 +84,7 @@ class Step:
     alone: float
     communication: float
     sent: float
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedSpan, ...]
 
     @property
     def waiting(self) -> float:
@@ -286,11 +286,11 @@ def _simulate(
         now += seconds
 
 
-def _spans(events: Mapping[tuple[str, int], float], buckets: int, lanes: int) -> Iterator[Span]:
+def _spans(events: Mapping[tuple[str, int], float], buckets: int, lanes: int) -> Iterator[SimulatedSpan]:
     for i in range(buckets):
         start = events["started", i]
         free = events["arrived", i - lanes] if i >= lanes else start
-        yield Span(events["ready", i], start, events["arrived", i], start - free)
+        yield SimulatedSpan(events["ready", i], start, events["arrived", i], start - free)
 
 
 def _computation(compute: Compute, loads: Sequence[Load], overlap_forward: bool) -> Iterator[_Action]:

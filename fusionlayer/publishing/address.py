@@ -9,14 +9,14 @@ from urllib.parse import unquote, urlsplit
 
 from ..base.errors import ConfigError, kind_of
 
-__all__ = ["Place", "parse", "seconds_of"]
+__all__ = ["Endpoint", "parse", "seconds_of"]
 
 _LEAST_SECONDS = 2.0
 _EXPECTED = "expected 'tcp://HOST:PORT', 'file:///FOLDER' or a Path"
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """A folder, or a host and a port; the other one is None.
 
     Attributes:
@@ -35,14 +35,14 @@ class Place:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-def parse(address: str | os.PathLike[str]) -> Place:
+def parse(address: str | os.PathLike[str]) -> Endpoint:
     """Return what ``address`` names: "tcp://HOST:PORT", "file:///FOLDER" or a Path. No host means 127.0.0.1.
 
     Raises:
         ConfigError: it names neither.
     """
     if isinstance(address, os.PathLike):
-        return Place(Path(address).absolute())
+        return Endpoint(Path(address).absolute())
     if not isinstance(address, str):
         raise ConfigError(f"address: got {kind_of(address)}; {_EXPECTED}")
     try:
@@ -51,9 +51,9 @@ def parse(address: str | os.PathLike[str]) -> Place:
     except ValueError as error:
         raise ConfigError(f"address {address!r}: {error}; {_EXPECTED}") from None
     if parts.scheme == "file" and not parts.netloc and parts.path:
-        return Place(Path(unquote(parts.path)))
+        return Endpoint(Path(unquote(parts.path)))
     if parts.scheme == "tcp" and port is not None and not parts.path:
-        return Place(None, host or "127.0.0.1", port)
+        return Endpoint(None, host or "127.0.0.1", port)
     if parts.scheme in ("s3", "gs", "gcs", "az", "hdfs"):
         raise ConfigError(f"address {address!r}: mount it as a folder, and give that as 'file:///FOLDER'")
     raise ConfigError(f"address {address!r}; {_EXPECTED}")

@@ -8,8 +8,8 @@ import threading
 from contextlib import suppress
 
 from ..base.errors import ConfigError, TransportError, WireError
-from .address import Place
-from .frames import BEAT, DATA, GONE, Channel, guard
+from .address import Endpoint
+from .frames import BEAT, DATA, GONE, FrameChannel, guard
 from .greeting import greet
 from .keyring import Keyring, is_name
 from .snapshot import Snapshot
@@ -35,7 +35,7 @@ class TcpSource(Source):
     """
 
     def __init__(
-        self, place: Place, name: str | None, keyring: Keyring | None, tls: TLS | None, timeout: float
+        self, place: Endpoint, name: str | None, keyring: Keyring | None, tls: TLS | None, timeout: float
     ) -> None:
         self._place = place
         self._name = name
@@ -47,7 +47,7 @@ class TcpSource(Source):
         self._tls = tls.for_follower(keyring, name) if tls else None
         self._timeout = timeout
         self._end: socket.socket | None = None
-        self._channel: Channel | None = None
+        self._channel: FrameChannel | None = None
         self._asked = False
         self._lock = threading.Lock()  # guards _end and _closed
         self._closed = False
@@ -82,7 +82,7 @@ class TcpSource(Source):
                 with suppress(OSError):
                     socket.socket.shutdown(self._end, socket.SHUT_RDWR)  # that of TLS would race with the reader
 
-    def _connect(self) -> Channel:
+    def _connect(self) -> FrameChannel:
         if self._keyring:
             self._keyring.refresh()
         try:
@@ -107,7 +107,7 @@ class TcpSource(Source):
             if self._keyring and self._keyring.refresh():
                 raise TransportError(f"{error}; the file with the secret has changed") from error
             raise
-        self._channel = Channel(end, keys)
+        self._channel = FrameChannel(end, keys)
         self._asked = False
         return self._channel
 

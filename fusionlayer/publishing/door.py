@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ..base.errors import ConfigError
 from ..transport._introduction import is_exhausted
-from .address import Place
+from .address import Endpoint
 from .frames import guard
 
-__all__ = ["Door", "Refusals", "Share", "share"]
+__all__ = ["Door", "Refusals", "ConnectionLimits", "share"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -31,7 +31,7 @@ _TRIES = 16
 
 
 @dataclass(frozen=True)
-class Share:
+class ConnectionLimits:
     """What a publisher takes of the descriptors that its process may have: half of them at most.
 
     Attributes:
@@ -45,12 +45,12 @@ class Share:
     end: int
 
 
-def share() -> Share:
+def share() -> ConnectionLimits:
     """Return a publisher's share of what ``ulimit -n`` allows now."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limit = 1 << 30 if limit == resource.RLIM_INFINITY else limit
     strangers = max(1, min(_MOST_STRANGERS, limit // 16))
-    return Share(max(1, min(_MOST_FOLLOWERS, limit // 2 - strangers)), strangers, limit - limit // 4)
+    return ConnectionLimits(max(1, min(_MOST_FOLLOWERS, limit // 2 - strangers)), strangers, limit - limit // 4)
 
 
 class Refusals:
@@ -60,7 +60,7 @@ class Refusals:
         count: of refused callers.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Endpoint) -> None:
         self.count = 0
         self._place = place
         self._untold = 0
@@ -93,9 +93,9 @@ class Door:
         ConfigError: listening there is impossible.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Endpoint) -> None:
         self._listeners = _listen(place)
-        self.place = Place(None, place.host, self._listeners[0].getsockname()[1])
+        self.place = Endpoint(None, place.host, self._listeners[0].getsockname()[1])
         hosts = [str(end.getsockname()[0]).partition("%")[0] for end in self._listeners]
         self.is_near = all(ipaddress.ip_address(host).is_loopback for host in hosts)
         self._selector: selectors.BaseSelector | None = None
@@ -139,7 +139,7 @@ class Door:
             self._rest(_REST_SECONDS)
             return None
         self._credit -= 1
-        return guard(end), str(Place(None, address[0], address[1])).removeprefix("tcp://")
+        return guard(end), str(Endpoint(None, address[0], address[1])).removeprefix("tcp://")
 
     def refund(self) -> None:
         """Let one more in: a caller has proved to be a follower, and is no stranger."""
@@ -161,7 +161,7 @@ class Door:
         self._is_open = False
 
 
-def _listen(place: Place) -> list[socket.socket]:
+def _listen(place: Endpoint) -> list[socket.socket]:
     """Return a listener for each address of a host, all at one port."""
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -194,7 +194,7 @@ def _listen(place: Place) -> list[socket.socket]:
     raise _unusable(place, why) from why
 
 
-def _unusable(place: Place, why: OSError) -> ConfigError:
+def _unusable(place: Endpoint, why: OSError) -> ConfigError:
     return ConfigError(
         f"publish: cannot listen at {place}: {why.strerror or why}; give an address of this host and a free port"
     )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..base import files
 from ..base.errors import ConfigError, FusionLayerError, UsageError, WireError
-from .address import Place
+from .address import Endpoint
 from .outlet import Outlet
 from .signing import SIGNED_BYTES, checks, seal, sign
 from .snapshot import Snapshot
@@ -51,7 +51,7 @@ class _Newest(NamedTuple):
     began: int = 0
 
 
-class File(NamedTuple):
+class UpdateFile(NamedTuple):
     """A file of one update.
 
     Attributes:
@@ -69,7 +69,7 @@ class File(NamedTuple):
     path: Path
 
 
-def files_of(folder: Path) -> list[File]:
+def files_of(folder: Path) -> list[UpdateFile]:
     """Return the files of updates in ``folder``."""
     found = []
     for path in folder.iterdir():
@@ -78,16 +78,16 @@ def files_of(folder: Path) -> list[File]:
             with suppress(OSError):  # it was removed just now
                 seen = path.lstat()
                 if stat.S_ISREG(seen.st_mode):
-                    found.append(File(match[1], int(match[2]), since, seen.st_size, path))
+                    found.append(UpdateFile(match[1], int(match[2]), since, seen.st_size, path))
     return found
 
 
-def way(there: Sequence[File], have: int | None, to: int) -> list[File] | None:
+def way(there: Sequence[UpdateFile], have: int | None, to: int) -> list[UpdateFile] | None:
     """Return the updates of one run that lead from version ``have``, or from nothing, to ``to`` in the fewest bytes.
 
     None: no files lead there.
     """
-    best: dict[int | None, tuple[int, list[File]]] = {None: (0, [])}
+    best: dict[int | None, tuple[int, list[UpdateFile]]] = {None: (0, [])}
     if have is not None:
         best[have] = (0, [])
     for file in sorted(there, key=lambda file: file.version):  # an update leads to a later version than it needs
@@ -105,7 +105,7 @@ class FolderOutlet(Outlet):
     behind needs no whole version, and any other one finds one. With a secret each file is signed.
     """
 
-    def __init__(self, place: Place, keep: int, secret: bytes | None = None) -> None:
+    def __init__(self, place: Endpoint, keep: int, secret: bytes | None = None) -> None:
         super().__init__(place)
         assert place.folder is not None
         self._folder = place.folder
@@ -244,7 +244,7 @@ class FolderSource(Source):
         secret: only what is signed with it is taken; None: only what is not signed.
     """
 
-    def __init__(self, place: Place, secret: bytes | None = None) -> None:
+    def __init__(self, place: Endpoint, secret: bytes | None = None) -> None:
         assert place.folder is not None
         self._folder = place.folder
         self._secret = secret
@@ -297,7 +297,7 @@ class FolderSource(Source):
         self._latest = found.began, found.version
         return found
 
-    def _read(self, step: File, base: Snapshot | None) -> Snapshot:
+    def _read(self, step: UpdateFile, base: Snapshot | None) -> Snapshot:
         with files.opened(step.path) as file:
 
             def source(nbytes: int) -> bytearray:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..base.errors import ConfigError, FusionLayerError, TransportError, UsageError, WireError, again
 from ..process import forks
-from .address import Place, parse, seconds_of
+from .address import Endpoint, parse, seconds_of
 from .client import TcpSource
 from .folder import FolderSource
 from .keyring import check_name, common_of, keyring_of
@@ -94,7 +94,7 @@ class Follower:
             is followed, and this is False again.
     """
 
-    def __init__(self, place: Place, source: Source, model: nn.Module | None) -> None:
+    def __init__(self, place: Endpoint, source: Source, model: nn.Module | None) -> None:
         self.trouble: FusionLayerError | OSError | None = None
         self.ended = False
         self._place = place

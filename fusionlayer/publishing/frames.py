@@ -19,7 +19,19 @@ from ..transport._secrets import TAG_BYTES, Keys, Seal
 from .snapshot import Snapshot
 from .update import Update
 
-__all__ = ["BEAT", "DATA", "GONE", "HAVE", "Channel", "Parcel", "check_tag", "frame", "guard", "read_frame", "receive"]
+__all__ = [
+    "BEAT",
+    "DATA",
+    "GONE",
+    "HAVE",
+    "FrameChannel",
+    "Parcel",
+    "check_tag",
+    "frame",
+    "guard",
+    "read_frame",
+    "receive",
+]
 
 HAVE, DATA, BEAT, GONE = b"HAVE", b"DATA", b"BEAT", b"GONE"
 """A follower says by HAVE which version it has. A publisher sends an update as DATA, BEAT while it has nothing newer,
@@ -147,7 +159,7 @@ def _cut(parts: Sequence[memoryview]) -> list[list[memoryview]]:
     return pieces
 
 
-class Channel:
+class FrameChannel:
     """A follower's end of a connection, behind the greeting. One thread uses it.
 
     Args:

@@ -10,12 +10,10 @@ from collections.abc import Callable
 
 from ..base.errors import FusionLayerError, again
 from ..process import forks
-from .address import Place
-from .keyring import Keyring
+from .address import Endpoint
 from .snapshot import Snapshot
-from .tls import TLS
 
-__all__ = ["Outlet", "open_outlet"]
+__all__ = ["Outlet"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -26,7 +24,7 @@ class Outlet(ABC):
     Only the newest version waits: where followers or disks are slower than the training, versions are left out.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Endpoint) -> None:
         self.place = place
         self._newest: Snapshot | None = None
         self._changed = threading.Condition()
@@ -113,25 +111,3 @@ class Outlet(ABC):
         with self._changed:
             self._failure = self._failure or told
             self._changed.notify_all()
-
-
-def open_outlet(place: Place, *, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> Outlet:
-    """Return an outlet at ``place``.
-
-    Args:
-        place: folder, or host and port to listen at.
-        keep: how many versions behind the newest a follower may be and still get differences.
-        keyring: what followers must prove to have over TCP, and what signs the files of a folder; None: nothing.
-        tls: by which connections are encrypted, over TCP; None: they are not.
-        timeout: seconds in which a follower must take some of what is sent to it.
-
-    Raises:
-        ConfigError: the place cannot be used.
-    """
-    from .folder import FolderOutlet
-    from .keyring import common_of
-    from .server import TcpOutlet
-
-    if place.folder:
-        return FolderOutlet(place, keep, common_of(keyring))
-    return TcpOutlet(place, keep, keyring, tls, timeout)

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from ..base.errors import WireError
 from ..observe import counts
-from .address import Place
+from .address import Endpoint
 from .door import Door, Refusals, share
 from .frames import Parcel, guard
 from .keyring import Keyring
@@ -51,7 +51,7 @@ class TcpOutlet(Outlet):
         timeout: seconds in which a follower must take some of what is sent to it.
     """
 
-    def __init__(self, place: Place, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> None:
+    def __init__(self, place: Endpoint, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> None:
         self._keep, self._keyring, self._timeout = keep, keyring, timeout
         if keyring:
             keyring.read()

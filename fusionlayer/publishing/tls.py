@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import ConfigError, kind_of
-from .address import Place
+from .address import Endpoint
 from .keyring import Keyring, key
 
 __all__ = ["TLS", "check_tls"]
@@ -85,7 +85,7 @@ class TLS:
         return context
 
 
-def check_tls(tls: object, place: Place) -> None:
+def check_tls(tls: object, place: Endpoint) -> None:
     """Raise ``ConfigError`` unless this is what ``publish`` and ``subscribe`` take as ``tls`` at a place."""
     if tls is not None and not isinstance(tls, TLS):
         raise ConfigError(f"tls: got {kind_of(tls)}; expected fl.TLS(certificate=..., authorities=...), or None")

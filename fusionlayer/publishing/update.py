@@ -91,7 +91,7 @@ def _message(x: Tensor, digest: str, name: str, base: Snapshot | None) -> tuple[
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Row(NamedTuple):
+class _TensorEntry(NamedTuple):
     """The header's entry for one tensor."""
 
     name: str
@@ -183,10 +183,10 @@ def _header(text: bytearray) -> dict[str, Any]:
     return header
 
 
-def _row(row: Any) -> _Row:
+def _row(row: Any) -> _TensorEntry:
     try:
         name, kind, shape, codec, nbytes, digest = row
-        found = _Row(name, DTYPES[kind], shape_of(shape), codec, nbytes, digest)
+        found = _TensorEntry(name, DTYPES[kind], shape_of(shape), codec, nbytes, digest)
         right = type(nbytes) is int and 0 <= nbytes <= _MOST_BYTES
         right &= all(isinstance(text, str) for text in (name, codec, digest))
     except (KeyError, TypeError, ValueError) as error:
@@ -196,7 +196,7 @@ def _row(row: Any) -> _Row:
     return found
 
 
-def _tensor(row: _Row, source: Source, base: Snapshot | None) -> Tensor:
+def _tensor(row: _TensorEntry, source: Source, base: Snapshot | None) -> Tensor:
     """Return one tensor of an update, which has the digest in the header."""
     before = base.tensors.get(row.name) if base else None
     if row.codec == _SAME:

@@ -26,7 +26,7 @@ from .fsdp_shards import Shards
 __all__ = ["FSDPCompression", "compress"]
 
 
-class _Given(Enum):
+class _LeftOut(Enum):
     """Marks an argument that the user left out, since None has a meaning of its own."""
 
     NOT = "not given"
@@ -151,8 +151,8 @@ def compress(
     gradients: str | Codec | None = AUTO,
     *,
     nodes: int | None = None,
-    all_gather: str | Codec | None | _Given = _Given.NOT,
-    reduce_scatter: str | Codec | None | _Given = _Given.NOT,
+    all_gather: str | Codec | None | _LeftOut = _LeftOut.NOT,
+    reduce_scatter: str | Codec | None | _LeftOut = _LeftOut.NOT,
     broadcast: bool = True,
     baseline: Literal["exact", "native"] = "exact",
 ) -> FSDPCompression:
@@ -296,9 +296,11 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return modules
 
 
-def _one_of(name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _Given) -> str | Codec | None:
+def _one_of(
+    name: str, value: str | Codec | None, alias: str, other: str | Codec | None | _LeftOut
+) -> str | Codec | None:
     """Return the value that a user gave for an argument that has two names."""
-    if isinstance(other, _Given):
+    if isinstance(other, _LeftOut):
         return value
     if value not in (AUTO, other):
         raise ConfigError(f"fsdp.compress got {name}={value} and {alias}={other}, which mean the same; give one")

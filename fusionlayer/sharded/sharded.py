@@ -131,7 +131,7 @@ class ShardedOptimizer(Optimizer):
         alone = self._fl_transport.size == 1 and check_replicas is None
         every = 0 if alone else check_interval(check_replicas)
         self._fl_agree(align, name, every)
-        self._fl_parts = [_Part(each["params"], self._fl_transport, align) for each in self.param_groups]
+        self._fl_parts = [_FlatShard(each["params"], self._fl_transport, align) for each in self.param_groups]
         mains = [
             {**{key: value for key, value in each.items() if key != "params"}, "params": [part.main]}
             for each, part in zip(self.param_groups, self._fl_parts, strict=True)
@@ -404,7 +404,7 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
         hook.remove()
 
 
-class _Part:
+class _FlatShard:
     """The parameters of one group as one flat tensor, and this rank's part of it in f32."""
 
     def __init__(self, params: list[nn.Parameter], transport: Transport, align: int) -> None:

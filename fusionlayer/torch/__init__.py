@@ -10,7 +10,6 @@ from .basics import (
     ddl_built,
     gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
@@ -65,6 +64,7 @@ from .mpi_ops import (
 )
 from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from .startup import init
 from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,11 +19,9 @@ from ..observe.timeline import Timeline
 from ..transport import Transport, local
 from . import environment
 
-if TYPE_CHECKING:
-    from .process_sets import ProcessSet
-
 __all__ = [
     "HorovodInternalError",
+    "begin",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -31,7 +29,6 @@ __all__ = [
     "ddl_built",
     "gloo_built",
     "gloo_enabled",
-    "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
@@ -77,23 +74,9 @@ _process: Session | None = None
 _lock = threading.Lock()
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the job in which torchrun, mpirun, horovodrun or fusionrun has started this process. All ranks call it.
-
-    Args:
-        comm: None or the ranks of the whole job. All processes take part, so nothing else is possible.
-        process_sets: sets to make at once, in the same order on every rank. "dynamic" has no effect: sets can always be
-            added later.
-
-    Raises:
-        ConfigError: an environment variable or an argument has a value that cannot be used.
-        TransportError: the other processes did not come in time.
-    """
+def begin(comm: Sequence[int] | None) -> None:
+    """Join the job and begin its session, as ``init`` says."""
     global _process
-    from .process_sets import add_process_set
-
-    if process_sets is not None:
-        require(process_sets, Iterable, "init(process_sets=...)", "a list of process sets")
     context.refuse_elastic(
         "init()", "hvd.elastic restarts workers instead; use fusionlayer's own functions, or leave elastic=True out"
     )
@@ -119,8 +102,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         with _lock:
             _sessions[transport] = made
             _process = made if local.current() is None else None
-    for process_set in process_sets or () if not isinstance(process_sets, str) else ():
-        add_process_set(process_set)
 
 
 def _ranks(comm: Any) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import context
 from ..base.errors import ConfigError, UsageError, kind_of
 from ..publishing import Outlet, Snapshot, open_outlet, parse
-from ..publishing.address import Place, seconds_of
+from ..publishing.address import Endpoint, seconds_of
 from ..publishing.keyring import keyring_of
 from ..publishing.models import named_tensors
 from ..publishing.snapshot import check_tensor, copied, identity
@@ -81,7 +81,9 @@ class Publisher:
         version: number of the version published last; None before the first.
     """
 
-    def __init__(self, source: nn.Module | Mapping[str, Tensor], place: Place, make: Callable[[Place], Outlet]) -> None:
+    def __init__(
+        self, source: nn.Module | Mapping[str, Tensor], place: Endpoint, make: Callable[[Endpoint], Outlet]
+    ) -> None:
         self.run = secrets.token_hex(8)
         self.version: int | None = None
         self._source = source

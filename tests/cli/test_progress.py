@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from fusionlayer.cli.progress import Progress
+from fusionlayer.cli.progress import ProgressLine
 
 pytestmark = pytest.mark.short
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 def work(file: io.StringIO, seconds: float, parts: int = 10, shown: bool = True) -> str:
     """Do equal parts that take so many seconds together; return what was told."""
     now = 100.0
-    with Progress("bench", parts, shown=shown, file=file, clock=lambda: now) as told:
+    with ProgressLine("bench", parts, shown=shown, file=file, clock=lambda: now) as told:
         for part in range(parts):
             told.at(part, f"part {part}")
             now += seconds / parts

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import fusionlayer as fl
-from fusionlayer.launch import Place, find_place
+from fusionlayer.launch import RankInfo, find_place
 from fusionlayer.launch.slurm import meeting_point
 from tests.pages import blocks
 from tests.test_guides import check_losses
@@ -39,11 +39,11 @@ def test_tasks_know_their_place(slurm: Cluster) -> None:
         nodes = [task["SLURMD_NODENAME"] for task in tasks]
         assert {*nodes} == {"node02", "node03", "node07"} and nodes[0] == "node02"
         assert [find_place(task) for task in tasks] == [
-            Place(rank, 5, nodes[:rank].count(node), nodes.count(node), "srun") for rank, node in enumerate(nodes)
+            RankInfo(rank, 5, nodes[:rank].count(node), nodes.count(node), "srun") for rank, node in enumerate(nodes)
         ]
         assert ["PMI_RANK" in task for task in tasks] == ["--mpi=pmi2" in options] * 5
         assert {meeting_point(task)[0] for task in tasks} == {"node02"} and len({*map(meeting_point, tasks)}) == 1
-    assert [find_place(task) for task in slurm.environments("--ntasks", "1")] == [Place()]
+    assert [find_place(task) for task in slurm.environments("--ntasks", "1")] == [RankInfo()]
 
 
 @exhaustive(guarded_by=GUARD)

@@ -26,7 +26,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import fusionlayer as fl
 from fusionlayer import launch
 from fusionlayer.base.errors import TransportError
-from fusionlayer.launch import Place, find_place, make_store
+from fusionlayer.launch import RankInfo, find_place, make_store
 from fusionlayer.launch.slurm import meeting_point
 from fusionlayer.transport import local
 from tests.harness import run_ranks
@@ -70,20 +70,20 @@ def environment(launcher: str, *values: object) -> dict[str, str]:
 @pytest.mark.short
 @looped("launcher", LAUNCHERS)
 def test_each_launcher_is_understood(launcher: str) -> None:
-    assert find_place(environment(launcher, 5, 8, 1, 4)) == Place(5, 8, 1, 4, launcher)
-    assert find_place(environment(launcher, 1, 4)) == Place(1, 4, 1, 4, launcher)
+    assert find_place(environment(launcher, 5, 8, 1, 4)) == RankInfo(5, 8, 1, 4, launcher)
+    assert find_place(environment(launcher, 1, 4)) == RankInfo(1, 4, 1, 4, launcher)
 
 
 @pytest.mark.short
 def test_nobody_launched() -> None:
-    assert find_place({}) == Place(0, 1, 0, 1, "single")
-    assert find_place({"LOCAL_RANK": "3", "MASTER_ADDR": "x"}) == Place()
+    assert find_place({}) == RankInfo(0, 1, 0, 1, "single")
+    assert find_place({"LOCAL_RANK": "3", "MASTER_ADDR": "x"}) == RankInfo()
 
 
 @pytest.mark.short
 def test_inner_launcher_wins() -> None:
     nested = {**environment("mpirun", 1, 2, 0, 1), **environment("torchrun", 5, 8, 1, 4)}
-    assert find_place(nested) == Place(5, 8, 1, 4, "torchrun")
+    assert find_place(nested) == RankInfo(5, 8, 1, 4, "torchrun")
     assert find_place({**environment("mpirun", 1, 2), "RANK": "0"}).launcher == "mpirun"
 
 
@@ -137,20 +137,20 @@ def srun(rank: int, size: int, **more: object) -> dict[str, str]:
 
 @pytest.mark.short
 def test_tasks_of_srun() -> None:
-    assert find_place(srun(1, 3)) == Place(1, 3, 1, 3, "srun")
+    assert find_place(srun(1, 3)) == RankInfo(1, 3, 1, 3, "srun")
     uneven = {"STEP_NUM_TASKS": 7, "TASKS_PER_NODE": "9", "STEP_TASKS_PER_NODE": "2(x3),1"}
-    assert find_place(srun(5, 9, LOCALID=1, NODEID=2, **uneven)) == Place(5, 7, 1, 2, "srun")
-    assert find_place(srun(6, 9, LOCALID=0, NODEID=3, **uneven)) == Place(6, 7, 0, 1, "srun")
-    assert find_place({**srun(0, 1), "PMIX_RANK": "0"}) == Place()
-    assert find_place(srun(0, 1)) == Place(), "an interactive shell, or a batch script of one task"
+    assert find_place(srun(5, 9, LOCALID=1, NODEID=2, **uneven)) == RankInfo(5, 7, 1, 2, "srun")
+    assert find_place(srun(6, 9, LOCALID=0, NODEID=3, **uneven)) == RankInfo(6, 7, 0, 1, "srun")
+    assert find_place({**srun(0, 1), "PMIX_RANK": "0"}) == RankInfo()
+    assert find_place(srun(0, 1)) == RankInfo(), "an interactive shell, or a batch script of one task"
     started = {**srun(1, 2, LOCALID=0), **environment("torchrun", 5, 8, 1, 4)}
-    assert find_place(started) == Place(5, 8, 1, 4, "torchrun"), "srun has started torchrun on each node"
+    assert find_place(started) == RankInfo(5, 8, 1, 4, "torchrun"), "srun has started torchrun on each node"
     own = {**srun(1, 2, LOCALID=0, NODEID=1, STEP_NUM_TASKS=2, STEP_TASKS_PER_NODE="1(x2)"), "PMI_RANK": "1"}
-    assert find_place({**own, "PMI_SIZE": "2"}) == Place(1, 2, 0, 1, "srun"), "by srun --mpi=pmi2"
+    assert find_place({**own, "PMI_SIZE": "2"}) == RankInfo(1, 2, 0, 1, "srun"), "by srun --mpi=pmi2"
     hydra = {**own, **environment("mpich", 1, 2, 1, 2)}
-    assert find_place(hydra) == Place(1, 2, 1, 2, "mpich"), "srun has started mpiexec"
+    assert find_place(hydra) == RankInfo(1, 2, 1, 2, "mpich"), "srun has started mpiexec"
     batch = {**srun(0, 8, JOB_ID=7), **environment("torchrun", 0, 2, 0, 2)}
-    assert find_place(batch) == Place(0, 2, 0, 2, "torchrun"), "on a part of what the batch script has"
+    assert find_place(batch) == RankInfo(0, 2, 0, 2, "torchrun"), "on a part of what the batch script has"
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -223,7 +223,7 @@ def test_a_process_of_several_never_trains_alone_whatever_variables_are_left(wha
                 assert named or "of Slurm has 4 tasks" in str(error) or "variables say rank" in str(error)
             else:
                 assert (place.rank, place.size) == (rank, 4), environ
-    assert find_place(silent) == Place(), "one process may have it all"
+    assert find_place(silent) == RankInfo(), "one process may have it all"
     if "script" in what or "step" in what or "pod" in what:
         assert find_place({**silent, **telling, "RANK": "0", "WORLD_SIZE": "1"}).size == 1, "as the errors advise"
 
@@ -231,11 +231,11 @@ def test_a_process_of_several_never_trains_alone_whatever_variables_are_left(wha
 @pytest.mark.short
 def test_flux_and_pals_tell_places() -> None:
     flux = pairs("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 PMI_RANK=3 PMI_SIZE=4")
-    assert find_place({**flux, "FLUX_JOB_NNODES": "2"}) == Place(3, 4, 1, 2, "flux"), "until ranks count"
+    assert find_place({**flux, "FLUX_JOB_NNODES": "2"}) == RankInfo(3, 4, 1, 2, "flux"), "until ranks count"
     on_one = {**flux, "FLUX_JOB_NNODES": "1", "FLUX_TASK_LOCAL_ID": "3"}
-    assert find_place(on_one) == Place(3, 4, 3, 4, "flux"), "they meet by a file"
+    assert find_place(on_one) == RankInfo(3, 4, 3, 4, "flux"), "they meet by a file"
     pals = pairs("PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=4")
-    assert find_place(pals) == Place(5, 8, 1, 4, "pals")
+    assert find_place(pals) == RankInfo(5, 8, 1, 4, "pals")
 
 
 @pytest.mark.short
@@ -251,36 +251,38 @@ def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
         with pytest.raises(fl.ConfigError, match="begins with no name of a host; set MASTER_ADDR"):
             meeting_point(srun(0, 4, JOB_ID=4711, STEP_NODELIST=nodes))
     with pytest.raises(fl.ConfigError, match="no SLURM_STEP_NODELIST or SLURM_JOB_ID.*set MASTER_ADDR and MASTER_PORT"):
-        make_store(Place(0, 4, 0, 2, "srun"), 1.0, srun(0, 4, JOB_ID=7))
+        make_store(RankInfo(0, 4, 0, 2, "srun"), 1.0, srun(0, 4, JOB_ID=7))
 
 
 @pytest.mark.short
 def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
     store, hosts = HashStore(), iter("ababa")
 
-    def rank_main(rank: int) -> Place:
-        return launch.settle(Place(rank, 4, rank, 4, "torchrun"), store, 20.0, {"RANK": str(rank), "WORLD_SIZE": "4"})
+    def rank_main(rank: int) -> RankInfo:
+        return launch.settle(
+            RankInfo(rank, 4, rank, 4, "torchrun"), store, 20.0, {"RANK": str(rank), "WORLD_SIZE": "4"}
+        )
 
     monkeypatch.setattr(launch, "node_name", lambda: next(hosts))
     with ThreadPoolExecutor(4) as threads:
         found = [*threads.map(rank_main, range(4))]
     sizes = {(place.local_rank, place.local_size) for place in found}
     assert sizes == {(0, 2), (1, 2)} and [place.rank for place in found] == [0, 1, 2, 3]
-    told = Place(1, 4, 1, 2, "torchrun")
+    told = RankInfo(1, 4, 1, 2, "torchrun")
     assert launch.settle(told, HashStore(), 20.0, environment("torchrun", 1, 4, 1, 2)) == told
 
 
 @pytest.mark.short
 def test_meeting_point_that_makes_no_sense() -> None:
     with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_ADDR and no MASTER_PORT.*mpirun -x"):
-        make_store(Place(0, 4, 0, 2, "mpirun"), 1.0, {})
+        make_store(RankInfo(0, 4, 0, 2, "mpirun"), 1.0, {})
     with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_PORT: start"):
-        make_store(Place(0, 4, 0, 2, "mpirun"), 1.0, {"MASTER_ADDR": "host0"})
+        make_store(RankInfo(0, 4, 0, 2, "mpirun"), 1.0, {"MASTER_ADDR": "host0"})
     with pytest.raises(fl.ConfigError, match="MASTER_PORT='http'; expected a port"):
-        make_store(Place(0, 2, 0, 2), 1.0, {"MASTER_ADDR": "localhost", "MASTER_PORT": "http"})
+        make_store(RankInfo(0, 2, 0, 2), 1.0, {"MASTER_ADDR": "localhost", "MASTER_PORT": "http"})
     for port in ({}, {"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}):
         with pytest.raises(fl.ConfigError, match="HOROVOD_GLOO_RENDEZVOUS_PORT="):
-            make_store(Place(0, 2, 0, 2), 1.0, {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "localhost", **port})
+            make_store(RankInfo(0, 2, 0, 2), 1.0, {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "localhost", **port})
 
 
 @pytest.mark.short
@@ -596,7 +598,7 @@ def test_ranks_with_other_sizes_name_the_numbers_and_where_they_met(monkeypatch:
 
     def meet(rank: int) -> TransportError:
         with pytest.raises(TransportError) as error:
-            launch._await_all(store, Place(rank, sizes[rank], launcher="torchrun"), 30.0, time.monotonic() + 30)
+            launch._await_all(store, RankInfo(rank, sizes[rank], launcher="torchrun"), 30.0, time.monotonic() + 30)
         return error.value
 
     with ThreadPoolExecutor(2) as threads:
@@ -626,7 +628,7 @@ def test_a_foreign_program_where_ranks_meet_is_named(greeting: bytes) -> None:
         port = server.getsockname()[1]
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with pytest.raises(TransportError) as error:
-            make_store(Place(1, 2, launcher="torchrun"), 1.0, where)
+            make_store(RankInfo(1, 2, launcher="torchrun"), 1.0, where)
         ended.set()
         socket.create_connection(("127.0.0.1", port)).close()
         thread.join()
@@ -653,7 +655,7 @@ def test_rank_0_has_come_while_it_waits_for_a_rank_that_does_not() -> None:
 
     def greet(rank: int) -> bool:
         try:
-            name = launch._greet(store, Place(rank, 3, rank, 3, "torchrun"), 1.0)
+            name = launch._greet(store, RankInfo(rank, 3, rank, 3, "torchrun"), 1.0)
         except TransportError as error:
             assert rank == 0 and error.ranks == (2,)
             return True
@@ -671,7 +673,7 @@ def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
 
     def meet(rank: int) -> tuple[int, ...]:
         with pytest.raises(TransportError) as error:
-            launch._await_all(store, Place(rank, 3), 1.0, time.monotonic() + (1.0 if rank == 0 else 180))
+            launch._await_all(store, RankInfo(rank, 3), 1.0, time.monotonic() + (1.0 if rank == 0 else 180))
         if rank == 0:
             assert store.check(["heard"])
             told.set()
@@ -690,7 +692,7 @@ def test_ranks_that_were_restarted_do_not_meet_those_before_them() -> None:
 
     def greet(rank: int, world: int, timeout: float = 180) -> str:
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-        return launch._greet(store, Place(rank, world), timeout)
+        return launch._greet(store, RankInfo(rank, world), timeout)
 
     names = []
     with ThreadPoolExecutor(3) as pool:

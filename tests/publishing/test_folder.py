@@ -12,7 +12,7 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, FusionLayerError, TransportError, UsageError
-from fusionlayer.publishing.folder import File, files_of, newest_of, way
+from fusionlayer.publishing.folder import UpdateFile, files_of, newest_of, way
 from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.synthetic import mixed
@@ -26,7 +26,7 @@ LONG = 180.0
 def test_the_way_is_the_shortest_of_all(seed: int) -> None:
     numbers = iter(int(n) for n in mixed(np.arange(300, dtype=np.uint64) + np.uint64(seed * 300)))
     files = [
-        File("run", b, a, 1 + next(numbers) % 100, Path(f"{a}-{b}"))
+        UpdateFile("run", b, a, 1 + next(numbers) % 100, Path(f"{a}-{b}"))
         for a, b in itertools.combinations([-1, *range(6)], 2)
         if next(numbers) % 3
     ]
@@ -46,7 +46,7 @@ def test_the_way_is_the_shortest_of_all(seed: int) -> None:
             assert found[0].since in (None, have) and found[-1].version == 5
 
 
-def _chains(files: list[File], have: int | None, count: int) -> list[tuple[File, ...]]:
+def _chains(files: list[UpdateFile], have: int | None, count: int) -> list[tuple[UpdateFile, ...]]:
     rows = [(file,) for file in files if file.since in (None, have)]
     for _ in range(count - 1):
         rows = [(*row, file) for row in rows for file in files if file.since == row[-1].version]
@@ -142,7 +142,7 @@ def test_a_restarted_publisher_takes_over_and_the_old_one_is_told(tmp_path: Path
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ConfigError, match="cannot be used: (File exists|Not a directory)"):
+    with pytest.raises(ConfigError, match="cannot be used: (UpdateFile exists|Not a directory)"):
         fl.publish({}, file)
     with fl.publish({}, tmp_path / "full") as publisher:
         publisher.update(plain_state(0))

@@ -14,7 +14,7 @@ import torch
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, WireError
-from fusionlayer.publishing.address import Place
+from fusionlayer.publishing.address import Endpoint
 from fusionlayer.publishing.folder import FolderSource, files_of
 from fusionlayer.publishing.signing import seal
 from fusionlayer.publishing.snapshot import Snapshot
@@ -40,7 +40,7 @@ def published(folder: Path, *versions: int, secret: str | None = SECRET) -> str:
 
 
 def source(folder: Path, secret: bytes | None = SECRET.encode()) -> FolderSource:
-    return FolderSource(Place(folder), secret)
+    return FolderSource(Endpoint(folder), secret)
 
 
 def test_signed_versions_come_over_whole_and_as_differences(tmp_path: Path) -> None:

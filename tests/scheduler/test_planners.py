@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.cost_model import AlphaBeta
-from fusionlayer.planning.simulation import Span, Step
+from fusionlayer.planning.simulation import SimulatedSpan, Step
 from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._costs import Pipeline
@@ -173,8 +173,8 @@ class TestTimeline:
         found = timeline(tensors, [["t0"], ["t1", "t2"]], costs)
         assert found.alone == 3
         first, second = found.spans
-        assert first == Span(1, 1, pytest.approx(1 + 0.1 + 2 + 0.2), 0)  # type: ignore[comparison-overlap]
-        assert second == Span(3, pytest.approx(3.3), pytest.approx(3.3 + 0.5 + 6 + 1), 0)  # type: ignore[comparison-overlap]
+        assert first == SimulatedSpan(1, 1, pytest.approx(1 + 0.1 + 2 + 0.2), 0)  # type: ignore[comparison-overlap]
+        assert second == SimulatedSpan(3, pytest.approx(3.3), pytest.approx(3.3 + 0.5 + 6 + 1), 0)  # type: ignore[comparison-overlap]
         assert found.waiting == pytest.approx(10.8 - 3) and found.idle == 0
 
     def test_ahead_the_computing_thread_encodes(self) -> None:

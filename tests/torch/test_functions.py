@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusionlayer.torch import basics, functions
+from fusionlayer.torch import basics, functions, startup
 from fusionlayer.torch.sync_batch_norm import SyncBatchNorm
 from fusionlayer.transport import local
 from tests.integrations.training import fill, make_model, train, weights
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.short
 
 
 def rank_main(rank: int, world: int = 3) -> list[str]:
-    basics.init()
+    startup.init()
     checks = [
         check_parameters,
         check_optimizer_states,

@@ -28,7 +28,7 @@ from fusionlayer.elastic import forming
 from fusionlayer.elastic.desk import open_store, reach, sealed
 from fusionlayer.elastic.forming import KNOCKS, PATIENCE, ROSTER, TICKETS, Former
 from fusionlayer.elastic.generation import Generation, Member, Report, encode_member
-from fusionlayer.launch import Place, meeting, stores
+from fusionlayer.launch import RankInfo, meeting, stores
 from fusionlayer.process.processes import Identity
 from fusionlayer.transport import Transport, _proof, _reconnecting, c10d, star
 from tests.harness import outcomes_of, run_ranks, stay_last
@@ -105,7 +105,7 @@ def test_ranks_that_meet_survive_any_value(key: str | None) -> None:
             store = dist.HashStore()
             store.set("always", "")
             bad, ends = Poisoned(store, poisoned, value), time.monotonic() + 1
-            met = at_once(*(partial(launch._await_all, bad, Place(rank, 2), 1.0, ends) for rank in range(2)))
+            met = at_once(*(partial(launch._await_all, bad, RankInfo(rank, 2), 1.0, ends) for rank in range(2)))
             assert all(each is None or isinstance(each, TransportError) for each in met), (poisoned, value, met)
             if key is not None:  # ranks that are quick need not read who the others are
                 told = ["has no seal of this job's key" in str(each) for each in met]
@@ -118,7 +118,7 @@ def test_ranks_that_greet_each_other_survive_any_value(key: str | None) -> None:
         store = dist.HashStore()
         store.set("always", "")
         bad = Poisoned(store, "hello/1", value)
-        met = at_once(*(partial(launch._greet, bad, Place(rank, 2), 0.05) for rank in range(2)))
+        met = at_once(*(partial(launch._greet, bad, RankInfo(rank, 2), 0.05) for rank in range(2)))
         assert all(isinstance(each, TransportError) for each in met), (value, met)
         assert key is None or "has no seal of this job's key" in str(met[0])
 
@@ -326,7 +326,7 @@ def test_strangers_at_stores_delay_nobody(key: str | None) -> None:
         client = stores.open_store("127.0.0.1", port, 1, 2, 60.0, serve_it=False)
         ends = time.monotonic() + 60
         ends_of = enumerate((server, client))
-        met = at_once(*(partial(launch._await_all, end, Place(rank, 2), 60.0, ends) for rank, end in ends_of))
+        met = at_once(*(partial(launch._await_all, end, RankInfo(rank, 2), 60.0, ends) for rank, end in ends_of))
         assert met == [None, None]
         sealed(reach(where, PATIENCE)).set("a", "b")
         assert sealed(desk).get("a") == b"b"

@@ -12,9 +12,10 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 from ... import context, launch
 from ...base.errors import ConfigError, TransportError, kind_of, require
 from .. import mpi_ops as ops
-from ..basics import HorovodInternalError, init, rank, shutdown
+from ..basics import HorovodInternalError, rank, shutdown
 from ..environment import elastic_timeout
 from ..functions import allgather_object, broadcast_object
+from ..startup import init
 from .signals import Notice
 from .state import HostsUpdatedInterrupt, State
 from .storage import Storage

@@ -12,7 +12,7 @@ import torch
 from .. import mpi_ops as ops
 from ..basics import is_initialized, size
 
-__all__ = ["HostsUpdatedInterrupt", "Keeper", "ObjectState", "State"]
+__all__ = ["HostsUpdatedInterrupt", "CommitStore", "ObjectState", "State"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -27,7 +27,7 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
-class Keeper(Protocol):
+class CommitStore(Protocol):
     """A place for commits that outlives the process."""
 
     def keep(self, number: int, shared: Any, own: Any) -> None:
@@ -55,7 +55,7 @@ class State:
         self._host_messages: SimpleQueue[tuple[float, int]] = SimpleQueue()
         self._reset_callbacks: list[Callable[[], None]] = []
         self.commits = 0
-        self.keeper: Keeper | None = None
+        self.keeper: CommitStore | None = None
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Call ``callbacks`` each time workers have been added or removed, for example to scale the learning rate."""

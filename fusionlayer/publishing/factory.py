@@ -1,0 +1,30 @@
+"""Makes the outlet that fits an endpoint."""
+
+from __future__ import annotations
+
+from .address import Endpoint
+from .folder import FolderOutlet
+from .keyring import Keyring, common_of
+from .outlet import Outlet
+from .server import TcpOutlet
+from .tls import TLS
+
+__all__ = ["open_outlet"]
+
+
+def open_outlet(place: Endpoint, *, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> Outlet:
+    """Return an outlet at ``place``.
+
+    Args:
+        place: folder, or host and port to listen at.
+        keep: how many versions behind the newest a follower may be and still get differences.
+        keyring: what followers must prove to have over TCP, and what signs the files of a folder; None: nothing.
+        tls: by which connections are encrypted, over TCP; None: they are not.
+        timeout: seconds in which a follower must take some of what is sent to it.
+
+    Raises:
+        ConfigError: the place cannot be used.
+    """
+    if place.folder:
+        return FolderOutlet(place, keep, common_of(keyring))
+    return TcpOutlet(place, keep, keyring, tls, timeout)
