@@ -295,11 +295,7 @@ def _rank_main(
             dist.destroy_process_group()
     except BaseException as error:
         plain = {k: v for k, v in vars(error).items() if isinstance(v, (int, float, str, tuple, type(None)))}
-        details = {
-            "error": (type(error).__name__, str(error)),
-            "trace": traceback.format_exc(),
-            "attributes": plain,
-        }
+        details = {"error": (type(error).__name__, str(error)), "trace": traceback.format_exc(), "attributes": plain}
         report.send(("raised", time.monotonic(), details))
         report.close()
         os._exit(1)

@@ -6,7 +6,7 @@ import ast
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,15 +21,10 @@ from torch.utils._device import _device_constructors
 import fusionlayer as fl
 from fusionlayer import codecs
 from fusionlayer.transport import local
-from tests.gpu import trainers
-from tests.gpu.trainers import TRAINERS
-from tests.harness import run_ranks
 from tests.integrations.training import make_model, train, weights
 from tests.loops import looped
 from tests.synthetic import gradient
 from tests.tiers import tiered
-from tests.torch.behaviours import CHECKS
-from tests.torch.test_behaviours import on_this_rank
 
 PACKAGE = Path(fl.__file__).parent
 MAKE = {function.__name__ for function in _device_constructors()}
@@ -159,39 +154,9 @@ def test_single_calls_give_the_same() -> None:
         for codec in (*FEW, "auto", "oktopk", "omnireduce"):
             found.append(fl.all_reduce(x.clone(), codec=codec))
         for codec in ("raw", "int8", "zip", "auto"):
-            found += [
-                fl.all_gather(x, codec=codec),
-                fl.reduce_scatter(x, codec=codec),
-                fl.all_to_all(x, codec=codec),
-            ]
+            found += [fl.all_gather(x, codec=codec), fl.reduce_scatter(x, codec=codec), fl.all_to_all(x, codec=codec)]
         assert fl.broadcast_object({"rank": rank}) == {"rank": 0}
         fl.shutdown()
         return torch.cat([each.reshape(-1) for each in found])
 
     _both(2, body)
-
-
-@pytest.mark.short
-@looped("name", CHECKS)
-def test_horovods_behaviours(name: str) -> None:
-    with default_device():
-        local.run(on_this_rank([name]), 2)
-
-
-def _named(value: Any) -> str:
-    return getattr(value, "__name__", None) or str(value)
-
-
-def trained(rank: int, world: int, body: Any, options: dict[str, Any], with_default: bool) -> Any:
-    with default_device() if with_default else nullcontext():
-        return body(rank, world, "cpu", options)
-
-
-LAST = {body: options for body, options in TRAINERS if body not in (trainers.optimizer, trainers.horovod)}
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("body, options", tiered(TRAINERS, lambda body, options: LAST.get(body) is options), ids=_named)
-def test_trainers_in_processes_get_the_same(body: Any, options: dict[str, Any]) -> None:
-    expected, found = (run_ranks(trained, 2, body, options, way) for way in (False, True))
-    assert expected == found

@@ -25,12 +25,10 @@ from fusionlayer.cli import doctor, fusionrun, main
 from fusionlayer.codecs.base import registry
 from tests.codecs.conformance import CHECKS
 from tests.codecs.variants import variants
-from tests.examples.places import needs_namespaces
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.pages import PAGES, ROOT, blocks
 from tests.ports import free_port
-from tests.tiers import exhaustive
 
 README = (ROOT / "README.md").read_text()
 
@@ -240,23 +238,6 @@ def test_the_commands_of_the_readme_run() -> None:
     assert targets == ["demo", "test"]
     for target in targets:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
-
-
-@pytest.mark.medium
-@pytest.mark.netns
-@needs_namespaces
-@exhaustive(guarded_by="tests/test_documents.py::test_the_commands_of_the_readme_run")
-def test_the_benchmarks_of_the_page_on_results_run() -> None:
-    page = (ROOT / "docs/results.md").read_text()
-    commands = [shlex.split(line)[1:] for line in page.splitlines() if line.startswith("python -m benchmarks")]
-    assert [words[1] for words in commands] == ["benchmarks.lab", "benchmarks.training"]
-    lab, training = commands
-    split = lab.index("--") + 1
-    assert lab[split] == "python"
-    lab[split:] = [sys.executable, *lab[split + 1 :], "--steps", "2", "--width", "32", "--layers", "1"]
-    for command, told in (lab, "replicas          identical"), ([*training, "--rounds", "1", "--busy-ok"], "of limit"):
-        out = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        assert out.returncode == 0 and told in out.stdout, out
 
 
 @pytest.mark.short

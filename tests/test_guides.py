@@ -176,14 +176,7 @@ def test_errors_that_pages_explain_are_errors_that_there_are() -> None:
     """Of each table of what goes wrong: the words between backquotes, up to the first number or dots."""
     sources = "\n".join(path.read_text() for path in (ROOT / "fusionlayer").rglob("*.py"))
     sources = re.sub(r"\{[^{}]*\}", "*", re.sub(r'"\s*\n\s*f?"', "", sources))
-    foreign = (
-        "Host key",
-        "Permission denied",
-        "ambiguous option",
-        "torchrun:",
-        "OMP_",
-        "rank 0 of 1",
-    )
+    foreign = ("Host key", "Permission denied", "ambiguous option", "torchrun:", "OMP_", "rank 0 of 1")
     told = 0
     for page in PAGES:
         table = re.search(r"(?s)\| the error says \|.*?\n\n|\| the error says \|.*", page.read_text() + "\n\n")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.conftest import pytest_collection_modifyitems
 from tests.tiers import LONGEST, longest_first, tiered
 
 pytestmark = pytest.mark.short
 
 TESTS = Path(__file__).parent
-CONFTEST = (TESTS / "conftest.py").read_text()
 MARKED = """
 import pytest
 @pytest.mark.exhaustive
@@ -34,21 +35,15 @@ def test_guarded_by_long(): pass
 UNGUARDED = ("marked_as_a_whole", "guarded_by_none", "guarded_by_long")
 
 
-def test_a_test_that_no_earlier_tier_guards_is_refused(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS.parent))
-    pytester.makeconftest(CONFTEST)
-    pytester.makeini("[pytest]\nmarkers =\n exhaustive\n long\n")
-    pytester.makepyfile(test_it=MARKED)
-    arguments = ("--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist")
-    refused = pytester.runpytest_subprocess(*arguments)
-    assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    refused.stderr.fnmatch_lines(
-        [f"*every case is exhaustive*: {', '.join(f'test_it.py::test_{name}' for name in UNGUARDED)}"]
-    )
-    one = pytester.runpytest_subprocess(*arguments, "test_it.py::test_marked_as_a_whole")
-    assert one.ret == pytest.ExitCode.OK, "a test that was asked for by its name"
+def test_a_test_that_no_earlier_tier_guards_is_refused(pytester: pytest.Pytester) -> None:
+    path = pytester.makepyfile(test_it=MARKED)
+    items, _ = pytester.inline_genitems("-p", "no:cacheprovider", path)
+    config: Any = SimpleNamespace(args=[], pluginmanager=SimpleNamespace(hasplugin=lambda name: False))
+    names = ", ".join(f"test_it.py::test_{name}" for name in UNGUARDED)
+    with pytest.raises(pytest.UsageError, match=f"every case is exhaustive.*: {names}$"):
+        next(pytest_collection_modifyitems(config, items))
+    config.args = ["test_it.py::test_marked_as_a_whole"]  # asked for by its name
+    next(pytest_collection_modifyitems(config, items))
 
 
 @pytest.mark.medium

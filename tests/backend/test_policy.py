@@ -92,10 +92,7 @@ def test_what_is_never_touched() -> None:
         ({"rules": [{"codec": "int8"}, {"op": "send"}]}, r"policy: rules\[1\]: lacks 'codec'"),
         ({"rules": [{"codec": "int9"}]}, r"policy: rules\[0\]: unknown codec 'int9'; did you mean 'int'\?"),
         ({"rules": [{"codec": 8}]}, r"policy: rules\[0\].codec=8; expected a text"),
-        (
-            {"rules": [{"codec": "int8", "options": {"bit": 4}}]},
-            r"rules\[0\]: .*cannot take the options .*'bit'",
-        ),
+        ({"rules": [{"codec": "int8", "options": {"bit": 4}}]}, r"rules\[0\]: .*cannot take the options .*'bit'"),
         ({"rules": [{"codec": "int8", "options": 4}]}, r"policy: rules\[0\].options=4; expected keys and values"),
         ({"rules": [{"codec": "int8", "opp": "send"}]}, r"policy: rules\[0\]: unknown key 'opp'; did you mean 'op'\?"),
         ({"rules": [{"codec": "int8", "op": "allreduce"}]}, r"unknown op 'allreduce'; did you mean 'all_reduce'\?"),

@@ -150,11 +150,7 @@ class TestWorkers:
             "    process.wait()\n"
         )
         starter = subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
         )
         assert starter.stdout is not None
         try:

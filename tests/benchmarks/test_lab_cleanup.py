@@ -22,13 +22,7 @@ LABS = [
     pytest.param(["--rate", "10mbit", "--delay", "1ms"], id="switch", marks=needs_switch),
     pytest.param(["--mpi"], id="mpi", marks=needs_mpi),
 ]
-ENDINGS = {
-    "exit": 0,
-    "failure": 7,
-    "interrupt": 130,
-    "terminate": -signal.SIGTERM,
-    "kill": -signal.SIGKILL,
-}
+ENDINGS = {"exit": 0, "failure": 7, "interrupt": 130, "terminate": -signal.SIGTERM, "kill": -signal.SIGKILL}
 SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
 
 

@@ -62,13 +62,7 @@ def test_trace_says_whose_times_they_are_and_predicts_only_where_there_is_such_a
     about = [
         {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
         {"name": "device", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "cuda:0"}},
-        {
-            "name": "clock",
-            "ph": "M",
-            "pid": 0,
-            "tid": 0,
-            "args": {"offset_us": 0.0, "error_us": 0.0, "ranks": 2},
-        },
+        {"name": "clock", "ph": "M", "pid": 0, "tid": 0, "args": {"offset_us": 0.0, "error_us": 0.0, "ranks": 2}},
     ]
     (tmp_path / "trace.0").write_text(json.dumps([*about, *whole_steps(6)]))
     assert main(["trace", str(tmp_path / "trace")]) == 0

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ from fusionlayer.cli.verdict import told, verdict
 from fusionlayer.planning.recorded import RecordedBucket, RecordedStep, forecast
 from tests.integrations.training import make_model, train
 from tests.loops import looped
-from tests.packaging.project_tree import ROOT
-from tests.tiers import DRAWS, exhaustive
+from tests.tiers import DRAWS
 
 
 def span(name: str, ts: float, dur: float, tid: str = "MainThread", **details: object) -> dict[str, Any]:
@@ -272,29 +268,3 @@ def test_what_is_no_timeline_is_told(
     assert main(["trace", str(tmp_path / "x")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(told, line)
-
-
-@pytest.mark.medium
-@exhaustive(guarded_by="tests/cli/test_trace.py::test_a_run_with_a_timeline_is_broken_down")
-def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
-    text = (ROOT / "docs/timeline.md").read_text()
-    found = re.search(r"^FUSIONLAYER_TIMELINE=(\S+) torchrun (.*)\nfusionlayer (.*)$", text, re.MULTILINE)
-    assert found is not None
-    file, run = found[1], found[2].split()
-    step = (ROOT / "docs/concepts/step.md").read_text()
-    assert found[0].replace("\n", " --steps 20\n") in step, "the same on the page that explains a step"
-    script = [str(ROOT / part) if part.startswith("examples/") else part for part in run]
-    small = ["--steps", "6", "--width", "32", "--layers", "1"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *script, *small]
-    variables = {**os.environ, "FUSIONLAYER_TIMELINE": file}
-    subprocess.run(command, cwd=tmp_path, env=variables, check=True, capture_output=True)
-    main_of_cli = "import sys; from fusionlayer.cli import main; sys.exit(main())"
-    for words in re.findall(r"^fusionlayer (trace .*)$", text, re.MULTILINE):
-        told = subprocess.run(
-            [sys.executable, "-c", main_of_cli, *words.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert told.returncode == 0 and told.stdout.count("Buckets of rank") == 2, told
-    assert (tmp_path / "step.svg").exists() and (tmp_path / "all.json").exists()

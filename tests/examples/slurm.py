@@ -122,11 +122,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     ports = [free_port() for _ in range(5)]
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(
-            folder=folder,
-            host=platform.node(),
-            controller=ports[0],
-            nodes=NODES,
-            ports=",".join(map(str, ports[1:])),
+            folder=folder, host=platform.node(), controller=ports[0], nodes=NODES, ports=",".join(map(str, ports[1:]))
         )
     )
     (folder / "state").mkdir()

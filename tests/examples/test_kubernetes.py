@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from fusionlayer.cli.spawn import without_launcher
 from tests.packaging.project_tree import NEEDED
-from tests.ports import free_port
 from tests.tiers import exhaustive, needs
 
 from .places import EXAMPLES, ROOT
 
 MANIFESTS = {file.stem: yaml.safe_load(file.read_text()) for file in (EXAMPLES / "kubernetes").glob("*.yaml")}
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-SMALL = ["--steps", "2", "--width", "32", "--layers", "1"]
 
 # The fields of an MPIJob, kubeflow.org/v2beta1, which no Python package has, and what they hold.
 MPIJOB = {
@@ -133,42 +127,3 @@ def read(model: Any, given: dict[str, Any]) -> Any:
 
 
 # ---- pods as processes ----------------------------------------------------------------------------------------------
-
-
-def finish(commands: list[list[str]], variables: list[dict[str, str]]) -> str:
-    """Start all commands together, with the program's folder and the steps of a test; return what they print."""
-    shared = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    pods = []
-    for command, own in zip(commands, variables, strict=True):
-        local = [word.replace("/workspace/examples", str(EXAMPLES)) for word in command] + SMALL
-        pods.append(
-            subprocess.Popen(
-                local,
-                env=without_launcher() | shared | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        told = [pod.communicate()[0] for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-    assert [pod.returncode for pod in pods] == [0] * len(pods), "\n".join(told)
-    return "\n".join(told)
-
-
-@exhaustive(guarded_by="tests/integrations/test_launch.py::test_each_launcher_is_understood")
-@pytest.mark.medium
-def test_pods_of_a_trainjob_train() -> None:
-    trainer, port = MANIFESTS["trainjob"]["spec"]["trainer"], str(free_port())
-    pods = range(trainer["numNodes"])
-    told = {"PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
-    told |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-    printed = finish([words("trainjob")] * len(pods), [told | {"PET_NODE_RANK": str(pod)} for pod in pods])
-    assert re.search(r"replicas +identical", printed) and "workers           4 on" in printed, printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,3 @@ def test_torch_trainer(page: tuple[str, str, str], tmp_path: Path) -> None:
 def test_a_trainer_without_the_environment_of_torch(page: tuple[str, str, str], tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(page[1])
     check_losses(run(["python", "other.py"], tmp_path, **QUIET))
-
-
-@long(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
-def test_a_script_that_comes_from_horovod_trainer(page: tuple[str, str, str], tmp_path: Path) -> None:
-    (tmp_path / "train_hvd.py").write_text(page[2])
-    told = run(["python", "train_hvd.py"], tmp_path, **QUIET)
-    assert sorted(re.findall(r"rank \d of 2: equal True", told)) == [
-        "rank 0 of 2: equal True",
-        "rank 1 of 2: equal True",
-    ]

@@ -47,8 +47,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 @exhaustive(guarded_by="tests/test_guides.py::test_the_two_lines_train_alike_on_all_ranks")
 @pytest.mark.parametrize(
-    "page, script",
-    [("start/laptop.md", "train.py"), pytest.param("guides/ddp.md", "train_ddp.py", marks=long)],
+    "page, script", [("start/laptop.md", "train.py"), pytest.param("guides/ddp.md", "train_ddp.py", marks=long)]
 )
 def test_two_processes_of_a_page(page: str, script: str, tmp_path: Path) -> None:
     (code,) = blocks(page, "python")

@@ -109,29 +109,6 @@ def test_absent_nvcc_or_gpu_means_cpu_only_and_one_line(
 
 
 @pytest.mark.short
-@pytest.mark.usefixtures("no_nvcc")
-def test_nvcc_is_looked_for_in_order(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def nvcc(folder: str) -> str:
-        (tmp_path / folder).mkdir(parents=True)
-        return str(program(tmp_path / folder / "nvcc", ""))
-
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    on_path = nvcc("path")
-    assert build_script.find_nvcc() == on_path
-    from_package = nvcc("nvidia/cu13/bin")
-    assert build_script.find_nvcc() == from_package
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    from_home = nvcc("home/bin")
-    assert build_script.find_nvcc() == from_home
-    given = nvcc("given")
-    monkeypatch.setenv("FUSIONLAYER_NVCC", given)
-    assert build_script.find_nvcc() == given
-    monkeypatch.setenv("FUSIONLAYER_NVCC", str(tmp_path / "absent"))
-    with pytest.raises(SetupError, match=r"FUSIONLAYER_NVCC='.*absent' is not a program"):
-        build_script.find_nvcc()
-
-
-@pytest.mark.short
 def test_gpus_to_compile_for(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nvcc = str(program(tmp_path / "nvcc", "echo compute_75 compute_80 compute_86 compute_90 compute_121"))
     smi = program(tmp_path / "nvidia-smi", "exit 9")

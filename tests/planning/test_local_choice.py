@@ -84,7 +84,7 @@ def test_no_other_fidelity_may_skip_a_step(profile: Profile, fidelity: str) -> N
 LOSSES = st.tuples(st.sampled_from([1, 2, 4, 8, 32]), st.floats(-1, 9), st.sampled_from(["int4", "raw"]))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.lists(LOSSES, max_size=5), st.sampled_from([0.0, 1.0, 4.0]))
 def test_a_budget_is_kept(profile: Profile, measured: list[tuple[int, float, str]], budget: float) -> None:
     """By what was measured, of which the last word counts."""

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionlayer import codecs
@@ -63,6 +63,7 @@ def runs(model: Model, data: st.DataObject) -> list[int]:
 
 
 @looped("algorithm", ALGORITHMS)
+@settings(max_examples=12)
 @given(models(), st.data())
 def test_planners_search_with_the_model_that_predicts(algorithm: str, model: Model, data: st.DataObject) -> None:
     """With one lane and a core for each thread the simulation is the recurrence of ``Pipeline``."""
