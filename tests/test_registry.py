@@ -11,6 +11,7 @@ import pytest
 
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.registry import Registry
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
@@ -60,7 +61,7 @@ def test_presets_change_defaults_and_arguments_win(animals: Registry[str]) -> No
     assert animals.get("kitten", legs=2) == "cat on 2 legs"
 
 
-@pytest.mark.parametrize(
+@looped(
     "name, options, message",
     [
         ("cta", {}, "unknown animal 'cta'; did you mean 'cat'[?] known: cat, kitten"),

@@ -58,111 +58,47 @@ def values(numel: int, seed: int) -> Tensor:
     return torch.randint(-99, 99, (numel,), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def room(like: Tensor, layout: Layout) -> Tensor:
-    """Return an output for as many elements as ``like`` has."""
-    return layout(torch.full((like.numel(),), -7.0))
-
-
-def in_place(name: str, *args: Any) -> Callable[..., list[Tensor]]:
-    def call(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-        getattr(group, name)([x], *args).wait()
-        return [x]
-
-    return call
-
-
-def options(kind: str, root: int) -> Any:
+def rooted(kind: str, root: int) -> Any:
     made = getattr(dist, kind)()
     made.rootRank = root
     return made
 
 
-def all_gather(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    outs = [room(x, layout) for _ in range(WORLD)]
-    group.allgather([outs], [x]).wait()
-    return outs
+def batch(group: Any, rank: int, x: Tensor, outs: list[Tensor]) -> list[dist.Work]:
+    ops = [dist.P2POp(dist.isend, x, 1 - rank, group), dist.P2POp(dist.irecv, outs[0], 1 - rank, group)]
+    return dist.batch_isend_irecv(ops)
 
 
-def all_gather_single(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    out = layout(torch.zeros(x.numel() * WORLD))
-    group._allgather_base(out, x).wait()
-    return [out]
+# How many outputs a call has, 0 for one in place, how many times the elements of its input each has, and its start.
+SCATTER: Any = dist.ReduceScatterOptions()
+CALLS: dict[str, tuple[int, float, Callable[..., Any]]] = {
+    "all_reduce": (0, 1, lambda g, rank, x, outs: g.allreduce(outs[:1])),
+    "coalesced": (0, 1, lambda g, rank, x, outs: g.allreduce_coalesced(outs)),
+    "broadcast": (0, 1, lambda g, rank, x, outs: g.broadcast(outs[:1], rooted("BroadcastOptions", 1))),
+    "reduce": (0, 1, lambda g, rank, x, outs: g.reduce(outs[:1], rooted("ReduceOptions", 1))),
+    "all_gather": (2, 1, lambda g, rank, x, outs: g.allgather([outs], [x])),
+    "all_gather_single": (1, 2, lambda g, rank, x, outs: g._allgather_base(outs[0], x)),
+    "all_gathers": (2, 2, lambda g, rank, x, outs: g.allgather_into_tensor_coalesced(outs, [x, x])),
+    "gather": (2, 1, lambda g, rank, x, outs: g.gather([outs] * rank, [x], rooted("GatherOptions", 1))),
+    "scatter": (1, 1, lambda g, rank, x, outs: g.scatter(outs, [[x, x]] * (1 - rank), rooted("ScatterOptions", 0))),
+    "reduce_scatter": (1, 1, lambda g, rank, x, outs: g.reduce_scatter(outs, [[x, x]], SCATTER)),
+    "reduce_scatter_single": (1, 0.5, lambda g, rank, x, outs: g._reduce_scatter_base(outs[0], x, SCATTER)),
+    "reduce_scatters": (2, 0.5, lambda g, rank, x, outs: g.reduce_scatter_tensor_coalesced(outs, [x, x], SCATTER)),
+    "all_to_all": (2, 1, lambda g, rank, x, outs: g.alltoall(outs, [x, x])),
+    "all_to_all_single": (1, 1, lambda g, rank, x, outs: g.alltoall_base(outs[0], x, [], [])),
+    "swap": (1, 1, lambda g, rank, x, outs: [g.send([x], 1 - rank, 3), g.recv(outs, 1 - rank, 3)]),
+    "batch": (1, 1, batch),
+}
 
 
-def all_gathers(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    outs = [layout(torch.zeros(x.numel() * WORLD)) for _ in range(2)]
-    group.allgather_into_tensor_coalesced(outs, [x, x]).wait()
-    return outs
-
-
-def gather(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    outs = [[room(x, layout) for _ in range(WORLD)]] if rank == 1 else []
-    group.gather(outs, [x], options("GatherOptions", 1)).wait()
-    return outs[0] if outs else []
-
-
-def scatter(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    out = room(x, layout)
-    group.scatter([out], [[x, x]] if rank == 0 else [], options("ScatterOptions", 0)).wait()
-    return [out]
-
-
-def reduce_scatter(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    out = room(x, layout)
-    group.reduce_scatter([out], [[x, x]], dist.ReduceScatterOptions()).wait()
-    return [out]
-
-
-def reduce_scatter_single(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    out = layout(torch.zeros(x.numel() // WORLD))
-    group._reduce_scatter_base(out, x, dist.ReduceScatterOptions()).wait()
-    return [out]
-
-
-def reduce_scatters(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    outs = [layout(torch.zeros(x.numel() // WORLD)) for _ in range(2)]
-    group.reduce_scatter_tensor_coalesced(outs, [x, x], dist.ReduceScatterOptions()).wait()
-    return outs
-
-
-def all_to_all(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    outs = [room(x, layout) for _ in range(WORLD)]
-    group.alltoall(outs, [x, x]).wait()
-    return outs
-
-
-def all_to_all_single(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    out = room(x, layout)
-    group.alltoall_base(out, x, [], []).wait()
-    return [out]
-
-
-def coalesced(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    xs = [x, layout(x.flatten() * 1)]
-    group.allreduce_coalesced(xs).wait()
-    return xs
-
-
-def swap(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    out = room(x, layout)
-    works = [group.send([x], 1 - rank, 3), group.recv([out], 1 - rank, 3)]
-    for work in works:
+def call(name: str, group: Any, rank: int, x: Tensor, layout: Layout) -> list[Tensor]:
+    count, times, start = CALLS[name]
+    outs = [layout(torch.full((int(times * x.numel()),), -7.0)) for _ in range(count)]
+    outs = outs or [x, layout(x.flatten() * 1)]
+    works = start(group, rank, x, outs)
+    for work in works if isinstance(works, list) else [works]:
         work.wait()
-    return [out]
-
-
-def batch(rank: int, group: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    out = room(x, layout)
-    ops = [dist.P2POp(dist.isend, x, 1 - rank, group), dist.P2POp(dist.irecv, out, 1 - rank, group)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    return [out]
-
-
-IN_PLACE = [in_place("allreduce"), in_place("broadcast", options("BroadcastOptions", 1)), coalesced]
-IN_PLACE += [in_place("reduce", options("ReduceOptions", 1))]
-GATHERS = [all_gather, all_gather_single, all_gathers, gather]
-OTHERS = [scatter, reduce_scatter, reduce_scatter_single, reduce_scatters, all_to_all, all_to_all_single, swap, batch]
+    return outs
 
 
 def compare(rank: int, world: int) -> list[str]:
@@ -170,14 +106,14 @@ def compare(rank: int, world: int) -> list[str]:
     group: Any = dist.new_group(pg_options=POLICY)
     plain: Any = dist.new_group(backend="gloo")
     wrong = []
-    cases = [(call, layout, layout) for call, layout in itertools.product(IN_PLACE, OUTPUTS)]
-    cases += [(call, INPUTS[i % 6], OUTPUTS[i % 4]) for call in GATHERS + OTHERS for i in range(6)]
-    for numel, (call, given, taken) in itertools.product((16, 4096), cases):
+    cases = [(name, layout, layout) for name, (count, *_) in CALLS.items() if not count for layout in OUTPUTS]
+    cases += [(name, INPUTS[i], OUTPUTS[i % 4]) for name, (count, *_) in CALLS.items() if count for i in range(6)]
+    for numel, (name, given, taken) in itertools.product((16, 4096), cases):
         x = given(values(numel, numel + rank))
         same = x.clone(memory_format=torch.contiguous_format).resolve_neg()
-        got, want = call(rank, group, x, taken), call(rank, plain, same, contiguous)
+        got, want = call(name, group, rank, x, taken), call(name, plain, rank, same, contiguous)
         if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
-            wrong.append(f"{call.__name__} {numel} from {given.__name__} to {taken.__name__}")
+            wrong.append(f"{name} {numel} from {given.__name__} to {taken.__name__}")
     assert backend.traffic(group).calls.total() > 50
     return wrong
 
@@ -189,7 +125,7 @@ def refuse(rank: int, world: int) -> None:
             calls: list[Callable[[], Any]] = [
                 partial(group.allreduce, [out]),
                 partial(group.recv, [out], 1 - rank, 0),
-                partial(group.scatter, [out], [], options("ScatterOptions", 0)),
+                partial(group.scatter, [out], [], rooted("ScatterOptions", 0)),
                 partial(dist.all_reduce, out, group=group),
             ]
             for call in calls:
@@ -197,7 +133,7 @@ def refuse(rank: int, world: int) -> None:
                     call()
 
     complex_column = torch.full((6, 2), 1 + rank * 1j)[:, 1].conj()
-    group.broadcast([complex_column], options("BroadcastOptions", 1)).wait()
+    group.broadcast([complex_column], rooted("BroadcastOptions", 1)).wait()
     assert torch.equal(complex_column.resolve_conj(), torch.full((6,), 1 - 1j))
     with torch.inference_mode():
         x = torch.ones(6, 2)

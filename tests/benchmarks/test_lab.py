@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab import Flap, Network, launch
+from tests.loops import looped
 from tests.tiers import exhaustive
 
 from .labs import ROOT, command_of, mark, marked, needs_switch, netns, run, thorough, wait_until
@@ -164,8 +165,8 @@ class TestWorkers:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
+@looped(
+    "arguments, complaint",
     [
         ({"hosts": 0}, "hosts=0; expected 1 to 250"),
         ({"hosts": 2, "rate": "0mbit"}, "rate='0mbit'; expected a number"),

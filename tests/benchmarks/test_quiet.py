@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import quiet
+from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
 
-@pytest.mark.parametrize(
-    ("state", "told"),
+@looped(
+    "state, told",
     [
         ({"load": 3.5, "cpu_waiting": 1.0}, "load of the last minute is 3.5, expected at most 3 for 2 workers"),
         ({"load": 3.5}, "load"),

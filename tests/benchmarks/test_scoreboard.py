@@ -71,7 +71,7 @@ class TestArithmetic:
     ) -> None:
         assert reached(mean_curve([losses("int4", 0, *values)]), level) == step
 
-    @pytest.mark.parametrize(("final", "step"), [(2.0, 450 + 150 * 0.4 / 0.5), (2.19, 600), (2.21, None)])
+    @looped("final, step", [(2.0, 450 + 150 * 0.4 / 0.5), (2.19, 600), (2.21, None)])
     def test_who_ends_within_the_spread_of_f32_reaches_its_loss_with_the_last_step(
         self, final: float, step: float | None
     ) -> None:

@@ -16,6 +16,7 @@ import yaml
 from fusionlayer.cli import fusionrun, main
 from fusionlayer.cli.arguments import check_file
 from tests.cli.test_trace import step_spans
+from tests.loops import looped
 from tests.planning.profiles import write_example
 
 
@@ -193,8 +194,8 @@ def no_start(*args: object, **options: object) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("line", "words"),
+@looped(
+    "line, words",
     [
         ("explian", "unknown 'explian'; did you mean 'explain'? known: doctor, "),
         (

@@ -54,7 +54,7 @@ def test_a_run_that_does_not_end_is_a_failure_with_its_last_lines() -> None:
     assert '.py", line ' in done.stdout  # a line of the stack, wherever the workers were; a terminal would cut it
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=exhaustive)])
 def test_nothing_outlives_the_demo(number: signal.Signals) -> None:
     key, value = "FUSIONLAYER_TEST_MARK", f"{os.getpid()}-{time.monotonic_ns()}"
     demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True, env={**os.environ, key: value})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.loops import looped
 from tests.tiers import exhaustive
 
 from .forked import torchrun
@@ -103,8 +104,8 @@ def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.short
 @pytest.mark.usefixtures("examples_on_path")
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
+@looped(
+    "arguments, complaint",
     [
         (["--codec", "int9"], "invalid choice: 'int9'"),
         (["--codec-option", "group_size"], "'group_size'; expected KEY=VALUE"),

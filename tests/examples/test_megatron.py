@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fusionlayer as fl
+from tests.loops import looped
 from tests.tiers import engine, long, needs
 
 from .places import EXAMPLES
@@ -22,8 +23,8 @@ SMALL = ("--width", "64", "--layers", "1", "--context", "32", "--batch-size", "8
 
 
 @pytest.mark.short
-@pytest.mark.parametrize(
-    ("given", "complaint"),
+@looped(
+    "given, complaint",
     [
         ({}, "Megatron-Core is missing .*; pip install 'fusionlayer\\[megatron\\]'"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide 2 processes and 4 heads"),

@@ -16,18 +16,19 @@ from tests.gpu import stages, test_codec_gpu, trainers
 from tests.gpu.conftest import LOG
 from tests.gpu.stages import LACKS, SELECTIONS, STAGES, Run, Stage
 from tests.harness import run_ranks
+from tests.loops import looped
 from tests.tiers import long
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", [*STAGES, *SELECTIONS])
+@looped("name", [*STAGES, *SELECTIONS])
 def test_without_a_gpu_a_stage_says_what_it_lacks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(stages, "_run", lambda *_: pytest.fail("something was run"))
     assert stages.main([name, "--out", str(tmp_path)]) == LACKS
-    about, *lacks = capsys.readouterr().out.splitlines()
+    _, about, *lacks = capsys.readouterr().out.splitlines()  # after the name of the case
     assert about == f"gpu-{name}: {(STAGES | SELECTIONS)[name].about}"
     assert f"gpu-{name}: not run: it lacks a CUDA device, which torch does not see" in lacks
     assert all(line.startswith(f"gpu-{name}: not run: it lacks ") for line in lacks)

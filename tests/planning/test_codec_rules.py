@@ -51,8 +51,8 @@ def test_the_first_rule_that_fits_counts() -> None:
     assert chosen(policy, tensor("a.bias", 999)) == ("raw", "rules[3]: every tensor")
 
 
-@pytest.mark.parametrize(
-    ("fidelity", "best", "second"),
+@looped(
+    "fidelity, best, second",
     [("lossless", "raw", None), ("near_lossless", "int8", "bf16"), ("aggressive", "int4", "int8")],
 )
 def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second: str | None) -> None:

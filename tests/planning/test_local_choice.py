@@ -75,7 +75,7 @@ def test_codec_period_and_overlap_are_chosen_together(
     assert re.search(said, found.reason), found.reason
 
 
-@pytest.mark.parametrize("fidelity", [fidelity for fidelity in FIDELITIES if fidelity != LOCAL])
+@looped("fidelity", [fidelity for fidelity in FIDELITIES if fidelity != LOCAL])
 def test_no_other_fidelity_may_skip_a_step(profile: Profile, fidelity: str) -> None:
     with pytest.raises(ConfigError, match=f"fidelity='{fidelity}'; only 'local' may skip steps"):
         choose(profile, fidelity=fidelity)

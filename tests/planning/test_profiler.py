@@ -135,8 +135,8 @@ def test_a_model_of_the_users_is_loaded() -> None:
     assert isinstance(model, Net) and len(batch) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
+@looped(
+    "name, message",
     [
         ("gpt5", "expected one of gpt, resnet, or module:function"),
         ("nowhere.to.be.found:model", "cannot be loaded: No module"),

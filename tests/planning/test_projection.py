@@ -11,6 +11,7 @@ from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile, Validation
 from fusionlayer.planning.projection import Method, break_even, project, projected_band
+from tests.loops import looped
 
 from .profiles import write_example
 
@@ -46,8 +47,8 @@ def test_collectives_are_those_of_the_engine(profile: Profile) -> None:
     assert replace(method, algorithm="ring").algorithm_for(codec, 8) == "ring"
 
 
-@pytest.mark.parametrize(
-    ("name", "algorithm", "message"),
+@looped(
+    "name, algorithm, message",
     [
         ("ddp-fp61", None, "unknown method 'ddp-fp61'; did you mean 'ddp-fp16'"),
         ("ddp-fp16", None, "no costs of codec 'fp16'"),

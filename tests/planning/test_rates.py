@@ -13,12 +13,13 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning import rates
 from fusionlayer.planning.rates import least_time, measure_rates, shares_by, shares_of
 from fusionlayer.transport import Transport
+from tests.loops import looped
 from tests.ranks import over_threads
 
 pytestmark = pytest.mark.short
 
 
-@pytest.mark.parametrize(
+@looped(
     "of, shares",
     [
         ((1.0, 1.0, 1.0, 0.5), (333, 333, 333, 0)),  # the slow link is full with its own messages
@@ -79,7 +80,7 @@ def test_one_host_has_equal_shares() -> None:
     assert over_threads(3, lambda transport: shares_by(["measured"], transport)) == [()] * 3
 
 
-@pytest.mark.parametrize(
+@looped(
     "given, text",
     [
         (["100mbit"], r"rates=\['100mbit'\] for 3 ranks; expected the rate of each rank's link"),
