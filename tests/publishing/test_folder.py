@@ -142,7 +142,7 @@ def test_a_restarted_publisher_takes_over_and_the_old_one_is_told(tmp_path: Path
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ConfigError, match="cannot be used: (UpdateFile exists|Not a directory)"):
+    with pytest.raises(ConfigError, match="cannot be used: (File exists|Not a directory)"):
         fl.publish({}, file)
     with fl.publish({}, tmp_path / "full") as publisher:
         publisher.update(plain_state(0))
