@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from fusionlayer import context
 from fusionlayer.base import config
-from fusionlayer.base.config import Config, load
+from fusionlayer.base.config import Config, Planning, load
 from fusionlayer.base.errors import ConfigError
 from tests.loops import looped
 
@@ -35,6 +34,7 @@ def test_an_empty_file_and_empty_variables_change_nothing(tmp_path: Path) -> Non
 
 
 WRONG = {
+    "planning": "[1]",
     "codec": "[raw]",
     "codec_options": "4",
     "algorithm": "true",
@@ -71,12 +71,12 @@ WRONG = {
 
 
 def test_every_setting_is_covered() -> None:
-    assert set(WRONG) == {field.name for field in fields(Config)}
+    assert {*WRONG} == {*config.flat(Config()), "planning"}
 
 
 @looped("name", WRONG)
 def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"config .*fusionlayer.yaml: {name}=.*; expected"):
+    with pytest.raises(ConfigError, match=f"config .*fusionlayer.yaml: (planning.)?{name}=.*; expected"):
         from_file(tmp_path, f"{name}: {WRONG[name]}")
 
 
@@ -120,17 +120,33 @@ def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None
         load({"FUSIONLAYER_TIMEOUT": "-3"})
 
 
+def test_planning_stands_below_its_key_or_at_the_top(tmp_path: Path) -> None:
+    wanted = Config(planning=Planning(planner="wfbp", replan=False))
+    for text in (
+        "planning: {planner: wfbp, replan: false}",
+        "planner: wfbp\nreplan: false",
+        "planner: wfbp\nplanning: {replan: false}",
+    ):
+        assert from_file(tmp_path, text) == wanted
+    with pytest.raises(ConfigError, match="planner stands below `planning` and outside of it; write it once"):
+        from_file(tmp_path, "planner: wfbp\nplanning: {planner: single}")
+    with pytest.raises(ConfigError, match="planning.*unknown.*planer"):
+        from_file(tmp_path, "planning: {planer: wfbp}")
+
+
 def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) -> None:
     text = "codec: topk\ncodec_options: {density: 0.1}\npolicy: p.yaml\nplan: plan.yaml\nreplan: true\nlanes: 3\n"
     variables = {"CODEC": "int4", "REPLAN": "0", "PLANNER_OPTIONS": "{cap: 9}", "LANES": "null", "THREADS": "2"}
     settings = from_file(tmp_path, text, **{f"FUSIONLAYER_{key}": value for key, value in variables.items()})
     # The file's options, policy and plan are of other codecs.
-    assert settings == Config("int4", replan=False, planner_options={"cap": 9}, lanes=None, threads=2)
+    assert settings == Config(
+        "int4", planning=Planning(replan=False, planner_options={"cap": 9}), lanes=None, threads=2
+    )
     for given in ("eth0,eth1", "[eth0, eth1]"):
         assert from_file(tmp_path, text, FUSIONLAYER_INTERFACES=given).interfaces == ("eth0", "eth1")
     mine = from_file(tmp_path, text, FUSIONLAYER_PLANNER="wfbp", FUSIONLAYER_PLAN="mine.yaml", FUSIONLAYER_REPLAN="off")
-    assert (mine.planner, mine.plan, mine.policy, mine.replan) == ("wfbp", "mine.yaml", "p.yaml", False)
-    assert {f"FUSIONLAYER_{field.name.upper()}" for field in fields(Config)} < set(config.VARIABLES)
+    assert mine.planning == Planning(planner="wfbp", plan="mine.yaml", policy="p.yaml", replan=False)
+    assert {f"FUSIONLAYER_{name.upper()}" for name in config.flat(Config())} < set(config.VARIABLES)
 
 
 @looped(

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -159,7 +159,7 @@ class Field:
         folder = Path(tempfile.mkdtemp(prefix=f"{self._number}-", dir=self._folder))
         scratch = folder / "tmp"
         scratch.mkdir()
-        known = {field_.name for field_ in fields(fl.config.Config)}
+        known = fl.config.flat(fl.config.Config())
         settings = {key: value for key, value in job.settings.items() if key in known}
         (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
         self._run = run = Run(job, self._number, self, scratch, [Outcome() for _ in range(job.world)])

@@ -6,7 +6,6 @@ import argparse
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
@@ -73,7 +72,7 @@ SLURM = (
 
 def variables() -> str:
     """Return docs/variables.md."""
-    defaults = {field.name: getattr(config.Config(), field.name) for field in fields(config.Config)}
+    defaults = config.flat(config.Config())
 
     def default(name: str) -> str:
         key = name.removeprefix("FUSIONLAYER_").lower()

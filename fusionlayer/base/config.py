@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import yaml
@@ -16,7 +16,18 @@ from . import records
 from .errors import ConfigError
 from .registry import closest, nearest
 
-__all__ = ["REMOVED", "TRANSPORTS", "VARIABLES", "Config", "blame", "describe", "load", "unknown_variables"]
+__all__ = [
+    "REMOVED",
+    "TRANSPORTS",
+    "VARIABLES",
+    "Config",
+    "Planning",
+    "blame",
+    "describe",
+    "flat",
+    "load",
+    "unknown_variables",
+]
 
 TRANSPORTS = ("c10d", "sockets", "auto", "mpi", "horovod")
 MOST_CONNECTIONS = 64
@@ -27,18 +38,9 @@ def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Defaults of every entry point. An argument given in code wins over them. docs/config.md describes each."""
+class Planning:
+    """The settings of the key `planning`: how an optimizer fuses gradients and chooses their codecs."""
 
-    codec: str = _setting(
-        "codec of gradients: a name of `fusionlayer.codecs.names()`, or `auto` in an optimizer", "raw"
-    )
-    codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
-    algorithm: str | None = _setting(
-        "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null "
-        "chooses by codec and number of ranks",
-        None,
-    )
     ahead: bool | None = _setting(
         "encode each gradient by itself as it arrives, ahead of fusion; null: algorithm and codec decide", None
     )
@@ -61,6 +63,27 @@ class Config:
         "near_lossless",
     )
     replan: bool = _setting("when planning by costs: measure and plan again when steps have drifted", True)
+
+    def __post_init__(self) -> None:
+        records.check(self)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Defaults of every entry point. An argument given in code wins over them. docs/config.md describes each."""
+
+    codec: str = _setting(
+        "codec of gradients: a name of `fusionlayer.codecs.names()`, or `auto` in an optimizer", "raw"
+    )
+    codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
+    algorithm: str | None = _setting(
+        "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null "
+        "chooses by codec and number of ranks",
+        None,
+    )
+    planning: Planning = _setting(
+        "how gradients are fused into buckets and which codecs they get: see below", factory=Planning
+    )
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
     )
@@ -179,10 +202,16 @@ REMOVED: Mapping[str, str] = {
 }
 """Settings and arguments that were removed: why, or what to use instead."""
 
-_KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in fields(Config)}
+_PLANNING = tuple(f.name for f in fields(Planning))
+_HINTS = typing.get_type_hints(Config) | typing.get_type_hints(Planning)
+_KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in (*fields(Config), *fields(Planning)) if f.name != "planning"}
 VARIABLES: Mapping[str, str] = {
     **_OTHERS,
-    **{variable: Config.__dataclass_fields__[key].metadata["help"] for variable, key in _KEYS.items()},
+    **{
+        f"FUSIONLAYER_{f.name.upper()}": f.metadata["help"]
+        for f in (*fields(Config), *fields(Planning))
+        if f.name != "planning"
+    },
 }
 """The environment variables of fusionlayer, and what each does. Every setting has one."""
 
@@ -211,16 +240,35 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         if environ.get(source) or key in given:
             where = source if environ.get(source) else f"FUSIONLAYER_CONFIG={path}: {key}"
             raise ConfigError(f"{where}: this setting was removed: {why}; leave it out")
-    settings = records.build(Config, given, f"config {path}")
+    settings = records.build(Config, _nested(given, f"config {path}"), f"config {path}")
     chosen = {key: environ[variable] for variable, key in _KEYS.items() if environ.get(variable)}
     replaced = {key for name in chosen for key in _REPLACED.get(name, ())}
-    default = vars(Config())
-    settings = replace(settings, **{key: default[key] for key in replaced})
+    default = flat(Config())
+    values = flat(settings) | {key: default[key] for key in replaced}
     for key, text in chosen.items():
         variable = f"FUSIONLAYER_{key.upper()}"
-        values = {**vars(settings), key: _value(variable, text, typing.get_type_hints(Config)[key])}
-        settings = records.build(Config, values, f"{variable}={text}")
+        values[key] = _value(variable, text, _HINTS[key])
+        settings = records.build(Config, _nested(values, ""), f"{variable}={text}")
     return settings
+
+
+def flat(settings: Config) -> dict[str, Any]:
+    """Return all settings in one mapping, those of `planning` under their own names, which no other setting has."""
+    values = {**vars(settings), **vars(settings.planning)}
+    del values["planning"]
+    return values
+
+
+def _nested(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the settings of a file with those of `planning` below it, wherever they stand in ``values``."""
+    if not isinstance(values, Mapping) or not (inner := {key: values[key] for key in _PLANNING if key in values}):
+        return values
+    given = values.get("planning", {})
+    if isinstance(given, Mapping):
+        if twice := sorted({*inner} & {*given}):
+            raise ConfigError(f"{where}: {twice[0]} stands below `planning` and outside of it; write it once")
+        inner = {**given, **inner}
+    return {**{key: value for key, value in values.items() if key not in _PLANNING}, "planning": inner}
 
 
 def _value(variable: str, text: str, hint: Any) -> Any:
@@ -256,8 +304,8 @@ def blame(settings: Config, *keys: str, environ: Mapping[str, str] = os.environ)
     try:
         yield
     except ConfigError as error:
-        found, default = load(environ), Config()
-        set_here = [key for key in keys if getattr(settings, key) == getattr(found, key) != getattr(default, key)]
+        mine, found, default = flat(settings), flat(load(environ)), flat(Config())
+        set_here = [key for key in keys if mine[key] == found[key] != default[key]]
         names = [f"FUSIONLAYER_{key.upper()}" for key in set_here]
         names = [name for name in names if environ.get(name)] or ["FUSIONLAYER_CONFIG"] * bool(set_here)
         if not names:
@@ -276,11 +324,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def describe() -> str:
     """Return the text of docs/config.md. ``make docs`` writes it to the file."""
-    defaults = vars(Config())
-    rows = []
-    for f in fields(Config):
-        default = yaml.safe_dump(defaults[f.name], default_flow_style=True).splitlines()[0]
-        rows.append(f"| `{f.name}` | {str(f.type).replace(' | None', ' or null')} | {default} | {f.metadata['help']} |")
+    head = ["| key | type | default | meaning |", "|---|---|---|---|"]
     return "\n".join(
         [
             "# Configuration",
@@ -303,9 +347,15 @@ def describe() -> str:
             "The file is YAML, with any of these keys. An unknown key is an error. The variable of each key is",
             "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_PLAN`, `FUSIONLAYER_LANES`.",
             "",
-            "| key | type | default | meaning |",
-            "|---|---|---|---|",
-            *rows,
+            *head,
+            *_rows(Config()),
+            "",
+            "### Planning",
+            "",
+            "These keys stand below `planning`, or at the top, and each has a variable: `FUSIONLAYER_PLANNER`.",
+            "",
+            *head,
+            *_rows(Planning()),
             "",
             "In a variable, 1, true, yes and on mean true; 0, false, no and off mean false; `null` means null. Keys",
             "and values are YAML: `FUSIONLAYER_CODEC_OPTIONS='{group_size: 64}'`. An empty variable changes nothing.",
@@ -319,3 +369,12 @@ def describe() -> str:
             "",
         ]
     )
+
+
+def _rows(defaults: Config | Planning) -> Iterator[str]:
+    for f in fields(defaults):
+        if f.name == "planning":
+            yield f"| `planning` | mapping |  | {f.metadata['help']} |"
+        else:
+            default = yaml.safe_dump(getattr(defaults, f.name), default_flow_style=True).splitlines()[0]
+            yield f"| `{f.name}` | {str(f.type).replace(' | None', ' or null')} | {default} | {f.metadata['help']} |"

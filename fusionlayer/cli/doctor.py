@@ -306,7 +306,7 @@ def _environment() -> Iterator[CheckResult]:
 
 
 def _read_settings() -> str:
-    chosen, default = vars(config.load()), vars(config.Config())
+    chosen, default = config.flat(config.load()), config.flat(config.Config())
     differ = [f"{name}={value}" for name, value in chosen.items() if value != default[name]]
     return ", ".join(differ) or "the defaults"
 

@@ -85,8 +85,8 @@ class Method:
         if algorithm is not None and codecs.knows(codec):
             collectives.choose(codecs.get(codec), 2, algorithm, ahead=None)
         settings = Config()
-        options = settings.planner_options if planner in (None, settings.planner) else {}
-        fuse = planners.get(planner or settings.planner, **options)
+        options = settings.planning.planner_options if planner in (None, settings.planning.planner) else {}
+        fuse = planners.get(planner or settings.planning.planner, **options)
         overlap = _OVERLAP if name.endswith(_OVERLAP) else ""
         chosen = [choice for choice in (algorithm, planner) if choice is not None]
         return cls("/".join([codec, *chosen]) + overlap, codec, algorithm, fuse, bool(overlap))

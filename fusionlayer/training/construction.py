@@ -13,6 +13,7 @@ import torch
 
 from .. import codecs, collectives, context
 from ..base.config import Config, blame
+from ..base.config import Planning as PlanningSettings
 from ..base.errors import ConfigError, require
 from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
@@ -155,14 +156,14 @@ def make_planning(
     settings = context.settings()
     codec = _codec(options, settings)
     algorithm = options.algorithm if options.algorithm is not None else settings.algorithm
-    ahead = options.ahead if options.ahead is not None else settings.ahead
+    ahead = options.ahead if options.ahead is not None else settings.planning.ahead
     planner = _planner(options.planner, settings)
     plan = FusionPlan.from_yaml(options.plan) if isinstance(options.plan, (str, Path)) else options.plan
     if plan is not None:
         require(plan, FusionPlan, "plan", "a fusionlayer.FusionPlan, or the path of a file with one")
-    if plan is None and settings.plan is not None:
+    if plan is None and settings.planning.plan is not None:
         with blame(settings, "plan"):
-            plan = FusionPlan.from_yaml(settings.plan)
+            plan = FusionPlan.from_yaml(settings.planning.plan)
             plan.without(idle).check(tensors, size)
     if plan is not None and idle:
         plan = plan.without(idle)
@@ -176,7 +177,7 @@ def make_planning(
             f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, which choose both for each "
             "codec; leave them out"
         )
-    replan = settings.replan if options.replan is None else options.replan
+    replan = settings.planning.replan if options.replan is None else options.replan
     plan_controller: PlanController | None = None
     if plan is None and by_costs:
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
@@ -193,7 +194,7 @@ def make_planning(
             local_size=context.local_size(),
             clock=clock_of(device),
         )
-        profile = options.profile if options.profile is not None else settings.profile
+        profile = options.profile if options.profile is not None else settings.planning.profile
         if profile is not None and not changed:
             with blame(settings, *([] if options.profile is not None else ["profile"])):
                 measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
@@ -219,7 +220,7 @@ def make_planning(
         codec=first,
         algorithm=algorithm,
         ahead=ahead,
-        planner=planners.get(Config.planner) if planner.needs_costs else planner,
+        planner=planners.get(PlanningSettings.planner) if planner.needs_costs else planner,
         plan=plan,
         plan_controller=plan_controller,
     )
@@ -248,7 +249,7 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
     """Return the codec of all gradients, or the rules that give each gradient a codec."""
     policy, fidelity = options.policy, options.fidelity
     if options.codec is None and policy is None:
-        policy = settings.policy
+        policy = settings.planning.policy
     elif options.codec is not None and policy is not None:
         raise ConfigError("got a codec and a policy; a policy names the codecs, so leave the codec out")
     if policy is not None:
@@ -264,7 +265,9 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
                 f"codec 'auto' takes no options, got {dict(options.codec_options)}; name them in a policy"
             )
         with blame(settings, *([] if fidelity is not None else ["fidelity"])):
-            return _in_every_step(CodecRules((CodecRule(AUTO),), settings.fidelity if fidelity is None else fidelity))
+            return _in_every_step(
+                CodecRules((CodecRule(AUTO),), settings.planning.fidelity if fidelity is None else fidelity)
+            )
     if fidelity is not None:
         raise ConfigError(f"fidelity={fidelity!r} is for codec='auto'; leave it out when you name a codec")
     return make_codec(options.codec, options.codec_options).bare
@@ -286,7 +289,7 @@ def _planner(planner: str | Planner | None, settings: Config) -> Planner:
     if planner is not None:
         return planners.get(planner)
     with blame(settings, "planner", "planner_options"):
-        return planners.get(settings.planner, **settings.planner_options)
+        return planners.get(settings.planning.planner, **settings.planning.planner_options)
 
 
 def _by_rules(policy: CodecRules, tensors: Sequence[TensorInfo]) -> dict[str, Codec]:

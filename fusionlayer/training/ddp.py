@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .. import collectives, context
-from ..base.config import Config, blame
+from ..base.config import Planning, blame
 from ..base.errors import ConfigError, UsageError, kind_of
 from ..base.plan import Bucket, FusionPlan, Slot, plain_name
 from ..base.seeds import derive_seed
@@ -124,20 +124,20 @@ def register(
     refuse_averaged(names, modules=False)
     every = check_interval(check_replicas)
     settings = context.settings()
-    if codec is None and settings.policy is not None:
+    if codec is None and settings.planning.policy is not None:
         raise ConfigError(
-            f"the configured policy {settings.policy} gives each gradient a codec, which DDP's buckets cannot have; "
-            "give ddp.register a codec, or wrap the optimizer in DistributedOptimizer"
+            f"the configured policy {settings.planning.policy} gives each gradient a codec, which DDP's buckets "
+            "cannot have; give ddp.register a codec, or wrap the optimizer in DistributedOptimizer"
         )
-    if settings.plan is not None:
+    if settings.planning.plan is not None:
         with blame(settings, "plan"):
             raise ConfigError(
-                f"the configured plan {settings.plan} is for DistributedOptimizer; with ddp.register DDP makes the "
-                "buckets: leave the plan out, or wrap the optimizer"
+                f"the configured plan {settings.planning.plan} is for DistributedOptimizer; with ddp.register DDP "
+                "makes the buckets: leave the plan out, or wrap the optimizer"
             )
     transport = context.transport(model.process_group)
     chosen = make_codec(codec, codec_options)
-    ahead = settings.ahead if ahead is None else ahead
+    ahead = settings.planning.ahead if ahead is None else ahead
     with blame(settings, *([] if algorithm is not None else ["algorithm"])):
         algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
     ahead = collectives.is_gather(algorithm)
@@ -150,7 +150,7 @@ def register(
         algorithm=algorithm,
         ahead=ahead,
         # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
-        planner=Config.planner,
+        planner=Planning.planner,
         error_feedback=error_feedback,
         feedback_bits=feedback_bits,
     )

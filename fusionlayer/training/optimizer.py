@@ -167,7 +167,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")
     check_op(op)
     if sync is not None:
-        named_plan = plan if plan is not None else context.settings().plan
+        named_plan = plan if plan is not None else context.settings().planning.plan
         sync = check_sync(sync, optimizer, op, named_plan, overlap_forward)
         if codec is plan is policy is None:
             codec, codec_options = sync.codec, cast(CodecOptions, {**sync.codec_options, **dict(codec_options)})
@@ -205,8 +205,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             group=group,
             sync=sync,
             overlap_forward=overlap_forward,
-            plan=plan or context.settings().plan,
-            policy=policy or context.settings().policy,
+            plan=plan or context.settings().planning.plan,
+            policy=policy or context.settings().planning.policy,
             codec=codec or context.settings().codec,
         )
     options = GradientOptions(
@@ -294,11 +294,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
     if sent_by(optimizer) is not None:
         refused = sync if not isinstance(optimizer, FollowsSyncs) else None
-        if op is not Average or refused is not None or plan is not None or context.settings().plan is not None:
+        if op is not Average or refused is not None or plan is not None or context.settings().planning.plan is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} with op={op.name.title()}, sync={refused} and "
-                f"plan={plan or context.settings().plan}; it sends what it averages in each step, by codecs that it "
-                "names itself and no plan says: leave all three out"
+                f"plan={plan or context.settings().planning.plan}; it sends what it averages in each step, by "
+                "codecs that it names itself and no plan says: leave all three out"
             )
     if sent_by(optimizer) is not None or sync is not None and sync.after:
         # What is used later is refused now if it is wrong.
