@@ -61,12 +61,6 @@ def test_a_name_of_the_paper_rounds_gradients_as_the_paper_does() -> None:
     assert both_ways(None, "qsdp", None) == (None, "qsdp")
 
 
-def test_equal_values_come_back() -> None:
-    for name in ("qsdp", "qsdp_gradients"):
-        x = torch.full((1100,), 0.3)
-        assert torch.equal(codecs.get(name).decompress(codecs.get(name).compress(x), 1100), x)
-
-
 def draws(seed: int, first: int, groups: int, size: int) -> Tensor:
     """Return where in a step the grids of ``groups`` begin, read from origins: with values from -7 to 7 a step is 1."""
     x = torch.linspace(-7, 7, size).repeat(groups)

@@ -7,10 +7,11 @@ only a comparison can show (equal bits, residuals) travels over the transport un
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from functools import cache
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +31,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEPS = 2
 
 Pair = tuple[str, Codec]
+Made = TypeVar("Made")
+_making = threading.RLock()  # guards what ranks make for all of them
+
+
+def made_once(function: Callable[..., Made]) -> Callable[..., Made]:
+    """Return ``function`` with its results kept; one rank makes each, and the others wait for it."""
+    cached = cache(function)
+
+    @wraps(function)
+    def locked(*arguments: Any) -> Made:
+        with _making:
+            return cached(*arguments)
+
+    return locked
 
 
 def pairs(codecs: Iterable[Codec]) -> list[Pair]:
@@ -49,13 +64,13 @@ def takes(name: str, codec: Codec) -> bool:
     return over_threads(1, body)[0]
 
 
-@cache
+@made_once
 def given(rank: int, step: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return what a rank brings into a step; not to be written to."""
     return gradient(numel, 1000 * rank + step, dtype)
 
 
-@cache
+@made_once
 def coarseness(codec: Codec, numel: int, dtype: torch.dtype) -> float:
     """Return the largest relative error, in the Euclidean norm, that the codec made on some tensors of this length.
 
@@ -70,7 +85,7 @@ def coarseness(codec: Codec, numel: int, dtype: torch.dtype) -> float:
     return max(errors)
 
 
-@cache
+@made_once
 def agreed_coarseness(codec: Codec, numel: int, dtype: torch.dtype, world: int) -> float:
     """Return ``coarseness`` with what so many ranks agree on, errors relative to the largest of their tensors."""
     if not isinstance(codec, AgreeingCodec | HomomorphicCodec):

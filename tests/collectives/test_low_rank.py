@@ -128,19 +128,6 @@ def test_bytes_are_those_of_the_factors() -> None:
     over_threads(world, body)
 
 
-def test_a_sum_of_that_rank_is_exact_at_once() -> None:
-    def body(transport: Transport) -> None:
-        x = torch.empty(50, 30)
-        product(gradient(2 * 50, transport.rank).view(2, -1), gradient(2 * 30, 9).view(2, -1), x)
-        total = x.clone()
-        transport.all_reduce(total)
-        codec = codecs.get("powersgd", rank=2).bare.for_parts([Part("x", (50, 30))])
-        collectives.get("low_rank")(x.view(-1), codec, transport)
-        assert (x - total).norm() < 1e-5 * total.norm()
-
-    over_threads(3, body)
-
-
 def test_directions_that_were_not_there_are_found_when_they_come() -> None:
     """After zeros and steps of rank 1 all of a matrix of rank 3 is found; a start of zeros would never leave them."""
 

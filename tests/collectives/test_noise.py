@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 import pytest
@@ -13,7 +14,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec, TwoLevelCodec
 from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.transport import Transport
-from tests.codecs.variants import defaults
+from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
@@ -130,23 +131,21 @@ def test_pieces_draw_noise_of_their_own() -> None:
     assert float(alike.abs().max()) < 0.3
 
 
-@pytest.mark.parametrize("codec", NOISY, ids=str)
-def test_sums_over_two_nodes_stay_unbiased(codec: Codec) -> None:
-    """The mean over seeds comes closer to the sum as it must, with the roundings of both levels."""
-    if "two_level" not in names_for(codec):
-        pytest.skip(f"two_level does not take {codec}")
-    draws, inputs = 40, [gradient(4096, 80 + rank) for rank in range(WORLD)]
+@looped("codec", [codec for codec in NOISY if is_kind(codec)], ids=str)
+def test_sums_stay_unbiased(codec: Codec) -> None:
+    """The mean over seeds comes closer to the sum as it must, with all roundings, those of two nodes too."""
+    draws, inputs = 60, [gradient(4096, 80 + rank) for rank in range(WORLD)]
     exact = torch.stack(inputs).double().sum(0)
 
-    def body(transport: Transport) -> tuple[float, float]:
-        assert len(transport.nodes) == WORLD // PER_NODE
+    def body(transport: Transport, name: str) -> tuple[float, float]:
         total, single = torch.zeros_like(exact), 0.0
         for seed in range(draws):
             x = inputs[transport.rank].clone()
-            collectives.get("two_level")(x, codec, transport, seed=seed)
+            collectives.get(name)(x, codec, transport, seed=seed)
             single += squared(x - exact) / draws
             total += x
         return squared(total / draws - exact), single
 
-    for mean, single in over_threads(WORLD, body, ranks_per_node=PER_NODE):
-        assert 0 < mean < 1.3 * single / draws
+    for name in {*names_for(codec), *(["integer_sum"] if takes("integer_sum", codec) else [])}:
+        for mean, single in over_threads(WORLD, partial(body, name=name), ranks_per_node=PER_NODE):
+            assert 0 < mean < 1.3 * single / draws, name
