@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, FusionLayerError, TransportError, UsageError
+from fusionlayer.publishing.server import TcpOutlet
 from tests.publishing.gateway import Gateway
 from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.publishing.trainer import LONG, Trainer
@@ -89,6 +92,21 @@ def test_one_who_missed_versions_gets_one_difference() -> None:
         assert len(trainer.outlet._kept) <= 2
 
 
+def test_whole_versions_go_where_there_is_no_base_and_few_are_kept() -> None:
+    """The book-keeping of an outlet without its thread: one follower has a kept version, one has none of them."""
+    outlet: Any = object.__new__(TcpOutlet)
+    versions = {str(number): SimpleNamespace(digest=str(number), version=number) for number in range(5)}
+    outlet._kept, outlet._keep, outlet._missed, outlet._updates, sent = dict(versions), 2, {}, {}, []
+    outlet._peers = {
+        has: SimpleNamespace(has=has, since=1.0, told=None, update=None, send=lambda _, has=has: sent.append(has))
+        for has in (None, "gone", *versions)
+    }
+    outlet._send(SimpleNamespace(base=None, target=SimpleNamespace(digest="new", version=9)))
+    assert sent == [None, "gone"]
+    outlet._forget()
+    assert sorted(outlet._kept) == ["3", "4"]
+
+
 def test_a_cut_link_comes_back_and_goes_on_with_differences() -> None:
     with Trainer() as trainer, Gateway(trainer.port) as gateway, fl.subscribe(gateway.address) as follower:
         trainer.publish(plain_state(0, 200_000))
@@ -103,13 +121,14 @@ def test_a_cut_link_comes_back_and_goes_on_with_differences() -> None:
 
 def test_damage_is_noticed_and_a_whole_version_follows(caplog: pytest.LogCaptureFixture) -> None:
     with Trainer() as trainer, Gateway(trainer.port) as gateway, fl.subscribe(gateway.address) as follower:
-        trainer.publish(odd_state(0))
+        trainer.publish(plain_state(0, 200_000))
         follower.wait(LONG)
+        whole = gateway.passed
         for version in range(1, 4):
-            gateway.flips = 1
-            trainer.publish(odd_state(version))
+            gateway.flips, before = 1, gateway.passed
+            trainer.publish(plain_state(version, 200_000))
             assert follower.wait(LONG) == version and trainer.is_its(follower)
-            assert not gateway.flips
+            assert not gateway.flips and gateway.passed - before > whole / 2, "no difference from what may be damaged"
         gateway.flips = 3
         with fl.subscribe(gateway.address) as late:
             assert late.wait(LONG) == 3 and trainer.is_its(late)
