@@ -158,9 +158,9 @@ def test_an_agent_tells_the_error_of_the_rank_that_failed_first(
 
 
 @pytest.mark.short
-def test_the_report_of_an_agent_is_the_last_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    first = f"echo its error > ${agent.REPORT}; exit 9"
-    other = "trap 'echo other errors >&2; exit 3' TERM; while :; do sleep 0.1; done"
+def test_the_report_of_an_agent_is_the_last_that_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = f"until test -e {tmp_path}/up; do sleep 0.1; done; echo its error > ${agent.REPORT}; exit 9"
+    other = f"trap 'echo other errors >&2; exit 3' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
     assert agents.run([shell(other), shell(first)], 2) == 9
     assert capfd.readouterr().err == "other errors\nits error\n"
 
