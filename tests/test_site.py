@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from docs.site import pages
-from fusionlayer.base import errors
+from fusionlayer.base import config, errors
 from tests.loops import looped
 from tests.pages import DOCS, ROOT
 from tests.tiers import exhaustive
@@ -53,7 +53,8 @@ def test_pages_made_from_code_are_current(page: str) -> None:
 
 @pytest.mark.short
 def test_every_variable_that_code_reads_is_named() -> None:
-    named = set(re.findall(r"`([A-Z][A-Z0-9_]*)`", (DOCS / "variables.md").read_text()))
+    named = set(re.findall(r"`([A-Z][A-Z0-9_]*)`", (DOCS / "config.md").read_text()))
+    named |= {f"FUSIONLAYER_{name.upper()}" for name in config.flat(config.Config())}  # each key has one
     read = {text for text in _texts() if VARIABLE.fullmatch(text)}
     exports = {"HOROVOD_UNUSED", "MPI_LOCAL"}  # a name of Python, and the beginning of names
     assert len(read) > 60 and read - exports <= named, sorted(read - exports - named)

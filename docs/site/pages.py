@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
@@ -70,50 +71,66 @@ SLURM = (
 """What fusionlayer.launch.slurm reads."""
 
 
-def variables() -> str:
-    """Return docs/variables.md."""
-    defaults = config.flat(config.Config())
-
-    def default(name: str) -> str:
-        key = name.removeprefix("FUSIONLAYER_").lower()
-        if defaults.get(key) is None:
-            return "none" if key in defaults else ""
-        return f"`{yaml.safe_dump(defaults[key], default_flow_style=True).splitlines()[0]}`"
-
+def configuration() -> str:
+    """Return docs/config.md: all settings and variables."""
     launchers = [
         *([name, as_code([*places, *MORE.get(name, ())])] for name, places in launch.VARIABLES.items()),
         ["srun", as_code(SLURM)],
     ]
+    keys = {f"FUSIONLAYER_{name.upper()}" for name in config.flat(config.Config())}
+    head = ["key", "type", "default", "meaning"]
     return as_page(
-        "# Environment variables",
-        "Every variable that fusionlayer reads. `fusionlayer doctor` says of those that are set what they mean.\n"
-        "A variable whose name begins with `FUSIONLAYER_` and that is not in the first table is named in a warning by\n"
-        "`fl.init()`.",
-        "What counts: an argument in code, then a variable, then the [settings file](config.md), then the default.",
-        "## fusionlayer's own",
-        table(
-            ["variable", "default", "meaning"],
-            ([f"`{name}`", default(name), meaning] for name, meaning in config.VARIABLES.items()),
-        ),
-        "## Of other programs",
+        "# Configuration",
+        "Precedence, highest first: an argument in code, such as `codec=` of `fl.DistributedOptimizer`; an\n"
+        "environment variable; the file that `FUSIONLAYER_CONFIG` names; the default. So a script that names no codec\n"
+        "can be tried with another one without an edit:",
+        "```\nFUSIONLAYER_CODEC=int4 torchrun --nproc-per-node 2 examples/train_gpt.py\n```",
+        "`fusionlayer doctor` explains the variables that are set. `fl.init()` warns of unknown names that begin with\n"
+        "`FUSIONLAYER_`.",
+        "## Settings",
+        "The file is YAML, with any of these keys. An unknown key is an error. The variable of each key is\n"
+        "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_LANES`. Values in a variable are\n"
+        "YAML too: `FUSIONLAYER_CODEC_OPTIONS='{group_size: 64}'`; yes and on mean true, no and off false. An empty\n"
+        "variable changes nothing.",
+        table(head, _settings(config.Config())),
+        "### Planning",
+        "These keys stand below `planning`, or at the top. Each has a variable: `FUSIONLAYER_PLANNER`.",
+        table(head, _settings(config.Planning())),
+        "### Keys that depend on each other",
+        "`FUSIONLAYER_CODEC` replaces the `codec_options`, `policy` and `plan` of the file too, `FUSIONLAYER_POLICY`\n"
+        "its `plan`, and `FUSIONLAYER_PLANNER` its `planner_options` and `plan`. A plan takes precedence over a\n"
+        "codec, also over one named in code, because a plan names codecs itself. The codec `auto` is for optimizers:\n"
+        "calls on single tensors without a codec send them uncompressed.",
+        "## Other variables of fusionlayer",
+        table(["variable", "meaning"], ([f"`{n}`", m] for n, m in config.VARIABLES.items() if n not in keys)),
+        "## Variables of other programs",
         table(["variable", "meaning"], ([f"`{n}`", m] for n, m in {**environment.OTHERS, **BUILD}.items())),
-        "## Of launchers",
+        "## Variables of launchers",
         "Rank, number of ranks, local rank and local number of ranks come from the first of these that is set.\n"
-        "[Operations](operations.md#start-a-job) tells how jobs are started.",
+        "[Operations](operations.md#start-a-job) describes how jobs are started.",
         table(["launcher", "variables"], launchers),
         "Where none is set Ray Train is asked, if the program has imported it. `PET_NNODES` and `PET_NPROC_PER_NODE`,\n"
-        "which Kubeflow sets for torchrun, only tell that torchrun was forgotten. `PMI_RANK` and `PMI_SIZE` that srun\n"
+        "which Kubeflow sets for torchrun, only show that torchrun was forgotten. `PMI_RANK` and `PMI_SIZE` that srun\n"
         "itself has set do not count.",
-        "A process that has no rank by these would train alone. It is refused where one of the following tells of\n"
+        "A process without a rank would train alone. It is refused where one of the following variables reports\n"
         "several hosts or tasks: it was not started by a launcher, or a container has dropped variables. `RANK=0` and\n"
         "`WORLD_SIZE=1` let it train alone.",
         as_code(allocations.VARIABLES),
-        "## Horovod's",
+        "## Horovod's variables",
         "`fusionlayer.torch` reads these, so that jobs of Horovod keep their settings.",
         table(["variable", "meaning"], ([f"`{n}`", m] for n, m in environment.HOROVOD.items())),
         "These have no effect here:",
         table(["variable", "because"], ([f"`{n}`", m] for n, m in environment.HOROVOD_UNUSED.items())),
     )
+
+
+def _settings(defaults: config.Config | config.Planning) -> Iterator[list[str]]:
+    for field in fields(defaults):
+        kind, default = str(field.type).replace(" | None", " or null"), getattr(defaults, field.name)
+        if field.name == "planning":
+            kind, default = "mapping", {}
+        shown = yaml.safe_dump(default, default_flow_style=True).splitlines()[0]
+        yield [f"`{field.name}`", kind, shown, field.metadata["help"]]
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -384,8 +401,7 @@ def _plain(comment: str) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "docs/config.md": config.describe,
-    "docs/variables.md": variables,
+    "docs/config.md": configuration,
     "docs/commands.md": commands,
     "docs/codecs.md": codec_table,
     "docs/kernels.md": kernels,

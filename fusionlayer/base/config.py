@@ -23,7 +23,6 @@ __all__ = [
     "Config",
     "Planning",
     "blame",
-    "describe",
     "flat",
     "load",
     "unknown_variables",
@@ -320,61 +319,3 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
         for name in sorted(environ)
         if name.startswith("FUSIONLAYER_") and name not in VARIABLES
     }
-
-
-def describe() -> str:
-    """Return the text of docs/config.md. ``make docs`` writes it to the file."""
-    head = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    return "\n".join(
-        [
-            "# Configuration",
-            "",
-            "What is set in more than one place counts in this order:",
-            "",
-            "1. an argument in code, such as `codec=` of `fl.DistributedOptimizer`;",
-            "2. an environment variable;",
-            "3. the file that `FUSIONLAYER_CONFIG` names;",
-            "4. the default.",
-            "",
-            "So a script that names no codec can be tried with another one without an edit:",
-            "",
-            "```",
-            "FUSIONLAYER_CODEC=int4 torchrun --nproc-per-node 2 examples/train_gpt.py",
-            "```",
-            "",
-            "## Settings",
-            "",
-            "The file is YAML, with any of these keys. An unknown key is an error. The variable of each key is",
-            "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_PLAN`, `FUSIONLAYER_LANES`.",
-            "",
-            *head,
-            *_rows(Config()),
-            "",
-            "### Planning",
-            "",
-            "These keys stand below `planning`, or at the top, and each has a variable: `FUSIONLAYER_PLANNER`.",
-            "",
-            *head,
-            *_rows(Planning()),
-            "",
-            "In a variable, 1, true, yes and on mean true; 0, false, no and off mean false; `null` means null. Keys",
-            "and values are YAML: `FUSIONLAYER_CODEC_OPTIONS='{group_size: 64}'`. An empty variable changes nothing.",
-            "",
-            "Some settings go together. `FUSIONLAYER_CODEC` replaces the `codec_options`, `policy` and `plan` of",
-            "the file too, `FUSIONLAYER_POLICY` its `plan`, and `FUSIONLAYER_PLANNER` its `planner_options` and",
-            "`plan`. A plan wins over a codec, also over one that code names, because it names codecs itself. The",
-            "codec `auto` is for optimizers: calls on single tensors that name no codec send them as they are.",
-            "",
-            "[All variables](variables.md), also those of other programs.",
-            "",
-        ]
-    )
-
-
-def _rows(defaults: Config | Planning) -> Iterator[str]:
-    for f in fields(defaults):
-        if f.name == "planning":
-            yield f"| `planning` | mapping |  | {f.metadata['help']} |"
-        else:
-            default = yaml.safe_dump(getattr(defaults, f.name), default_flow_style=True).splitlines()[0]
-            yield f"| `{f.name}` | {str(f.type).replace(' | None', ' or null')} | {default} | {f.metadata['help']} |"
