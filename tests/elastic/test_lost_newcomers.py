@@ -204,7 +204,7 @@ def come(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {"digest": digest(model), "finished": members.step}
 
 
-@pytest.mark.parametrize("lost", [(0,), (0, 3), (2, 3)])
+@pytest.mark.parametrize("lost", [(0, 3), (2, 3)])
 def test_who_leads_may_be_lost_when_a_newcomer_has_come_and_the_newcomer_with_another(
     lost: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam
 
 import fusionlayer as fl
 from fusionlayer import context
 from fusionlayer.transport import local
 from tests.codecs.toy_sparse import toy_sparse
-from tests.integrations.training import fill, loss_of, make_model, reference, train, weights
+from tests.integrations.training import make_model, reference, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
 
@@ -36,14 +35,6 @@ def make_pair(model: nn.Module | None = None, overlap: bool = False, **options: 
     if overlap:
         options["overlap_forward"] = model
     return model, fl.DistributedOptimizer(optimizer, model.named_parameters(), **options)
-
-
-def equal_everywhere(x: Tensor) -> bool:
-    transport = local.current()
-    assert transport is not None
-    first = x.clone()
-    transport.broadcast(first, 0)
-    return torch.equal(first, x)
 
 
 @looped("algorithm", [None, "gather_v"])
@@ -72,70 +63,6 @@ def test_a_state_without_more_than_residuals_is_taken(rank: int) -> None:
     loaded = optimizer.state_dict()["fusionlayer"]
     assert not loaded["numbers"] and not loaded["tensors"]
     assert all(torch.equal(loaded["residuals"][name], kept) for name, kept in mine["residuals"].items())
-
-
-@on_ranks(2)
-def test_overlap_forward_changes_no_bit(rank: int) -> None:
-    results = []
-    for overlap in (False, True):
-        model, optimizer = make_pair(overlap=overlap, **SPARSE)
-        train(model, optimizer, rank, range(10))
-        optimizer.synchronize()
-        optimizer.close()
-        results.append(weights(model))
-    assert torch.equal(*results) and equal_everywhere(results[0])
-
-
-def test_gradients_of_any_layout() -> None:
-    """A model in channels_last trains as the same model in the usual layout."""
-
-    def trained(rank: int, memory_format: torch.memory_format) -> Tensor:
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-        fill(model)
-        model = model.to(memory_format=memory_format)
-        model, optimizer = make_pair(model, codec="toysparse", density=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            x = gradient(2 * 3 * 8 * 8, 10 * step + rank).view(2, 3, 8, 8).to(memory_format=memory_format)
-            model(x).square().sum().backward()
-            optimizer.step()
-        if memory_format is torch.channels_last:
-            assert not model[0].weight.grad.is_contiguous()
-        optimizer.close()
-        assert equal_everywhere(weights(model))
-        return weights(model)
-
-    def rank_main(rank: int) -> None:
-        usual, last = trained(rank, torch.contiguous_format), trained(rank, torch.channels_last)
-        torch.testing.assert_close(usual, last, rtol=1e-3, atol=1e-3)
-
-    local.run(rank_main, 2)
-
-
-@on_ranks(2)
-def test_what_is_owed_waits_for_a_gradient_that_some_rank_has(rank: int) -> None:
-    model, optimizer = make_pair(codec="toysparse", density=0.3)
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-
-    def kept() -> Tensor:
-        state: dict[str, Tensor] = optimizer.state_dict()["fusionlayer"]["residuals"]
-        return torch.cat(list(state.values()))
-
-    before = kept()
-    assert before.any()
-    optimizer.zero_grad()
-    optimizer.step()
-    assert torch.equal(kept(), before)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for step in range(1, 9):
-        optimizer.zero_grad()
-        if rank == 0:
-            (0 * loss_of(model, rank, step)).backward()
-        optimizer.step()
-    assert not kept().any()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    optimizer.close()
 
 
 @on_ranks(2)

@@ -15,7 +15,17 @@ from torch.optim import SGD, AdamW, Optimizer
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
-from tests.integrations.training import CLASSES, FEATURES, HIDDEN, fill, loss_of, make_batch, make_model, weights
+from tests.integrations.training import (
+    CLASSES,
+    FEATURES,
+    HIDDEN,
+    averaged,
+    fill,
+    loss_of,
+    make_batch,
+    make_model,
+    weights,
+)
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
@@ -116,16 +126,10 @@ def test_clipping_between_backward_and_step_clips_the_average(make: Callable[[An
 
     first, second = local.run(body, 2)
     assert torch.equal(first, second)
-    model = make_model()
-    optimizer = make(model.parameters())
-    for step in range(6):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (loss_of(model, rank, step) / 2).backward()
-        clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
     if codec == "raw":
-        torch.testing.assert_close(first, weights(model), atol=1e-4, rtol=1e-4)
+        model = make_model()
+        expected = averaged(model, make(model.parameters()), 2, range(6), clip=0.05)
+        torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_with_local_steps_clipping_clips_the_ranks_own_gradient() -> None:
@@ -331,15 +335,13 @@ def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others() -> None:
         return weights(model)
 
     first, second = local.run(body, 2)
+    assert torch.equal(first, second)
     model = Heads()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model.loss((rank + step) % 3, rank, step) / 2).backward()
-        optimizer.step()
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, weights(model), atol=1e-5, rtol=1e-5)
+    expected = averaged(
+        model, optimizer, 2, range(4), lambda model, rank, step: model.loss((rank + step) % 3, rank, step)
+    )
+    torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_next_forward_updates_no_parameter_that_no_rank_uses() -> None:
@@ -364,21 +366,3 @@ def test_the_next_forward_updates_no_parameter_that_no_rank_uses() -> None:
             assert torch.equal(weights(model.heads[1]), before)
 
     local.run(body, 2)
-
-
-def test_a_skipped_step_leaves_nothing_behind() -> None:
-    """As in a loop that clears gradients which are not finite, by the model and not by the optimizer."""
-
-    def body(rank: int) -> Tensor:
-        model = make_model()
-        optimizer = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model)
-        for step in range(4):
-            loss = loss_of(model, rank, step)
-            (loss * (float("nan") if (step, rank) == (1, 0) else 1)).backward()
-            if clip_grad_norm_(model.parameters(), 1e9).isfinite():
-                optimizer.step()
-            model.zero_grad(set_to_none=step % 2 == 0)
-        return weights(model)
-
-    first, second = local.run(body, 2)
-    assert torch.equal(first, second) and first.isfinite().all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim import SGD
 import fusionlayer as fl
 from fusionlayer.scheduler import Memory
 from tests.codecs.toy_sparse import toy_sparse
-from tests.integrations.training import loss_of, make_model, train, weights
+from tests.integrations.training import assert_same_on_all_ranks, loss_of, make_model, train, weights
 from tests.ranks import on_processes
 from tests.synthetic import gradient
 
@@ -36,12 +35,6 @@ def total(mine: Tensor) -> Tensor:
     summed = mine.clone()
     dist.all_reduce(summed)
     return summed
-
-
-def assert_same_on_all_ranks(mine: Tensor) -> None:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    assert all(torch.equal(theirs, mine) for theirs in every)
 
 
 @on_processes(3)
@@ -152,37 +145,6 @@ def test_error_feedback_survives_the_rebuilding_of_buckets_and_a_checkpoint(rank
     assert_nothing_is_lost()
 
 
-@on_processes(3)
-def test_sparse_codecs(rank: int, world: int) -> None:
-    """Exact at density 1; otherwise equal on all ranks, nothing lost, and resumed within the warm-up as it went on."""
-    with toy_sparse():
-        plain = trained_plainly(rank)
-        model, hook = make_ddp("toysparse", density=1.0)
-        train(model, SGD(model.parameters(), lr=0.1), rank, range(4))
-        torch.testing.assert_close(weights(model), plain, rtol=1e-5, atol=1e-7)
-        for algorithm in ("gather", "gather_v", "one_shot", "two_shot", "oktopk"):
-            options: dict[str, Any] = {"algorithm": algorithm, "density": 0.2, "warmup": 4}
-
-            def go_on(model: Any, steps: range) -> Tensor:
-                train(model, SGD(model.parameters(), lr=0.1), rank, steps)
-                return weights(model)
-
-            # Two steps first, in which DDP lays its buckets out: what is compared has the same ones.
-            model, hook = make_ddp("toysparse", **options)
-            go_on(model, range(2))
-            saved = copy.deepcopy((model.state_dict(), hook.state_dict()))
-            whole = go_on(model, range(2, 6))
-            assert_same_on_all_ranks(whole)
-            assert hook.state_dict()["step"] == 6
-            assert total(torch.cat(list(hook.state_dict()["residuals"].values()))).any()
-            model.load_state_dict(saved[0])
-            hook.load_state_dict(saved[1])
-            assert torch.equal(go_on(model, range(2, 6)), whole)
-            hook.close()
-        with pytest.raises(fl.ConfigError, match="'gather' carries tensors.*one by one"):
-            make_ddp("toysparse", algorithm="gather", ahead=False)
-
-
 @on_processes(2)
 def test_one_by_one_it_is_the_same_as_an_optimizer(rank: int, world: int) -> None:
     """Averages are those of an optimizer ahead of fusion, to the last bit, whatever buckets DDP makes."""
@@ -206,12 +168,6 @@ def test_one_by_one_it_is_the_same_as_an_optimizer(rank: int, world: int) -> Non
             assert state["numbers"] == results[-1][1]["numbers"]
             for name, residual in results[-1][1]["residuals"].items():
                 assert torch.equal(state["residuals"][name], residual)
-
-
-def trained_plainly(rank: int) -> Tensor:
-    model, _ = make_ddp()
-    train(model, SGD(model.parameters(), lr=0.1), rank, range(4))
-    return weights(model)
 
 
 @on_processes(2)

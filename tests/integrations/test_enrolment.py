@@ -121,14 +121,6 @@ def test_bits_are_those_of_an_optimizer_that_is_wrapped_anew(options: dict[str, 
         assert torch.equal(result, expected[0])
 
 
-@looped("options", [{"codec": "auto"}, {"groups": 2}], ids=str)
-def test_plan_controllers_and_groups_begin_anew(options: dict[str, Any]) -> None:
-    results = local.run(lambda rank: grown(rank, **options), 2)
-    assert torch.equal(*results)
-    start, exact = weights(grown_model()), alone(2)
-    assert (results[0] - exact).norm() < 0.25 * (exact - start).norm()
-
-
 def wrap(model: nn.Module, parameters: Iterable[Any] | None = None, **options: Any) -> Any:
     plain = SGD(model.parameters() if parameters is None else parameters, lr=0.1)
     return fl.DistributedOptimizer(plain, model.named_parameters(), **options)
@@ -368,21 +360,3 @@ def test_groups_that_cannot_be_added_leave_the_optimizer_as_it_was(rank: int, wo
     optimizer.step()
     optimizer.close()
     theirs.close()
-
-
-@on_ranks(2)
-def test_state_and_plan_of_added_parameters_survive_reconnect_and_reload(rank: int) -> None:
-    model = half_frozen()
-    optimizer = wrap(model, list(model[2].parameters()), codec="int4", error_feedback=True)
-    train(model, optimizer, rank, range(1))
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    model.requires_grad_(True)
-    train(model, optimizer, rank, range(1, 3))
-    state, plan = optimizer.state_dict(), optimizer.fusion_plan
-    assert set(state["fusionlayer"]["residuals"]) == FIRST | LATER
-    optimizer.reconnect()
-    train(model, optimizer, rank, range(3, 4))
-    assert optimizer.fusion_plan == plan
-    optimizer.load_state_dict(state)
-    again = optimizer.state_dict()["fusionlayer"]["residuals"]
-    assert all(torch.equal(again[name], kept) for name, kept in state["fusionlayer"]["residuals"].items())

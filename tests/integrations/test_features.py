@@ -30,7 +30,7 @@ import fusionlayer as fl
 from fusionlayer.scheduler import Memory
 from tests.harness import run_ranks
 from tests.integrations.test_averages_after_backward import CHANGES
-from tests.integrations.training import fill, weights
+from tests.integrations.training import assert_same_on_all_ranks, fill, weights
 from tests.ranks import on_processes
 from tests.synthetic import gradient
 from tests.tiers import exhaustive
@@ -343,12 +343,6 @@ def residuals(state: dict[str, Any]) -> dict[str, Tensor]:
     memory = Memory()
     memory.load_state_dict(state)
     return memory.state_dict()["residuals"]
-
-
-def assert_same_on_all_ranks(mine: Tensor) -> None:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    assert all(torch.equal(theirs, mine) for theirs in every)
 
 
 def added(seen: list[dict[str, Any]], name: str) -> Tensor | float:

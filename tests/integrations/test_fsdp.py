@@ -7,17 +7,14 @@ import inspect
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
@@ -29,6 +26,7 @@ from fusionlayer.sharded.fsdp_collectives import AllGather, ReduceScatter, Repli
 from fusionlayer.training.parameters import all_finite, local_part
 from tests.harness import checkpoint, outcomes_of
 from tests.integrations.training import fill, weights
+from tests.loops import looped
 from tests.ranks import on_processes
 from tests.synthetic import gradient
 from tests.tiers import exhaustive
@@ -122,9 +120,7 @@ def same_on_all_ranks(x: Tensor) -> bool:
 # ---- what torch expects ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(AllGather, "AllGather"), (ReplicaGather, "AllGather"), (ReduceScatter, "ReduceScatter")]
-)
+@looped("ours, theirs", [(AllGather, "AllGather"), (ReplicaGather, "AllGather"), (ReduceScatter, "ReduceScatter")])
 def test_the_interface_is_torch_s(ours: type, theirs: str) -> None:
     """That of 2.11 and 2.13, by whose names arguments are given; it is not public, so it may change."""
     abstract = getattr(pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_api"), theirs)
@@ -309,28 +305,6 @@ def test_weights_of_several_types_travel_as_they_are(rank: int, world: int) -> N
         outputs.append([parameter.detach().clone() for parameter in model.parameters()])
         assert compression is None or compression.bytes_sent == (4 + 2) * 72 // world * (world - 1)
     assert same(*outputs)
-
-
-@on_processes(2)
-def test_a_checkpoint_continues_to_the_last_bit(rank: int, world: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = sharded(mesh, "bf16")
-        fl.fsdp.compress(model, weights="zip", gradients="int8")
-        return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    model, optimizer = begin()
-    train(model, optimizer, range(5))
-    of_model, state = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": state}, checkpoint_id=tmp_path)
-    expected = train(model, optimizer, range(5, 10)) + full(model.parameters())
-
-    model, optimizer = begin()
-    of_model, state = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": state}, checkpoint_id=tmp_path)
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=state)
-    assert same(train(model, optimizer, range(5, 10)) + full(model.parameters()), expected)
 
 
 # ---- lossy codecs ---------------------------------------------------------------------------------------------------

@@ -248,27 +248,27 @@ class Job:
 def train_until_killed(rank: int, world: int, folder: str) -> None:
     fl.init()
     through = Job(world)
-    through.train(*range(8))
+    through.train(*range(5))
     Path(folder, f"digest {rank}").write_text(through.digest())
     job = Job(world)
-    job.train(*range(4))
+    job.train(*range(3))
     dcp.save(job.states(), checkpoint_id=f"{folder}/saved")
     job.save_copy(folder)
-    job.train(4, 5)
+    job.train(3)
     checkpoint("in the middle")
-    job.train(6, 7)
+    job.train(4)
 
 
 def go_on(rank: int, world: int, folder: str) -> None:
     job = Job(world)
     job.load(f"{folder}/saved")
-    job.train(*range(4, 8))
+    job.train(3, 4)
     assert job.digest() == Path(folder, f"digest {rank}").read_text()
     before = job.compression.bytes_sent
     late = Job(world)  # one that has trained otherwise before it loads
-    late.train(20, 21)
+    late.train(20)
     late.load(f"{folder}/saved")
-    late.train(*range(4, 8))
+    late.train(3, 4)
     assert late.digest() == job.digest() and job.compression.bytes_sent == before
     dist.barrier()
 
@@ -278,7 +278,7 @@ def go_on_with_more(rank: int, world: int, folder: str) -> None:
     job = Job(world)
     job.load(f"{folder}/saved", plain=False)
     assert torch.equal(job.copy().float(), torch.load(f"{folder}/copy").float())
-    train(job.model, job.optimizer, [4])
+    train(job.model, job.optimizer, [3])
     assert same_on_all_ranks(unsharded(job.model).view(torch.uint8))
 
 

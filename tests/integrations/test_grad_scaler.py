@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 
 import fusionlayer as fl
 from fusionlayer.transport import local
-from tests.integrations.training import loss_of, make_model, reference, weights
+from tests.integrations.training import averaged, loss_of, make_model, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
 
@@ -39,29 +39,13 @@ def scaled_training(rank: int, steps: int, *, clip: bool = False, inf_at: int | 
     return weights(model), scaler.get_scale(), residuals
 
 
-@looped("world", [2, 4])
-def test_step_alone(world: int) -> None:
-    for result, scale, _ in local.run(lambda rank: scaled_training(rank, 3), world):
-        torch.testing.assert_close(result, reference(world, 3, lambda p: SGD(p, lr=0.1)), rtol=1e-5, atol=1e-7)
-        assert scale == 1024.0
-
-
 def test_clipping_after_unscale() -> None:
-    def average_clipped() -> Tensor:
-        model = make_model()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            for rank in range(2):
-                (loss_of(model, rank, step) / 2).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-        return weights(model)
-
+    model = make_model()
+    expected = averaged(model, SGD(model.parameters(), lr=0.1), 2, range(3), clip=0.05)
     results = local.run(lambda rank: scaled_training(rank, 3, clip=True), 2)
     for result, _, _ in results:
         assert torch.equal(result, results[0][0])
-        torch.testing.assert_close(result, average_clipped(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
 
 
 @looped("clip", [False, True])
@@ -85,37 +69,6 @@ def test_infinity_on_one_rank_makes_all_ranks_skip(rank: int, options: dict[str,
     other = after.clone()
     local.current().broadcast(other, 0)
     assert torch.equal(other, after)
-
-
-def test_parameters_that_one_rank_does_not_use() -> None:
-    """unscale_ looks at the gradients before step(): they must be reduced ones on the rank that has them all and on
-    the rank that has not."""
-
-    def rank_main(rank: int) -> Tensor:
-        model = make_model()
-        optimizer = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
-        scaler = GradScaler("cpu", init_scale=1024.0)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = model[0].weight.square().sum() if rank == step % 2 else loss_of(model, rank, step)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        return weights(model)
-
-    first, second = local.run(rank_main, 2)
-    assert torch.equal(first, second)
-
-    model = make_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            loss = model[0].weight.square().sum() if rank == step % 2 else loss_of(model, rank, step)
-            (loss / 2).backward()
-        optimizer.step()
-    torch.testing.assert_close(first, weights(model), rtol=1e-5, atol=1e-7)
 
 
 def test_optimizer_that_unscales_in_its_own_kernel() -> None:

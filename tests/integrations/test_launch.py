@@ -20,7 +20,6 @@ from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import fusionlayer as fl
@@ -28,7 +27,6 @@ from fusionlayer import launch
 from fusionlayer.base.errors import TransportError
 from fusionlayer.launch import RankInfo, find_place, make_store
 from fusionlayer.launch.slurm import meeting_point
-from fusionlayer.transport import local
 from tests.harness import run_ranks
 from tests.loops import looped
 from tests.mpi import mpirun, needs_mpirun
@@ -38,23 +36,16 @@ from tests.tiers import exhaustive, tiered
 ROOT = Path(__file__).resolve().parents[2]
 
 LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
-    "mvapich": (
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    name: variables.split()
+    for name, variables in {
+        "torchrun": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
+        "horovodrun": "HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
+        "mpirun": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+        "mpich": "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
+        "jsrun": "JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE",
+        "mvapich": "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
+        "pals": "PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE",
+    }.items()
 }
 
 
@@ -75,13 +66,9 @@ def test_each_launcher_is_understood(launcher: str) -> None:
 
 
 @pytest.mark.short
-def test_nobody_launched() -> None:
+def test_nobody_launched_or_the_inner_launcher_wins() -> None:
     assert find_place({}) == RankInfo(0, 1, 0, 1, "single")
     assert find_place({"LOCAL_RANK": "3", "MASTER_ADDR": "x"}) == RankInfo()
-
-
-@pytest.mark.short
-def test_inner_launcher_wins() -> None:
     nested = {**environment("mpirun", 1, 2, 0, 1), **environment("torchrun", 5, 8, 1, 4)}
     assert find_place(nested) == RankInfo(5, 8, 1, 4, "torchrun")
     assert find_place({**environment("mpirun", 1, 2), "RANK": "0"}).launcher == "mpirun"
@@ -285,16 +272,6 @@ def test_meeting_point_that_makes_no_sense() -> None:
             make_store(RankInfo(0, 2, 0, 2), 1.0, {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "localhost", **port})
 
 
-@pytest.mark.short
-def test_within_local_ranks_there_is_nothing_to_init() -> None:
-    def rank_main(rank: int) -> None:
-        assert fl.is_initialized()
-        fl.init()
-        assert (fl.rank(), fl.size(), fl.local_rank(), fl.local_size()) == (rank, 3, rank, 3)
-
-    local.run(rank_main, 3)
-
-
 # ---- real jobs ------------------------------------------------------------------------------------------------------
 
 TRAIN = """
@@ -313,25 +290,24 @@ for step in range(2):
     optimizer.step()
 assert fl.all_gather(model.weight.detach().flatten()[None], "raw").unique(dim=0).shape[0] == 1
 place = f"{fl.rank()} {fl.size()} {fl.local_rank()} {fl.local_size()}"
-print(f"{place} {optimizer._fl_engine is not None}\\n", end="", flush=True)  # one write, so that lines stay whole
+print(f"{place} {optimizer.fusion_plan is not None}\\n", end="", flush=True)  # one write, so that lines stay whole
 """
 
 AGAIN = """
 fl.shutdown()
 fl.shutdown()
 assert not fl.is_initialized()
-for _ in range(2):
-    fl.init()
-    x = fl.all_reduce(torch.tensor([float(fl.rank())]), "raw", op=fl.Sum)
-    assert x.item() == sum(range(fl.size()))
-    fl.shutdown()
+fl.init()
+x = fl.all_reduce(torch.tensor([float(fl.rank())]), "raw", op=fl.Sum)
+assert x.item() == sum(range(fl.size()))
+fl.shutdown()
 """
 
 CONFIGURED = """
-engine = optimizer._fl_engine
-assert len(engine.plan.buckets) == 2, engine.plan
-assert {(b.codec, b.options["bits"], b.algorithm) for b in engine.plan.buckets} == {("int", 4, "one_shot")}
-transport = engine.lanes.all[0].transport
+plan = optimizer.fusion_plan
+assert len(plan.buckets) == 2, plan
+assert {(b.codec, b.options["bits"], b.algorithm) for b in plan.buckets} == {("int", 4, "one_shot")}
+transport = fl.context.transport()
 assert transport._checked == {1 - fl.rank()} and transport.timeout == 33
 other = torch.nn.Linear(3, 3)
 second = fl.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), codec="raw", planner="horovod")
@@ -387,7 +363,7 @@ def test_torchrun_with_configuration_and_timeline(tmp_path: Path, started: str) 
         "codec: int\ncodec_options: {bits: 4, rounding: stochastic}\nplanner: wfbp\nplanner_options: {}\n"
         "checksum: true\ntimeout: 77\nthreads: 1\n"
     )
-    program = TRAIN + CONFIGURED + AGAIN
+    program = TRAIN + CONFIGURED
     settings = {
         "FUSIONLAYER_CONFIG": str(tmp_path / "settings.yaml"),
         "FUSIONLAYER_TIMEOUT": "33",
@@ -434,7 +410,7 @@ def test_tasks_that_srun_starts_train_together(tmp_path: Path, nodes: int) -> No
         }
         for rank in range(2)
     ]
-    printed = run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None)
+    printed = run_ranks(run_script, 2, TRAIN, variables, backend=None)
     assert printed == [f"{rank} 2 {rank if nodes == 1 else 0} {2 // nodes} True" for rank in range(2)]
 
 
@@ -466,7 +442,7 @@ of("ray.train", get_context=lambda: context), of("ray.train.collective", broadca
 def test_workers_that_ray_has_told_nothing_in_variables_meet_by_ray(tmp_path: Path) -> None:
     """A stand-in for Ray; tests/examples/test_ray.py has Ray itself."""
     variables = [{"WORKER": str(rank), "TMPDIR": str(tmp_path)} for rank in range(2)]
-    printed = run_ranks(run_script, 2, RAY + TRAIN + AGAIN, variables, backend=None)
+    printed = run_ranks(run_script, 2, RAY + TRAIN, variables, backend=None)
     assert printed == ["0 2 0 1 True", "1 2 0 1 True"]
 
 
@@ -530,10 +506,7 @@ def test_two_processes_meet_through_a_stand_in_for_horovodruns_key_value_server(
 @pytest.mark.medium
 def test_processes_of_one_parent_meet_through_a_file(tmp_path: Path) -> None:
     variables = [{**environment("mpich", rank, 2), "TMPDIR": str(tmp_path)} for rank in range(2)]
-    assert run_ranks(run_script, 2, TRAIN + AGAIN, variables, backend=None) == [
-        "0 2 0 2 True",
-        "1 2 1 2 True",
-    ]
+    assert run_ranks(run_script, 2, TRAIN, variables, backend=None) == ["0 2 0 2 True", "1 2 1 2 True"]
     assert not list(tmp_path.glob("fusionlayer-*")), "the file by which they met was left behind"
 
 
@@ -637,13 +610,6 @@ def test_a_foreign_program_where_ranks_meet_is_named(greeting: bytes) -> None:
     assert f"127.0.0.1:{port}" in str(error.value) and error.value.ranks == (0,)
     expected = "a program that is no store of torch listens there" if greeting else "has another program that port"
     assert expected in str(error.value)
-
-
-@pytest.mark.short
-def test_use_before_init_is_refused() -> None:
-    assert not torch.distributed.is_initialized()
-    with pytest.raises(AssertionError, match=r"call fusionlayer.init\(\) first"):
-        fl.size()
 
 
 # ---- a store that outlives the processes ----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 import fusionlayer as fl
@@ -245,45 +244,6 @@ def test_momentum_counts_the_steps_of_its_own_round(rank: int) -> None:
         led = (decay**2 * anchor - p.detach()) * (variance.sqrt() + ADAM["eps"]) / rates
         expected = torch.where(variance.isinf(), 0, led)
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-3, atol=1e-5)
-
-
-def test_nothing_is_counted_without_local_steps() -> None:
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(one_bit_adam)
-        train(model, optimizer, rank, range(FREEZE + 2))
-        kept = {"exp_avg", "exp_avg_sq", "step", "variance_step"}
-        assert all(state.keys() == kept for state in optimizer.state.values())
-
-    for world in (1, 2):
-        local.run(rank_main, world)
-
-
-def test_a_scaler_skips_a_step_of_averaged_gradients_on_all_ranks() -> None:
-    """One rank's gradients overflow before the change: so does the average, and no rank updates."""
-
-    def scaled(rank: int, model: nn.Module, optimizer: Optimizer, steps: Iterable[int], broken: int) -> float:
-        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-        for step in steps:
-            optimizer.zero_grad()
-            loss = loss_of(model, rank, step) * (float("inf") if (rank, step) == (1, broken) else 1)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return float(scaler.get_scale())
-
-    def rank_main(rank: int) -> Tensor:
-        model, optimizer = make_pair(sync=fl.Local(every=2, after=3))
-        assert scaled(rank, model, optimizer, range(5), broken=1) == (512.0 if rank else 1024.0)
-        plain, other = make_pair()
-        train(plain, other, rank, [0, 2])
-        whole = [weights(plain)]
-        sound, third = make_pair(sync=fl.Local(every=2, after=2))
-        train(sound, third, rank, [0, 2, 3, 4])
-        torch.testing.assert_close(weights(model), weights(sound))
-        assert not torch.equal(weights(model), whole[0])
-        return weights(model)
-
-    same(local.run(rank_main, 2))
 
 
 def test_a_rank_that_has_joined_follows_the_others_into_local_steps() -> None:

@@ -21,16 +21,9 @@ from fusionlayer import backend
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_failures import join
 from tests.integrations.test_local import Oracle, adamw, load, make_pair, saved, sgd
-from tests.integrations.training import loss_of, make_model, train, weights
-from tests.tiers import exhaustive
+from tests.integrations.training import assert_same_on_all_ranks, loss_of, make_model, train, weights
 
 pytestmark = pytest.mark.medium
-
-
-def assert_same_on_all_ranks(mine: Tensor) -> None:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    assert all(torch.equal(theirs, mine) for theirs in every)
 
 
 def full_weights(model: nn.Module) -> Tensor:
@@ -78,18 +71,6 @@ def train_nodes(mesh: DeviceMesh, shard: bool, **options: Any) -> Tensor:
     assert_same_on_all_ranks(found)
     optimizer.close()
     return found
-
-
-def check_nodes(rank: int, world: int) -> None:
-    """Nodes of two ranks average gradients in each step, by FSDP2 or DDP, and sync every two steps with the others."""
-    mesh = mesh_of_nodes(world)
-    for shard in (True, False):
-        torch.testing.assert_close(train_nodes(mesh, shard), nodes_by_hand(world // 2, 4), rtol=1e-4, atol=1e-6)
-
-
-@exhaustive(guarded_by="tests/integrations/test_local_processes.py::test_the_backend_s_users_take_local_steps")
-def test_nodes_that_share_out_a_model_take_local_steps() -> None:
-    run_ranks(check_nodes, 4)
 
 
 def check_shards(rank: int, world: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -274,20 +273,6 @@ def test_a_state_with_one_count_for_all_parameters_is_loaded(saved_after: int) -
         for optimizer, parameter in zip((first, second), parameters, strict=True):
             step_with(optimizer, parameter, step)
     assert torch.equal(*parameters) and first.state_dict()["param_groups"] == second.state_dict()["param_groups"]
-
-
-@looped("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_goes_on_as_the_original(copied: Any) -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    original = fl.OneBitAdam([parameter], **OPTIONS, freeze_step=FREEZE, warmup_codec="int4")
-    for step in range(STEPS):
-        parameter.grad = torch.tensor([1.0, -2.0, 0.5]) * (step + 1)
-        again = copied(original)
-        (twin,) = again.param_groups[0]["params"]
-        twin.grad = parameter.grad.clone()
-        original.step()
-        again.step()
-        assert torch.equal(twin, parameter) and again.sends() == original.sends()
 
 
 def test_local_steps_do_not_begin_in_the_warm_up(caplog: pytest.LogCaptureFixture) -> None:

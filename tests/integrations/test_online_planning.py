@@ -23,14 +23,12 @@ from fusionlayer.training import construction
 from fusionlayer.training.construction import GradientOptions, make_planning
 from fusionlayer.transport import local
 from tests.fake_device import FakeDevice
-from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
 from tests.integrations.test_optimizer_results import assert_same_bits, sgd, trained
-from tests.integrations.training import make_model, reference, train, weights
+from tests.integrations.training import assert_same_on_all_ranks, make_model, reference, train, weights
 from tests.loops import looped
 from tests.planning.measured import costs_measured
 from tests.ranks import on_processes
 from tests.scheduler.engines import MODEL
-from tests.tiers import tiered
 
 STEPS = 10  # the switch comes after the eighth
 BY_COSTS = [name for name in fl.planners.names() if fl.planners.get(name).needs_costs]
@@ -220,37 +218,17 @@ def test_auto_follows_what_a_device_tells(per_element: float, chosen: str, monke
     assert profile.model.forward == 7.0, "5 s of update and forward, and the first gradient"
 
 
-@pytest.mark.short
-def test_the_configuration_has_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("codec: auto\nfidelity: lossless\nplanner: safusion\nreplan: false\n")
-    monkeypatch.setenv("FUSIONLAYER_CONFIG", str(config))
-
-    def rank_main(rank: int) -> set[str]:
-        _, optimizer = deep(rank)
-        used = {bucket.codec for bucket in optimizer.fusion_plan.buckets}
-        assert optimizer.cost_profile is not None
-        optimizer.close()
-        return used
-
-    with costs_measured(latency=1e-6, per_byte=1e-5) as network:
-        assert local.run(rank_main, 2) == [{"raw"}, {"raw"}]
-    assert len(network.ranks) == 2
-
-
 # ---- ranks that are processes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("world", tiered([2, 3], lambda world: world == 2))
-@on_processes()
+@on_processes(2)
 def test_training(rank: int, world: int) -> None:
     """With costs that are measured in earnest."""
     dense, plain = deep(rank, codec="raw")
     plain.close()
     for options in (
         {"codec": "raw", "planner": "safusion"},
-        {"codec": "dgc", "density": 0.1, "planner": "safusion"},
         {"codec": "auto", "planner": "cupcake"},
     ):
         mine, optimizer = deep(rank, **options)
@@ -258,7 +236,4 @@ def test_training(rank: int, world: int) -> None:
         assert optimizer.cost_profile is not None and optimizer.fusion_plan is not None
         assert optimizer.cost_profile.model.tensors[0].ready == 0
         optimizer.close()
-        if options["codec"] == "raw" and world == 2:
-            assert torch.equal(mine, dense)
-        elif options["codec"] == "raw":
-            torch.testing.assert_close(mine, dense)
+        assert options["codec"] != "raw" or torch.equal(mine, dense)

@@ -15,7 +15,7 @@ from torch.optim import SGD
 import fusionlayer as fl
 from tests.harness import run_ranks
 from tests.integrations.test_optimizer_results import CODECS, plan_of, sgd
-from tests.integrations.training import loss_of, make_model, reference, train, weights
+from tests.integrations.training import assert_same_on_all_ranks, loss_of, make_model, reference, train, weights
 from tests.ranks import on_processes
 
 pytestmark = pytest.mark.medium
@@ -29,14 +29,7 @@ def trained(rank: int, steps: int = 3, **options: Any) -> torch.Tensor:
     return weights(model)
 
 
-def assert_same_on_all_ranks(mine: torch.Tensor) -> None:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    assert all(torch.equal(theirs, mine) for theirs in every)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-@on_processes()
+@on_processes(3)
 def test_training(rank: int, world: int) -> None:
     """Every codec and planner: the same bits everywhere, near the training of one process."""
     start, exact = weights(make_model()), reference(world, 3, sgd)
@@ -47,8 +40,7 @@ def test_training(rank: int, world: int) -> None:
         assert distance < (0.25 if "int" in str(options) else 1e-5 if options.get("codec") != "bf16" else 0.05), options
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@on_processes()
+@on_processes(2)
 def test_overlap_with_the_next_forward(rank: int, world: int) -> None:
     """The next forward begins early: the same bits, and what is under way at a rank's end still reaches the others."""
     expected = trained(rank, 12, codec="int4", planner="wfbp")
@@ -106,37 +98,3 @@ def test_sharded_parameters_are_refused() -> None:
     for message in run_ranks(check_fsdp, 2):
         assert "'0.weight' is sharded by FSDP" in message
         assert "fusionlayer.fsdp.compress(model)" in message
-
-
-@on_processes(2)
-def test_start_save_and_resume(rank: int, world: int) -> None:
-    """Start from rank 1's values, save, start anew, load: as if nothing had happened."""
-    options = {"codec": "int", "bits": 4, "rounding": "stochastic", "error_feedback": True}
-
-    def make_pair() -> tuple[nn.Module, Any]:
-        model = make_model()
-        return model, fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
-
-    model, optimizer = make_pair()
-    if rank == 0:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        optimizer.param_groups[0]["lr"] = 77.0
-    fl.broadcast_parameters(model.state_dict(), root_rank=1)
-    fl.broadcast_optimizer_state(optimizer, root_rank=1)
-    assert fl.broadcast_object({"epoch": rank}, root_rank=1) == {"epoch": 1}
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    train(model, optimizer, rank, range(2))
-    saved = model.state_dict(), optimizer.state_dict()
-    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, saved)
-    train(model, optimizer, rank, range(2, 4))
-    uninterrupted = weights(model)
-    assert_same_on_all_ranks(uninterrupted)
-    optimizer.close()
-
-    model, optimizer = make_pair()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    train(model, optimizer, rank, range(2, 4))
-    assert torch.equal(weights(model), uninterrupted)

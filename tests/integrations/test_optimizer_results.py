@@ -280,23 +280,6 @@ def test_lbfgs_is_refused_because_each_rank_would_search_by_its_own_loss() -> No
         local.run(lambda rank: fl.DistributedOptimizer(torch.optim.LBFGS(make_model().parameters())), 2)
 
 
-def test_compiled_model() -> None:
-    """Compilation in several threads at once is not what is tested here: every rank compiles in its turn."""
-    compiled = [torch.compile(make_model(), backend="aot_eager") for _ in range(2)]
-    for model in compiled:
-        loss_of(model, 0, 0).backward()
-        model.zero_grad()
-
-    def rank_main(rank: int) -> Tensor:
-        model = compiled[rank]
-        optimizer = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-        train(model, optimizer, rank, range(3))
-        return weights(model)
-
-    result = assert_same_bits(local.run(rank_main, 2))
-    torch.testing.assert_close(result, reference(2, 3, sgd), rtol=1e-5, atol=1e-7)
-
-
 def test_one_rank_is_a_pass_through() -> None:
     assert torch.equal(trained(1, 3, codec="int4")[0], reference(1, 3, sgd))
 

@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import fusionlayer as fl
-from fusionlayer.transport import local
 from tests.harness import run_ranks
-from tests.integrations.test_optimizer_processes import assert_same_on_all_ranks
-from tests.integrations.training import fill, loss_of, make_model, train, weights
+from tests.integrations.training import assert_same_on_all_ranks, fill, make_model, train, weights
 from tests.ranks import on_ranks
 
 POWERSGD: dict[str, Any] = {"codec": "powersgd", "rank": 2}
@@ -57,26 +55,6 @@ def test_results_do_not_depend_on_what_travels_together(rank: int) -> None:
     train(model, optimizer, rank, range(2, 4))
     optimizer.close()
     assert torch.equal(*found) and torch.equal(weights(model), found[0])
-
-
-@pytest.mark.short
-def test_training_comes_where_uncompressed_training_does() -> None:
-    def rank_main(rank: int) -> tuple[float, float, float]:
-        losses = []
-        for options in ({"codec": "raw"}, {"codec": "powersgd", "rank": 1}):
-            model = make_model()
-            optimizer: Any = fl.DistributedOptimizer(
-                SGD(model.parameters(), lr=0.2), model.named_parameters(), **options
-            )
-            first = loss_of(model, 0, 0).item()
-            for _ in range(60):
-                train(model, optimizer, rank, [0])
-            losses.append(loss_of(model, 0, 0).item())
-            optimizer.close()
-        return first, *losses
-
-    first, plain, compressed = local.run(rank_main, 2)[0]
-    assert plain < 0.5 * first and compressed < plain + 0.1 * (first - plain)
 
 
 def hold_many_buckets(rank: int, world: int) -> None:

@@ -23,7 +23,7 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.harness import run_ranks
-from tests.integrations.training import fill, loss_of, make_batch, make_model, reference, train, weights
+from tests.integrations.training import averaged, fill, loss_of, make_batch, make_model, reference, train, weights
 from tests.loops import looped
 from tests.synthetic import gradient
 
@@ -76,16 +76,10 @@ def test_a_step_after_synchronize_and_clipping_does_not_reduce_again(wrap: Wrap,
         return weights(model)
 
     model = make_model()
-    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in range(WORLD):
-            (loss_of(model, rank, step) / WORLD).backward()
-        clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
+    expected = averaged(model, SGD(model.parameters(), lr=0.5, momentum=0.9), WORLD, range(4), clip=0.05)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "optimizer.step.. called without optimizer.skip_synchronize")
-        assert_equals(local.run(body, WORLD), weights(model))
+        assert_equals(local.run(body, WORLD), expected)
 
 
 @pytest.mark.short
@@ -319,12 +313,8 @@ def test_all_ranks_get_the_options_and_the_state_that_rank_0_has_loaded(
         train(model, optimizer, rank, range(3))
         return weights(model)
 
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(WORLD):
-            (loss_of(before, rank, step) / WORLD).backward()
-        optimizer.step()
-    assert_equals(local.run(body, WORLD), weights(before))
+    expected = averaged(before, optimizer, WORLD, range(3))
+    assert_equals(local.run(body, WORLD), expected)
 
 
 # ---- DDP's hook: one job of two processes ---------------------------------------------------------------------------
@@ -356,7 +346,7 @@ def recomputed(net: Any, x: Tensor) -> Any:
     return x + checkpoint(net.second, hidden, use_reentrant=False)
 
 
-def averaged(run: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> list[Tensor | None]:
+def summed(run: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> list[Tensor | None]:
     """Return what one process computes for all ranks."""
     net = Layers(run)
     for step, how in enumerate(calls):
@@ -382,12 +372,12 @@ def unused_by_all(rank: int, folder: str) -> None:
     optimizer = fl.DistributedOptimizer(SGD(net.parameters(), lr=1.0), net)
     (net(batch(rank, 0)) ** 2).mean().backward()
     optimizer.step()
-    assert_gradients(net, averaged(one_layer, [(True,)]))
+    assert_gradients(net, summed(one_layer, [(True,)]))
     optimizer.close()
     model = DistributedDataParallel(Layers(one_layer), find_unused_parameters=True)
     hook = fl.ddp.register(model, codec="raw")
     (model(batch(rank, 0)) ** 2).mean().backward()
-    assert_gradients(model, averaged(one_layer, [(True,)]))
+    assert_gradients(model, summed(one_layer, [(True,)]))
     hook.close()
     model = DistributedDataParallel(Layers(one_layer))
     hook = fl.ddp.register(model, codec="raw")
@@ -405,7 +395,7 @@ def used_before_the_last_pass(rank: int, folder: str) -> None:
     with model.no_sync():
         (model(batch(rank, 0), True) ** 2).mean().backward()
     (model(batch(rank, 1), False) ** 2).mean().backward()
-    assert_gradients(model, averaged(one_layer, [(True,), (False,)]))
+    assert_gradients(model, summed(one_layer, [(True,), (False,)]))
     hook.close()
 
 
@@ -414,7 +404,7 @@ def checkpointed(rank: int, folder: str) -> None:
     model = DistributedDataParallel(Layers(recomputed))
     hook = fl.ddp.register(model, codec="raw")
     (model(batch(rank, 0)) ** 2).mean().backward()
-    assert_gradients(model, averaged(recomputed, [()]))
+    assert_gradients(model, summed(recomputed, [()]))
     hook.close()
 
 
@@ -462,7 +452,7 @@ def accumulated_on_a_static_graph(rank: int, folder: str) -> None:
         with model.no_sync():
             (model(batch(rank, 0)) ** 2).mean().backward()
         (model(batch(rank, 1)) ** 2).mean().backward()
-        assert_gradients(model, averaged(recomputed, [(), ()]))
+        assert_gradients(model, summed(recomputed, [(), ()]))
     hook.close()
 
 

@@ -26,15 +26,15 @@ def weights_at(step: int, rank: int) -> Tensor:
     return gradient(NUMEL, rank) + 1e-3 * walk
 
 
+@looped("world, per_node", [(4, 2), (8, 4), (3, 3)])
 @looped("dtype", [torch.float32, torch.bfloat16])
-@looped("world, per_node", [(4, 2), (8, 4), (4, 4), (3, 3)])
 def test_copies_are_equal_and_stay_near(world: int, per_node: int, dtype: torch.dtype) -> None:
     def body(transport: Transport) -> tuple[Tensor, list[float]]:
         replica = Replica(CODEC)
         memory = replica.memory(world * NUMEL, dtype, torch.device("cpu"))
         mine = memory.view(world, NUMEL)[transport.rank]
         weights, excess = gradient(NUMEL, transport.rank), []
-        for step in range(100):
+        for step in range(40):
             mine.copy_(weights)  # as FSDP does, whose all-gather has its input in its output
             shard = mine.clone()
             change = 0.0 if replica.own is None else float((shard.float() - replica.own).abs().max())

@@ -23,8 +23,6 @@ from tests.ranks import over_threads
 from tests.synthetic import gradient
 
 SDP4BIT = {"weights": "sdp4bit"}
-SHAPES = ((4, 2), (8, 4), (4, 4))
-"""(ranks, ranks of a node)."""
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -71,7 +69,7 @@ def test_padding_stays_zero() -> None:
     over_threads(3, body)
 
 
-@looped("world", [1, 2, 3, 5])
+@looped("world", [1, 2, 5])
 @looped(
     "make",
     [
@@ -107,7 +105,7 @@ def test_uncompressed_it_does_what_the_optimizer_does(make: Callable[[Any], Any]
         torch.testing.assert_close(got, flat(plain), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("dtype", [torch.float32, torch.bfloat16])
 def test_changes_of_weights_lose_no_bit(dtype: torch.dtype) -> None:
     """Step by step the weights of a run that sends them whole, by fewer bytes in bf16."""
 
@@ -128,16 +126,15 @@ def test_changes_of_weights_lose_no_bit(dtype: torch.dtype) -> None:
         assert less < (0.8 if dtype is torch.bfloat16 else 1) * more, (less, more)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world, per_node", SHAPES)
-def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype: torch.dtype) -> None:
-    """100 steps of SDP4Bit: the same bits on every rank, and off by no more than a step of what quantises a change."""
+@looped("dtype, world, per_node", [(torch.float32, 4, 2), (torch.bfloat16, 8, 4), (torch.bfloat16, 4, 4)])
+def test_copies_stay_equal_and_near_the_weights(dtype: torch.dtype, world: int, per_node: int) -> None:
+    """40 steps of SDP4Bit: the same bits on every rank, and off by no more than a step of what quantises a change."""
 
     def body(transport: Transport) -> tuple[Tensor, bool]:
         small = []
         optimizer, model = train(transport, 0, SDP4BIT, dtype)
         (part,) = optimizer._fl_parts
-        for step in range(100):
+        for step in range(40):
             give_gradients(model, transport.rank, step)
             before = part._own.float().clone()
             optimizer.step()
@@ -153,7 +150,7 @@ def test_copies_stay_equal_and_near_the_weights(world: int, per_node: int, dtype
         assert torch.equal(weights.view(torch.uint8), results[0][0].view(torch.uint8)) and small
 
 
-@pytest.mark.parametrize("gradients", ["raw", "zip", "int8", "tlq"])
+@looped("gradients", ["raw", "zip", "int8", "tlq"])
 def test_gradients_of_bf16_are_averaged_in_f32(gradients: str) -> None:
     """A sum of few of them needs more bits than bf16 has. The values are such that messages lose nothing of them."""
 
@@ -186,53 +183,6 @@ def test_differences_lose_orders_less_than_weights() -> None:
 
     for direct, differences in over_threads(2, body):
         assert 100 * differences < direct
-
-
-def test_weights_stick_where_differences_arrive() -> None:
-    """SDP4Bit, section 4.1: codes that are coarse beside an update never let a weight move, a difference always.
-
-    Ours: 15 levels; the first weight is 1 and done, the second has 0.03 to go, less than half a level of 1 / 7.
-    """
-    goal = torch.tensor([1.0, 0.03])
-
-    def body(transport: Transport) -> list[Tensor]:
-        ends = []
-        for weights in ("qw", "qwd"):
-            w = nn.Parameter(torch.tensor([1.0, 0.0]))
-            optimizer = ShardedOptimizer([w], torch.optim.SGD, lr=0.1, weights=weights, group=transport)
-            for _ in range(200):
-                with torch.no_grad():
-                    w.grad = w - goal
-                if weights == "qw":  # as published, the owner's weight is what all ranks have
-                    (part,) = optimizer._fl_parts
-                    part.main.data.copy_(part._own)
-                optimizer.step()
-            ends.append(w.detach().clone())
-        return ends
-
-    for direct, differences in over_threads(1 + 1, body):
-        assert float(direct[1]) == 0.0
-        torch.testing.assert_close(differences, goal, rtol=0, atol=1e-4)
-
-
-def test_resuming_is_exact() -> None:
-    def body(transport: Transport) -> None:
-        _, through = train(transport, 8, SDP4BIT)
-        optimizer, model = train(transport, 5, SDP4BIT)
-        kept = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
-        again = make_model()
-        resumed = ShardedOptimizer(again.parameters(), torch.optim.AdamW, lr=3.0, group=transport, **SDP4BIT)
-        give_gradients(again, transport.rank, 77)
-        resumed.step()  # something else before
-        resumed.load_state_dict(kept[0])
-        again.load_state_dict(kept[1])
-        assert resumed.param_groups[0]["lr"] == 1e-2
-        for step in range(5, 8):
-            give_gradients(again, transport.rank, step)
-            resumed.step()
-        assert torch.equal(flat(again), flat(through))
-
-    over_threads(4, body, ranks_per_node=2)
 
 
 def test_states_of_others_are_refused() -> None:
@@ -272,24 +222,6 @@ def test_groups_and_schedulers_work_as_in_any_optimizer() -> None:
         assert torch.equal(stopped, after)
 
 
-def test_a_parameter_without_gradient_counts_as_zeros() -> None:
-    def body(transport: Transport) -> Tensor:
-        model = make_model()
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, group=transport)
-        give_gradients(model, 0, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        before = flat(model)
-        first = next(model.parameters())
-        first.grad = torch.ones_like(first) if transport.rank else None
-        optimizer.step()
-        return before - flat(model)
-
-    for moved in over_threads(2, body):
-        torch.testing.assert_close(moved[: 21 * 61], torch.full((21 * 61,), 0.5), rtol=0, atol=1e-6)
-        assert not moved[21 * 61 :].any()
-
-
 def give_some(model: nn.Module, rank: int, step: int, world: int) -> None:
     """Give gradients to a part of the parameters: in each step some have none on any rank, and some on one rank only.
 
@@ -301,9 +233,9 @@ def give_some(model: nn.Module, rank: int, step: int, world: int) -> None:
             p.grad = None
 
 
-@looped("world", [1, 2, 3])
+@looped("world", [1, 3])
 @looped("clip", [False, True])
-@looped("options", [{"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
+@looped("options", [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}])
 def test_sgd_skips_unused_parameters_as_on_one_process(options: dict[str, Any], clip: bool, world: int) -> None:
     """A parameter that no rank uses does not move; its momentum waits. If some ranks use it, others count as zeros."""
     plain = make_model()
@@ -340,8 +272,7 @@ def test_sgd_skips_unused_parameters_as_on_one_process(options: dict[str, Any], 
         torch.testing.assert_close(got, flat(plain), rtol=1e-5, atol=1e-6)
 
 
-@looped("world", [2, 3])
-@looped("frozen", [False, True])
+@looped("world, frozen", [(2, False), (3, True)])
 @looped("weights, gradients", [("raw", "raw"), ("qwd", "tlq_hs"), ("qw", "int8")])
 @looped("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_a_parameter_that_no_rank_uses_keeps_values_and_state(
@@ -405,18 +336,6 @@ def test_a_rank_without_gradients_uses_none_for_the_look_for_overflows() -> None
         assert all(p.grad is None for p in [*model.parameters()][:-1])
 
     over_threads(2, body)
-
-
-def test_the_message_of_used_parameters_has_a_bit_for_each() -> None:
-    def body(transport: Transport) -> int:
-        optimizer = ShardedOptimizer(
-            [nn.Parameter(torch.ones(1)) for _ in range(100)], torch.optim.SGD, group=transport
-        )
-        before = transport.bytes_sent
-        optimizer._fl_find_unused(torch.zeros(()))
-        return transport.bytes_sent - before
-
-    assert over_threads(3, body) == [2 * (4 + 13)] * 3
 
 
 def test_bits_on_the_wire() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError, PlanMismatch, UsageError
 from fusionlayer.parallel.tensor_parallel import Channel
-from fusionlayer.transport import Transport, local
+from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
 from tests.collectives.conformance import same_everywhere
 from tests.loops import looped
@@ -175,13 +175,6 @@ def test_shapes_strides_and_types(transport: Transport) -> None:
         assert channel.reduce(x[0, 0, 0]).shape == ()
 
 
-@on_threads(1)
-def test_one_rank_does_nothing(transport: Transport) -> None:
-    channel, x = Channel(transport, "int4"), values(0, 3, 5)
-    assert all(op is x for op in (channel.copy(x), channel.reduce(x), channel.gather(x, 0)))
-    assert all(op(x, 1) is x for op in (channel.reduce_scatter, channel.split, channel.join))
-
-
 def test_bytes_are_those_of_the_codec() -> None:
     """A layer's forward and backward: two all-reduces or, with sequence parallelism, two of each half."""
     codec, world = codecs.get("int8").bare, 4
@@ -246,10 +239,3 @@ def test_equal_channels_have_one_name_that_lives_as_long_as_any_of_them(transpor
     del second
     with pytest.raises(UsageError, match="is gone; keep the Channel as long as"):
         torch.ops.fusionlayer.tp_all_reduce(torch.ones(3), name)
-
-
-def test_without_a_group_it_is_all_ranks() -> None:
-    def body(rank: int) -> int:
-        return Channel(codec="int8").size
-
-    assert local.run(body, 3) == [3, 3, 3]

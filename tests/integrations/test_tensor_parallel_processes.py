@@ -21,7 +21,7 @@ from tests.harness import run_ranks
 from tests.integrations.training import fill
 from tests.ranks import on_processes
 from tests.synthetic import gradient
-from tests.tiers import tiered
+from tests.tiers import exhaustive
 
 pytestmark = pytest.mark.medium
 
@@ -92,8 +92,7 @@ def bits_equal(x: Tensor) -> bool:
     return all(torch.equal(other, x) for other in every)
 
 
-@pytest.mark.parametrize("world", tiered([2, 4], lambda world: world == 2))
-@on_processes()
+@on_processes(2)
 def test_styles_are_those_of_torch(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     x, y = data(0)
@@ -180,9 +179,8 @@ def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
             ours.Channel(1, "int8")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], lambda backend: backend == "aot_eager"))
 @on_processes(2)
-def test_operations_compile_as_one_graph(rank: int, world: int, backend: str) -> None:
+def test_operations_compile_as_one_graph(rank: int, world: int) -> None:
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (world,))
     channel = ours.Channel(mesh, "int8", piece_bytes=1024)
@@ -196,7 +194,7 @@ def test_operations_compile_as_one_graph(rank: int, world: int, backend: str) ->
         return channel.join(part, 1)
 
     results = []
-    for function in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         x = data(0)[0].clone().requires_grad_()
         y = function(x)
         y.backward(data(0)[1])
@@ -206,6 +204,7 @@ def test_operations_compile_as_one_graph(rank: int, world: int, backend: str) ->
     assert bits_equal(results[1][0])
 
 
+@exhaustive(guarded_by="tests/integrations/test_tensor_parallel_processes.py::test_operations_compile_as_one_graph")
 @on_processes(2)
 def test_styles_compile_as_one_graph(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))

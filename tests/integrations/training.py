@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -52,6 +53,32 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: Iterable[int
 def weights(model: nn.Module) -> Tensor:
     """Return all parameters, flat."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def assert_same_on_all_ranks(mine: Tensor) -> None:
+    """Compare a tensor over the ranks of the default process group."""
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(theirs, mine) for theirs in every)
+
+
+def averaged(
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: int,
+    steps: Iterable[int],
+    loss: Callable[[Any, int, int], Tensor] = loss_of,
+    clip: float | None = None,
+) -> Tensor:
+    """Return the weights of one process that takes ordinary steps with the mean loss of ``world`` ranks."""
+    for step in steps:
+        optimizer.zero_grad()
+        for rank in range(world):
+            (loss(model, rank, step) / world).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return weights(model)
 
 
 def reference(

@@ -43,25 +43,22 @@ class Job:
         # Not an agent's: agents are killed here, and the rendezvous must go on.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(self, name: str, standalone: bool = False) -> None:
-        """Start an agent: of a job of one or two nodes with a worker each, or of one of its own with two workers."""
+    def start(self, name: str) -> None:
+        """Start an agent of a job of one or two nodes with a worker each."""
         environ = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TEST_AGENT": name,
             "HOROVOD_ELASTIC_TIMEOUT": "10",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if standalone else "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
-        nodes = [
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "9"),
             *("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"),
             *("--rdzv-endpoint", f"127.0.0.1:{self._store.port}", "--local-addr", "127.0.0.1", "--rdzv-conf"),
             "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10",
-        ]
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "9"),
-            *(["--standalone", "--nproc-per-node", "2"] if standalone else nodes),
             *("-m", "tests.torch.elastic_worker", str(self.folder)),
         ]
         with (self.folder / f"{name}.out").open("wb") as out:
@@ -202,26 +199,6 @@ def generations(lines: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]
         assert worker[0]["kind"] == "begin"
         found.setdefault(worker[0]["step"], []).append(worker)
     return [found[step] for step in sorted(found)]
-
-
-@exhaustive(guarded_by="tests/torch/test_elastic.py::test_failure_between_commits_changes_no_bit")
-@pytest.mark.medium
-def test_worker_of_one_agent_killed(tmp_path: Path) -> None:
-    """The agent's store has what the processes before have left there; every rank finds its own part again."""
-    with job(tmp_path) as run:
-        run.start("a", standalone=True)
-        last = run.await_steps(2, 0)
-        kill(run.worker("a"))
-        run.await_steps(2, last)
-        (tmp_path / "finish").touch()
-        assert run.agents["a"].wait(180) == 0, run.told()
-        before, after = generations(run.lines())
-    for begun, taken, *_ in after:
-        (committed,) = (at(worker, begun["step"]) for worker in before if worker[0]["rank"] == begun["rank"])
-        for key in ("weights", "momenta", "feedback", "epoch", "size"):
-            assert begun[key] == committed[key]
-        assert taken["sent"] == committed["sent"]
-    assert len(after) == 2 and len({worker[0]["feedback"] for worker in after}) == 2
 
 
 # ---- its parts ------------------------------------------------------------------------------------------------------

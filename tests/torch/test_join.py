@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.harness import checkpoint, outcomes_of
+from tests.integrations.training import FEATURES, HIDDEN, loss_of, make_model
 from tests.loops import looped
 
 
@@ -26,18 +27,6 @@ def over_ranks(size: int, body: Callable[[int], Any]) -> list[Any]:
             hvd.shutdown()
 
     return local.run(rank_main, size)
-
-
-def make_model() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    for i, p in enumerate(model.parameters()):
-        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
-    return model
-
-
-def loss_of(model: nn.Module, rank: int, batch: int) -> Tensor:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + batch))
-    return model(x).square().mean()
 
 
 def oracle(batches: list[int], passes: int = 1, average: bool = True) -> nn.Module:
@@ -131,7 +120,7 @@ def test_operations_several_optimizers_and_steps_that_were_only_begun() -> None:
                     one.step()
                 two.step()
             if rank != 1:  # a step is begun, by some gradients or all; nobody ends it
-                half = first[1](torch.ones(1, 8)).sum() if rank == 0 else loss_of(first, rank, 0)
+                half = first[2](torch.ones(1, HIDDEN)).sum() if rank == 0 else loss_of(first, rank, 0)
                 half.backward()
                 loss_of(second, rank, 0).backward()
             ends.append(hvd.join())
@@ -153,7 +142,7 @@ def test_a_step_that_only_the_first_rank_to_join_has_begun() -> None:
         optimizer = distributed(model)
         before = [p.detach().clone() for p in model.parameters()]
         if rank == 0:
-            model(torch.ones(1, 4)).sum().backward()
+            model(torch.ones(1, FEATURES)).sum().backward()
         else:
             hvd.allreduce(torch.ones(1), name="not.by.rank.0")  # it is done when rank 0 has joined
         hvd.join()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +39,6 @@ def test_every_name_is_in_the_table_and_there() -> None:
     assert all(hasattr(hvd, name) for name in told)
     (elastic,) = [state for first, state in rows("Every name") if first == "`elastic`"]
     assert all(hasattr(hvd.elastic, name) for name in names(elastic))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not installed")
-def test_nothing_of_horovods_is_missing() -> None:
-    theirs = importlib.import_module("horovod.torch")
-    public = {
-        name
-        for name, value in vars(theirs).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "check_extension"
-    }
-    assert public | {"elastic"} <= set(hvd.__all__)
-    for name in public:
-        value = getattr(theirs, name)
-        expected = list(inspect.signature(value).parameters.values()) if inspect.isroutine(value) else []
-        if expected and "kwargs" not in [p.name for p in expected]:
-            given = list(inspect.signature(getattr(hvd, name)).parameters.values())[: len(expected)]
-            assert [p.name for p in given] == [p.name for p in expected], name
-            for mine, original in zip(given, expected, strict=True):
-                plain = isinstance(original.default, (int, float, str, type(None)))
-                assert not plain or mine.default == original.default, (name, mine)
 
 
 SCALES = "prescale_factor postscale_factor"
