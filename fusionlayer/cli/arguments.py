@@ -209,6 +209,16 @@ def _unwritable(path: str | Path, flag: str, error: OSError) -> ConfigError:
     return ConfigError(f"{flag} {path} cannot be written: {why}; name another file")
 
 
+def add_removed(parser: argparse.ArgumentParser, option: str, instead: str) -> None:
+    """Refuse an option that was removed; ``instead`` says what to do, as an imperative."""
+
+    class Refuse(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+            parser.error(f"{option} was removed: {instead}")
+
+    parser.add_argument(option, nargs="?", action=Refuse, help=argparse.SUPPRESS)
+
+
 def add_device(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the option that says where tensors are."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=f"{what} (default cpu)")

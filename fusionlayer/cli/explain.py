@@ -15,8 +15,9 @@ from ..planning.profile import Profile
 from ..planning.simulation import Step
 from ..planning.zipped_costs import expected_costs
 from ..scheduler.fusing import check_pairs
-from .lanes import draw
-from .outputs import check_picture, keep_picture
+from .arguments import check_file
+from .outputs import keep
+from .predicted_step import write_trace
 from .resolve import scenario_of
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
@@ -29,8 +30,8 @@ _SWITCH_SIZES = (1 << 20, 16 << 20)
 
 def run(options: argparse.Namespace) -> None:
     """Print what ``options`` ask for."""
-    if options.plot:
-        check_picture(options.plot)
+    if options.timeline:
+        check_file(options.timeline, "--timeline")
     profile = Profile.from_yaml(options.profile)
     plan = FusionPlan.from_yaml(options.plan)
     check_pairs(plan)
@@ -43,14 +44,14 @@ def run(options: argparse.Namespace) -> None:
     switch = _switch(profile, scenario, plan.world_size)
     show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw), *switch], options.columns)
     if plan.skips:
-        print_text("Buckets leave once in several steps; times are those of a step in which all of them leave.")
+        print_text("Buckets are sent once in several steps; times are those of a step in which all of them are sent.")
     print_text(
         f"Backward, with what is encoded in it: {_ms(found.alone)} ms. Last result: {_ms(found.seconds)} ms. The "
         f"optimizer waits {_ms(found.waiting)} ms{_disturbed(costs)}; communication is idle for {_ms(found.idle)} ms "
         f"between buckets.{profile.machine.assumed}"
     )
-    if options.plot:
-        keep_picture(options.plot, lambda: draw(title, profile, plan, costs, found))
+    if options.timeline:
+        keep(options.timeline, lambda path: write_trace(path, title, profile, plan, costs, found), "--timeline")
 
 
 def _disturbed(costs: Sequence[BucketCosts]) -> str:
@@ -80,8 +81,8 @@ def _buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> Tab
         Column("sends", nbytes, volume),
         Column("codec", [short_name(codec_of(bucket)) for bucket in plan.buckets], text=True),
         Column(
-            "travels by",
-            [f"{bucket.algorithm}, {'ahead' if bucket.ahead else 'behind'}" for bucket in plan.buckets],
+            "sent by",
+            [f"{bucket.algorithm}, {'ahead' if bucket.ahead else 'after'}" for bucket in plan.buckets],
             text=True,
             gives_way=1,
         ),
@@ -97,10 +98,10 @@ def _buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> Tab
 
 
 def _leaving(plan: FusionPlan) -> list[Column]:
-    """Return a column of the steps in which buckets leave, unless that is in all of them."""
+    """Return a column of the steps in which buckets are sent, unless that is in all of them."""
     if not plan.skips:
         return []
-    return [Column("leaves in steps", [f"{b.phase}, {b.phase + b.every}, .." for b in plan.buckets], text=True)]
+    return [Column("sent in steps", [f"{b.phase}, {b.phase + b.every}, .." for b in plan.buckets], text=True)]
 
 
 def _tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], raw: BucketCosts | None) -> Table:

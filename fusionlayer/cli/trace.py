@@ -23,9 +23,8 @@ _WIDTH = 80
 
 def run(options: argparse.Namespace) -> None:
     """Print what ``options`` ask for."""
-    for option in ("plot", "merge"):
-        if getattr(options, option):
-            check_file(getattr(options, option), f"--{option}")
+    if options.merge:
+        check_file(options.merge, "--merge")
     recordings = timelines.read(timelines.files(options.timelines))
     latest = timelines.latest_exchanges(recordings)
     ranks = [_break_down(recording, options.skip, latest) for recording in recordings]
@@ -45,10 +44,6 @@ def run(options: argparse.Namespace) -> None:
             _print_buckets(rank)
     if options.merge:
         timelines.merge(recordings, options.merge)
-    if options.plot:
-        from .step_picture import draw
-
-        draw(options.plot, recordings, ranks, verdict(ranks))
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -110,13 +111,20 @@ class TestExplain:
         assert [(row[0], row[4], row[5]) for row in rows] == [(str(i), "int4", "two_shot,") for i in range(3)]
         head, units = output.splitlines()[2:4]
         assert head.split() == [
-            *("bucket", "tensors", "elements", "sends", "codec", "travels", "by", "F", "C"),
+            *("bucket", "tensors", "elements", "sends", "codec", "sent", "by", "F", "C"),
             *("ready", "start", "end", "idle"),
         ]
         assert units.split() == ["kB", *["ms"] * 6]
         assert [float(row[9]) for row in rows] == [50, 150, 200], "when the gradients are there"
         assert [row[2] for row in rows] == ["1000000", "2000000", "1000000"]
         assert float(rows[1][12]) == pytest.approx(150 - float(rows[0][11]), abs=0.02), "idle until then"
+        trace = path.with_name("step.json")
+        assert main(["explain", str(plan), "--profile", str(path), "--rate", "1gbit", "--timeline", str(trace)]) == 0
+        events = json.loads(trace.read_text())
+        sent = [e for e in events if e["ph"] == "X" and e["tid"] == 2 and e["name"] != "idle"]
+        assert [e["name"] for e in sent] == [f"bucket {i}" for i in range(3)]
+        last = max(e["ts"] + e["dur"] for e in sent)
+        assert last / 1e3 == pytest.approx(float(rows[-1][11]), abs=0.02), "the last result"
         for tensor in ("head", "body", "tail"):
             (line,) = (line.split() for line in output.splitlines() if line.startswith(tensor))
             name, _, _, codec, bits, alone, saves = line

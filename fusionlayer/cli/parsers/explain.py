@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..arguments import add_cluster
-from ..outputs import add_plot
+from ..arguments import add_cluster, add_removed
 from ..tables import add_columns
 
 __all__ = ["add_parser"]
 
 _COLUMNS = (
-    *("bucket", "tensors", "elements", "sends", "codec", "travels by", "leaves in steps", "F", "C", "ready", "start"),
+    *("bucket", "tensors", "elements", "sends", "codec", "sent by", "sent in steps", "F", "C", "ready", "start"),
     *("end", "idle", "tensor", "bits", "alone", "saves"),
     *("collective", "1 MiB", "1 MiB zip", "16 MiB", "16 MiB zip", "zip pays from"),
 )
@@ -21,7 +20,7 @@ _EPILOG = """\
 examples:
     fusionlayer explain plan.yaml --profile profile.yaml
     fusionlayer explain plan.yaml --profile profile.yaml --rate 1gbit \\
-        --plot plan.svg
+        --timeline plan.json
 
 Times count from the start of backward. They are predicted for one thread that
 communicates and has a core of its own, or for one stream of a GPU that does.
@@ -48,4 +47,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="as `fusionlayer plan` writes it")
     add_cluster(parser)
     add_columns(parser, _COLUMNS)
-    add_plot(parser, "the timeline")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="OUT.json", help="write the predicted step as a trace for ui.perfetto.dev"
+    )
+    add_removed(parser, "--plot", "write a trace with --timeline and open it in ui.perfetto.dev")

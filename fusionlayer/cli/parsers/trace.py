@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..arguments import count
+from ..arguments import add_removed, count
 
 __all__ = ["add_parser"]
 
@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         "--skip", type=count, default=3, metavar="N", help="first steps to leave out: they plan and warm up (default 3)"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--plot", type=Path, metavar="OUT.svg", help="draw one step of all ranks (needs matplotlib)")
     parser.add_argument(
         "--merge", type=Path, metavar="OUT.json", help="write one timeline of all ranks, by the clock of rank 0"
     )
+    add_removed(parser, "--plot", "write one timeline with --merge and open it in ui.perfetto.dev")
