@@ -271,7 +271,7 @@ def test_what_is_no_timeline_is_told(
 @pytest.mark.short
 def test_a_model_that_does_not_fit_the_recorded_step_predicts_nothing() -> None:
     text = told([Forecast("int4", 0.5, 0.5, 0.6, 1e6)], 1.0)
-    assert text.startswith("No prediction: a simulation of the recorded step gives 600 ms in place of 1000 ms")
+    assert text.startswith("No prediction: a simulation of the recorded step gives 600 ms instead of 1000 ms")
 
 
 @pytest.mark.short
