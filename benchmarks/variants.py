@@ -192,7 +192,7 @@ class Variant:
             **({} if self.sync is None else {"sync": self.sync}),
         )
         if self.instep:
-            distributed._fl_follow_horovod()
+            distributed.reducer.end_in_step()
         return distributed
 
 

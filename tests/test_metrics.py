@@ -29,7 +29,7 @@ def train(rank: int) -> int:
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    sent = sum(lane.transport.bytes_sent for lane in optimizer._fl_engine.lanes.all)
+    sent = sum(lane.transport.bytes_sent for lane in optimizer.reducer.engine.lanes.all)
     return sent
 
 

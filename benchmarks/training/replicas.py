@@ -200,8 +200,8 @@ class Waiting(Trainee):
     def __init__(self, workload: Workload, model: nn.Module, optimizer: Optimizer, *more: Any) -> None:
         super().__init__(workload, model, optimizer, *more)
         trained: Any = optimizer
-        self._wait: Callable[[], object] = trained._fl_synchronize
-        trained._fl_synchronize = self._timed
+        self._wait: Callable[[], object] = trained.reducer.reduce
+        trained.reducer.reduce = self._timed
 
     def _timed(self) -> object:
         start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,35 +53,52 @@ def adasum_optimizer(
     vars(optimizer).pop("step", None)  # a scheduler's wrapper there would bypass the class's new step()
     optimizer.__class__ = type(base.__name__, (_Adasum, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Adasum)
-    optimizer._fl_roster, optimizer._fl_names = roster, _sorted(names)
-    optimizer._fl_compression = compression
+    optimizer.adasum = _AdasumSteps(roster, _sorted(names), compression)
     claim(optimizer)
     return optimizer
+
+
+class _AdasumSteps:
+    """Makes steps whose changes of the parameters are the Adasum of all ranks' changes.
+
+    Args:
+        roster: the parameters.
+        names: of those that have ever required gradients, in the same order on all ranks.
+        compression: pair of functions that the changes are sent by.
+    """
+
+    def __init__(self, roster: Roster, names: dict[Tensor, str], compression: Any) -> None:
+        self._roster = roster
+        self._names = names
+        self._compression = compression
+
+    def step(self, groups: list[dict[str, Any]], update: Callable[[], Any]) -> Any:
+        """Call ``update``, the step of the wrapped optimizer, then replace its changes by the Adasum of all ranks'."""
+        if self._roster.changed(groups):
+            # Those that are frozen now stay: their changes are zeros, also where only some ranks have frozen them.
+            self._names = _sorted({**self._names, **self._roster.reduced(groups)})
+        starts = [parameter.detach().clone() for parameter in self._names]
+        result = update()
+        with torch.no_grad():
+            changes = [p.detach() - start for p, start in zip(self._names, starts, strict=True)]
+            changes = ops.grouped_allreduce(
+                changes, name="adasum.changes", compression=self._compression, op=ops.Adasum
+            )
+            for parameter, start, change in zip(self._names, starts, changes, strict=True):
+                parameter.copy_(start.add_(change))
+        return result
 
 
 class _Adasum(Optimizer):
     """Overrides of the wrapped optimizer's class; it precedes that class in the method resolution order."""
 
-    _fl_roster: Roster
-    _fl_names: dict[Tensor, str]
-    _fl_compression: Any
+    adasum: _AdasumSteps
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take the step of the wrapped optimizer, then replace its changes by the Adasum of all ranks' changes."""
         self._opt_called = True
-        if self._fl_roster.changed(self.param_groups):
-            # Those that are frozen now stay: their changes are zeros, also where only some ranks have frozen them.
-            self._fl_names = _sorted({**self._fl_names, **self._fl_roster.reduced(self.param_groups)})
-        starts = [parameter.detach().clone() for parameter in self._fl_names]
-        result = super().step(closure, **kwargs) if closure is not None else super().step(**kwargs)
-        with torch.no_grad():
-            changes = [p.detach() - start for p, start in zip(self._fl_names, starts, strict=True)]
-            changes = ops.grouped_allreduce(
-                changes, name="adasum.changes", compression=self._fl_compression, op=ops.Adasum
-            )
-            for parameter, start, change in zip(self._fl_names, starts, changes, strict=True):
-                parameter.copy_(start.add_(change))
-        return result
+        update = partial(super().step, **kwargs) if closure is None else partial(super().step, closure, **kwargs)
+        return self.adasum.step(self.param_groups, update)
 
     # torch's marks. hooked: the wrapped class runs step hooks already. _wrapped_by_lr_sched: schedulers need not wrap
     # this step, since it sets _opt_called itself.

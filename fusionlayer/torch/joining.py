@@ -122,11 +122,12 @@ class _StandingIn:
     def _make_steps(self, key: _Key, count: int) -> None:
         """Make steps of one optimizer until it has begun ``count``; runs on the optimizer's thread."""
         optimizer = self._optimizers[key]
-        device = optimizer._fl_roster.device
+        reducer = optimizer.reducer
+        device = reducer.roster.device
         # The current device belongs to a thread, so this one sets it. REDUCING: backward had begun a step before join;
         # that step counts as begun but has to be ended.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            while optimizer._fl_engine is not None and (
-                optimizer._fl_state is StepState.REDUCING or self._here.steps_begun(key) < count
+            while reducer.engine is not None and (
+                reducer.state is StepState.REDUCING or self._here.steps_begun(key) < count
             ):
-                optimizer._fl_stand_in()
+                reducer.policy.stand_in()

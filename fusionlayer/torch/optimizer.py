@@ -98,8 +98,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         group=transport,
         **{"broadcast": False, **options},
     )
-    distributed._fl_follow_horovod()
-    distributed._fl_enlist_by(partial(_by_name, process_set, chosen))
+    distributed.reducer.end_in_step()
+    distributed.reducer.gather_sparse_by(partial(_by_name, process_set, chosen))
     return distributed
 
 

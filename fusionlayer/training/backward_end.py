@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import torch
 
-__all__ = ["NO_BACKWARD", "at_end_of_backward", "is_in_hook", "is_nested", "running_backward"]
+__all__ = ["NO_BACKWARD", "at_end_of_backward", "current_node", "is_nested", "queue_callback", "running_backward"]
 
 NO_BACKWARD = -1
 """The number of the running backward where none runs."""
@@ -17,10 +18,12 @@ NO_BACKWARD = -1
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward that runs on this thread, which no other has; ``NO_BACKWARD`` if none does."""
 
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function at the end of the backward that runs on this thread, which may be one within another."""
 
-def is_in_hook() -> bool:
-    """Return whether a node of a backward runs on this thread, with its hooks; at the end of backward none does."""
-    return torch._C._current_autograd_node() is not None
+
+current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
+"""Returns the node of a backward that runs on this thread, with its hooks; at the end of backward none does."""
 
 
 def is_nested() -> bool:
@@ -43,19 +46,20 @@ def at_end_of_backward(function: Callable[[], object]) -> None:
 
     Call this from a hook of that backward. What ``function`` raises, ``backward()`` raises.
     """
+    queue_callback(partial(call_at_outermost, function))
 
-    def ended() -> None:
-        outer = torch._C._current_autograd_node()
-        if outer is None:
-            function()
-            return
-        # This backward ran within a node of another, as reentrant checkpointing does. Only once that node has ended can
-        # the outer backward be given a callback.
 
-        def after(*_: object) -> None:
-            handle.remove()
-            at_end_of_backward(function)
+def call_at_outermost(function: Callable[[], object]) -> None:
+    """Call ``function`` if the backward that ends is the outermost one, else at the end of that one."""
+    outer = current_node()
+    if outer is None:
+        function()
+        return
+    # This backward ran within a node of another, as reentrant checkpointing does. Only once that node has ended can
+    # the outer backward be given a callback.
 
-        handle = outer.register_hook(after)
+    def after(*_: object) -> None:
+        handle.remove()
+        at_end_of_backward(function)
 
-    torch.autograd.Variable._execution_engine.queue_callback(ended)
+    handle = outer.register_hook(after)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,10 @@ from ..planning.profile import Profile
 from ..planning.rates import shares_by
 from ..process.clock import clock_of
 from ..scheduler import LANES, Engine, Memory, PlanController, Scaling, planners
-from ..scheduler.fusing import fuse
 from ..scheduler.planners import Planner
 from ..transport import Transport
-from .policies.local import Local, state_tensors
 
-__all__ = ["GradientOptions", "Planning", "make_engine", "make_planning"]
+__all__ = ["Arrange", "GradientOptions", "Planning", "as_it_is", "make_engine", "make_planning"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -50,7 +47,6 @@ class GradientOptions:
     replan: bool | None = None
     error_feedback: bool | None = None
     feedback_bits: int | None = None
-    sync: Local | None = None
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,23 @@ class Planning:
     plan_controller: PlanController | None
 
 
+Arrange = Callable[[Planning, Sequence[TensorInfo], int], Planning]
+"""Returns a planning made from another one, for these tensors and this number of ranks."""
+
+
+def as_it_is(planning: Planning, tensors: Sequence[TensorInfo], size: int) -> Planning:
+    """Return ``planning``: an ``Arrange`` that changes nothing."""
+    return planning
+
+
 def make_engine(
     options: GradientOptions,
     tensors: Sequence[TensorInfo],
     transport: Transport,
     device: torch.device,
     *,
+    arrange: Arrange = as_it_is,
+    more: Sequence[TensorInfo] = (),
     scaling: Scaling,
     timeline: Timeline,
     overlap_forward: bool,
@@ -80,6 +87,8 @@ def make_engine(
 ) -> Engine:
     """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
 
+    ``arrange`` may change its planning, and ``more`` tensors are sent than those that are planned.
+
     Raises:
         ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
     """
@@ -88,13 +97,14 @@ def make_engine(
         if getattr(options, name) not in (None, True, False):
             raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
+    planning = arrange(planning, tensors, transport.size)
     own = transport.duplicate()
     with blame(settings, "rates"):
         shares = shares_by(settings.rates, own)
     if shares:
         _say_where_shares_count(planning, own)
     return Engine(
-        [*tensors, *chain.from_iterable(state_tensors(options.sync, tensors).values())],
+        [*tensors, *more],
         own,
         **vars(planning),
         device=device,
@@ -200,22 +210,6 @@ def make_planning(
                 measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
                 require(measured, Profile, "profile", "the path of a file that `fusionlayer profile` has written")
                 plan = by_measuring.plan_by(measured)
-    if options.sync is not None:
-        if plan_controller is not None:
-            raise ConfigError(
-                "sync=fl.Local(...) beside codec='auto' or a planner that needs costs, which measure steps in which "
-                "gradients travel; name a codec and a planner that needs no costs"
-            )
-        if (options.sync.overlaps or options.sync.states) and tensors and plan is None:
-            plan = _plan_of_fragments(options.sync, tensors, planner, first, size, algorithm, ahead)
-        if plan is not None:
-            # A step of the engine is a sync of one fragment, so they take turns in its steps.
-            plan = plan.staggered(options.sync.fragments, options.sync.fragments)
-            for state, others in state_tensors(options.sync, tensors).items():
-                every = options.sync.states[state]
-                buckets = fuse([*reversed(others)], planner, codecs.get("raw"), size).buckets
-                late = tuple(replace(bucket, every=every, phase=every - 1) for bucket in buckets)
-                plan = replace(plan, buckets=plan.buckets + late)
     return Planning(
         codec=first,
         algorithm=algorithm,
@@ -224,25 +218,6 @@ def make_planning(
         plan=plan,
         plan_controller=plan_controller,
     )
-
-
-def _plan_of_fragments(
-    sync: Local,
-    tensors: Sequence[TensorInfo],
-    planner: Planner,
-    codec: Codec | Mapping[str, Codec],
-    size: int,
-    algorithm: str | None,
-    ahead: bool | None,
-) -> FusionPlan:
-    """Return the planner's plan, or one with a bucket for each fragment if that has fewer buckets."""
-    ordered = [*reversed(tensors)]
-    plan = fuse(ordered, planner, codec, size, algorithm=algorithm, ahead=ahead)
-    if len(plan.buckets) < sync.fragments:
-        count = min(sync.fragments, len(ordered))
-        grouped = [replace(tensor, group=i * count // len(ordered)) for i, tensor in enumerate(ordered)]
-        plan = fuse(grouped, planner, codec, size, algorithm=algorithm, ahead=ahead)
-    return plan
 
 
 def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..base.errors import ConfigError, UsageError, kind_of, require
 from ..base.plan import FusionPlan
@@ -17,25 +17,32 @@ from ..transport import Transport
 from .backward_end import NO_BACKWARD, running_backward
 from .enrolment import listed
 from .live import refuse_twice
-from .overlap import ForwardOverlap, check_parameters
+from .overlap import check_parameters
 from .own_state import check_place
-from .reduction import GradientReduction
+from .reducer import Reducer
 from .replicas import Replicas
-from .step_state import WITH_RESULTS, StepState
+from .step_state import StepState
 
 __all__ = ["Distributed"]
 
 
-class Distributed(GradientReduction):
+class Distributed(Optimizer):
     """The type of what ``DistributedOptimizer`` returns: the wrapped optimizer, with these methods besides its own.
 
-    It overrides methods of the wrapped optimizer's class, before which it stands in the method resolution order.
+    It overrides methods of the wrapped optimizer's class, before which it stands in the method resolution order. What
+    it adds to the instance is one attribute.
+
+    Attributes:
+        reducer: has the engine and the state of the step; its policy makes steps. Not for users.
     """
+
+    reducer: Reducer
 
     @property
     def fusion_plan(self) -> FusionPlan | None:
         """The plan of the last step; None before the first step and in a job of one rank."""
-        return None if self._fl_engine is None else self._fl_engine.plan
+        engine = self.reducer.engine
+        return None if engine is None else engine.plan
 
     @property
     def cost_profile(self) -> Profile | None:
@@ -45,7 +52,7 @@ class Distributed(GradientReduction):
         """
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
 
-        plan_controller = None if self._fl_engine is None else self._fl_engine.plan_controller
+        plan_controller = None if self.reducer.engine is None else self.reducer.engine.plan_controller
         return plan_controller.profile if isinstance(plan_controller, OnlinePlanner) else None
 
     @contextmanager
@@ -55,8 +62,8 @@ class Distributed(GradientReduction):
         For evaluation and checkpoints between two syncs of local steps, without an exchange. Afterwards the rank's own
         values are back; what the block writes to parameters is lost. Without ``sync`` parameters always are the same.
         """
-        self._fl_flush()
-        yield
+        with self.reducer.policy.anchored():
+            yield
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. With ``sync``: sync now, on all ranks.
@@ -66,96 +73,60 @@ class Distributed(GradientReduction):
         gradients, for instance to clip them; then call ``step`` within ``skip_synchronize``. With ``overlap_forward``,
         between ``step`` and the next backward, it waits until every parameter is updated.
 
+        With ``sync``, if a local step was made since the last sync: what is in flight arrives first. Then all fragments
+        sync, parameters become the anchors, whatever ``alpha`` and ``carry`` are, and the next round begins. Call it
+        before all ranks evaluate or save the same model, and after the last step.
+
         Raises:
             PlanMismatch: ranks disagree on model, plan or options.
             ReplicaMismatch: parameters differ over ranks.
-            TransportError: a peer was lost, stopped or too late.
+            TransportError: a peer failed or timed out.
         """
-        if self._fl_overlap is not None and self._fl_state is StepState.STEPPED:
-            self._fl_overlap.flush()
-            return
-        self._fl_synchronize()
-        self._fl_reduced = {}
-        self._fl_state = StepState.SYNCHRONIZED
+        self.reducer.policy.synchronize()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes from now on; all ranks call it, between steps."""
         require(passes, Integral, "backward_passes_per_step", "a whole number, at least 1")
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step={passes}; expected at least 1")
-        if self._fl_pending:
+        if self.reducer.pending:
             raise UsageError("set_backward_passes_per_step() while gradients are being reduced; call it after step()")
-        self._fl_passes = passes
-        self._fl_count_anew()
+        self.reducer.passes.set_per_step(passes)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step`` take the gradients as they are within the block, after a call of ``synchronize``."""
-        self._fl_step_synchronizes = False
-        try:
+        """Let ``step`` take the gradients as they are within the block, after a call of ``synchronize``.
+
+        Raises:
+            UsageError: with ``sync``, where gradients are this rank's own and nothing waits for them.
+        """
+        with self.reducer.policy.skip_synchronize():
             yield
-        finally:
-            self._fl_step_synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Wait for the reduced gradients, then take the step of the wrapped optimizer.
 
         The optimizer may evaluate a ``closure`` several times; the gradients are reduced each time. With
         ``overlap_forward`` and without a closure, ``step`` does not wait.
+
+        With ``sync`` the step uses this rank's gradients, and every so many calls sync with all ranks. A step that
+        ``GradScaler`` skips on this rank counts too: all ranks make equally many.
+
+        In an elastic job the first call of a process that joins takes over the members' state instead.
+
+        Raises:
+            UsageError: in an elastic job a ``closure`` was given.
+            PlanMismatch: ranks disagree on model, plan or options, or have made other numbers of local steps.
+            ReplicaMismatch: parameters, or with ``sync`` anchors, differ over ranks.
+            TransportError: a peer failed or timed out. With ``sync`` this rank's parameters stay as they were before.
+                In an elastic job: too few members are left, or they go on without this one.
         """
         self._opt_called = True
-        may_wait = closure is None and self._fl_step_synchronizes and self._fl_state not in WITH_RESULTS
-        if self._fl_overlap is not None and may_wait:
-            return self._fl_step_without_wait(self._fl_overlap)
-        if closure is not None:
-            return super().step(self._fl_reducing(closure), **kwargs)
-        if self._fl_state in WITH_RESULTS:
-            self._fl_refuse_unreduced()
-        if not self._fl_step_synchronizes:
-            if self._fl_pending:
-                raise UsageError(
-                    "step() within skip_synchronize() takes gradients that are being reduced; call synchronize() first"
-                )
-        else:
-            if self._fl_state is StepState.SYNCHRONIZED:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
-                    "it does not reduce again; call it within skip_synchronize() to say so",
-                    stacklevel=2,
-                )
-            self._fl_synchronize()
-        self._fl_state = StepState.IDLE
-        self._fl_reduced = {}
-        with self._fl_timeline.span("UPDATE", step=self._fl_step_number - 1):
-            return super().step(**kwargs)
+        return self.reducer.policy.step(super().step, closure, kwargs)
 
     # Two marks that torch reads. "hooked": the wrapped class's step runs the step hooks, so this one must not run them
     # too. "_wrapped_by_lr_sched": this step sets _opt_called itself, so schedulers need not wrap it.
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def _fl_step_without_wait(self, overlap: ForwardOverlap) -> None:
-        engine, sparse = self._fl_engine, self._fl_sparse
-        assert engine is not None and sparse is not None
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            raise UsageError(
-                "step hooks of the optimizer would run once for each bucket with overlap_forward; remove them, or "
-                "leave overlap_forward out"
-            )
-        self._fl_submit_rest(engine, sparse)
-        self._fl_refuse_changed(engine)
-        self._fl_end_step(engine)
-        overlap.begin(self.__dict__["param_groups"])
-        self._fl_state = StepState.STEPPED
-
-    def _fl_reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            self._fl_forget_results()
-            with torch.enable_grad():
-                loss = closure()
-            self._fl_synchronize()
-            return loss
-
-        return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients.
@@ -163,27 +134,29 @@ class Distributed(GradientReduction):
         Raises:
             UsageError: they are still being reduced: ``step`` or ``synchronize`` has to wait for the results first.
         """
-        if self._fl_pending:
+        reducer = self.reducer
+        if reducer.pending:
             raise UsageError(
                 "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
                 "reduced; call it after step()"
             )
-        self._fl_count_anew()
-        self._fl_forget_results()
+        reducer.passes.left.update(reducer.passes.whole)
+        reducer.forget_results()
         super().zero_grad(set_to_none)
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """Names of the parameters whose gradients are reduced; scripts written for Horovod read it."""
-        return self._fl_names
+        return self.reducer.names
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Code that reads gradients through them, as GradScaler does, gets reduced gradients."""
+        reducer = self.reducer
         # In a backward hook, other gradients of the step are still to come: it is too early to end the step.
-        no_backward_runs = running_backward() == NO_BACKWARD
-        if self._fl_pending and no_backward_runs and self._fl_state is not StepState.UPDATING:
-            self._fl_synchronize()
+        between = not reducer.updating and running_backward() == NO_BACKWARD
+        if reducer.state is StepState.REDUCING and between and reducer.pending:
+            reducer.policy.reduce()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 
@@ -203,54 +176,63 @@ class Distributed(GradientReduction):
             ConfigError: a parameter has the name of another one, belongs to another ``DistributedOptimizer``, is on
                 another device or sharded. The group is not added then.
             PlanMismatch: ranks add other parameters.
-            TransportError: a peer was lost, stopped or late, or does not add a group.
+            TransportError: a peer failed or timed out, or does not add a group.
         """
-        if self._fl_pending:
+        reducer = self.reducer
+        if reducer.pending:
             raise UsageError("add_param_group() while gradients are being reduced; call it before backward")
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         before = len(groups)
         super().add_param_group(param_group)
         try:
-            new = self._fl_roster.newcomers(groups)
+            new = reducer.roster.newcomers(groups)
             trained = {p: name for p, name in new.items() if p.requires_grad}
-            refuse_twice(trained, but=self)
-            self._fl_refuse_averaged(trained)
-            if self._fl_forward_of is not None:
-                check_parameters(new, self._fl_forward_of)
+            refuse_twice(trained, but=reducer)
+            reducer.refuse_averaged(trained)
+            if reducer.connection.overlapped is not None:
+                check_parameters(new, reducer.connection.overlapped)
         except ConfigError:
             del groups[before:]
             raise
-        engine, replicas = self._fl_engine, self._fl_replicas
-        if engine is not None:
+        replicas = reducer.replicas
+        if reducer.engine is not None:
             added = Replicas({name: p for p, name in new.items()}, replicas.broadcast, replicas.every)
 
             def unite(transport: Transport) -> None:
                 with transport.doing("add_param_group()", f"which adds {listed(new.values())}"):
                     added.unite(transport)
 
-            engine.put(unite)()
+            reducer.engine.put(unite)()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under "fusionlayer" this rank's step, error feedback and codec state.
 
+        With ``sync`` also anchors, outer momentum and what is in flight. Between two syncs the states, parameters and
+        buffers of ranks differ: each rank saves and loads its own. The state holds this rank's parameters and buffers
+        too, also within ``anchored``.
+
         Raises:
             FusionLayerError: a step has failed; the last state that was saved before it is the one to go on from.
         """
-        self._fl_flush()
-        engine = self._fl_engine
+        reducer, engine = self.reducer, self.reducer.engine
+        more = reducer.policy.state_dict()  # first: what is in flight changes error feedback
+        reducer.flush()
         if engine is not None:
             engine.drain()
         state = super().state_dict()
         if engine is not None:
             place = {"rank": engine.rank, "size": engine.size, "step": engine.step}
-            state["fusionlayer"] = {**place, "factor": engine.scaling.after, **engine.memory.state_dict()}
+            state["fusionlayer"] = {**place, "factor": engine.scaling.after, **engine.memory.state_dict(), **more}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned on the same rank.
+        """Restore what ``state_dict`` returned on the same rank, in the middle of a round parameters and buffers too.
 
         A state that was broadcast holds only the step; error feedback stays as it is then. So it does where this rank
         has just loaded its own state of the same step, as before a framework loads rank 0's on all ranks.
+
+        With ``sync``, load the model before. A state of an optimizer without local steps begins a new round: its
+        anchors are the parameters at the next ``step``, which have to be equal on all ranks.
 
         Raises:
             ConfigError: the state holds error feedback or local steps of another rank, or of another number of ranks.
@@ -259,27 +241,29 @@ class Distributed(GradientReduction):
             raise ConfigError(f"load_state_dict got {kind_of(state_dict)}; expected what state_dict() has returned")
         state = dict(state_dict)
         saved = state.pop("fusionlayer", None)
-        engine = self._fl_engine
-        restored = self._fl_has_restored(saved)
+        reducer, engine = self.reducer, self.reducer.engine
+        reducer.policy.before_load(saved or {})
+        restored = self._has_restored(saved)
         if saved is not None and not restored:
             rank, size = (0, 1) if engine is None else (engine.rank, engine.size)
             check_place(saved, rank, size, "DistributedOptimizer")
-        self._fl_flush()
+        reducer.flush()
         super().load_state_dict(state)
-        self._fl_count_anew()
+        reducer.passes.left.update(reducer.passes.whole)
         if engine is not None and saved is not None and not restored:
             if "rank" in saved:
                 engine.memory.load_state_dict(saved)
-                self._fl_restored = saved["step"]
+                reducer.restored = saved["step"]
             engine.step = saved["step"]
+        reducer.policy.load_state_dict(saved or {})
 
-    def _fl_has_restored(self, saved: Mapping[str, Any] | None) -> bool:
+    def _has_restored(self, saved: Mapping[str, Any] | None) -> bool:
         """Return whether this rank has loaded its own state of the step of ``saved``, and made no step since."""
-        engine = self._fl_engine
-        if engine is None or saved is None or self._fl_restored is None or "local" in saved:
+        engine, restored = self.reducer.engine, self.reducer.restored
+        if engine is None or saved is None or restored is None or "local" in saved:
             return False
         place = saved.get("rank"), saved.get("size")
-        return self._fl_restored == engine.step == saved["step"] and place != (engine.rank, engine.size)
+        return restored == engine.step == saved["step"] and place != (engine.rank, engine.size)
 
     def close(self) -> None:
         """End the background threads; gradients are no longer reduced. For programs that go on after training.
@@ -287,33 +271,23 @@ class Distributed(GradientReduction):
         Raises:
             TransportError: over NCCL, the last step could not end on the device, so weights are worthless.
         """
-        self._fl_flush()
-        self._fl_detach()
+        self.reducer.policy.close()
 
     def reconnect(self) -> None:
         """Reduce gradients over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
 
-        Reductions under way are given up. The step number stays. Error feedback stays if rank and size are the same.
+        Reductions in flight are given up. The step number stays. Error feedback stays if rank and size are the same.
         The plan stays if the size is the same and no plan controller makes plans while training runs. Parameters stay
         as they are: how they become equal again is the job's business, and the next step compares them.
 
+        With ``sync`` a new round begins: its anchors are the parameters at the next ``step``, which the job has made
+        equal by then, and outer momentum begins at zero.
+
         Raises:
-            TransportError: a peer was lost, stopped or late.
+            UsageError: in an elastic job, whose members connect by themselves.
+            TransportError: a peer failed or timed out.
         """
-        old, roster = self._fl_engine, self._fl_roster
-        if old is not None:
-            old.give_up()
-        self._fl_detach()
-        names = roster.reduced(self.__dict__["param_groups"])
-        engine, timeline = self._fl_connect(names, True)
-        self._attach(engine, timeline, roster, names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
-        if engine is None or old is None:
-            return
-        engine.step = old.step
-        if (engine.rank, engine.size) == (old.rank, old.size):
-            engine.memory.load_state_dict(old.memory.state_dict())
-        if old.plan is not None:
-            self.adopt_plan(old.plan)
+        self.reducer.policy.reconnect()
 
     def adopt_plan(self, plan: FusionPlan) -> None:
         """Fuse gradients by ``plan`` from the next step on, if it is for this number of ranks.
@@ -321,18 +295,13 @@ class Distributed(GradientReduction):
         All ranks call it together. The call changes nothing in a job of one rank, or if a plan controller makes plans
         while training runs. It also changes nothing if the plan is of other parameters of this optimizer than those
         that are reduced now: some may be frozen or unfrozen since, or gradients may have been sparse. Then the next
-        step makes a plan.
+        step makes a plan. With ``sync``, what is in flight arrives first.
 
         Raises:
             ConfigError: the plan is for other parameters, or names an unknown codec or collective.
         """
         require(plan, FusionPlan, "adopt_plan", "a FusionPlan")
-        engine = self._fl_engine
-        if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
-            return
-        planned = {name for bucket in plan.buckets for name in bucket.names}
-        if planned == {*self._fl_names.values()} or not planned <= {*self._fl_roster.names.values()}:
-            engine.switch(plan)
+        self.reducer.policy.adopt_plan(plan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``UsageError``: a copy would share the background threads."""

@@ -67,7 +67,7 @@ class Roster:
     def changed(self, groups: Groups) -> bool:
         """Return whether parameters came, left, froze or unfroze since ``reduced``. Every step asks once."""
         # A step has hundreds of parameters, so only loops in C look at each.
-        parameters = list(_every(groups))
+        parameters = list(chain.from_iterable(map(_PARAMS, groups)))
         return (
             self.look_again
             or list(map(_REQUIRES_GRAD, parameters)) != self._trainable
@@ -116,7 +116,7 @@ class Roster:
 
     def refuse_unreduced(self, groups: Groups) -> None:
         """Raise ``UsageError`` if a parameter has a gradient but was not enrolled when the step began."""
-        suspects: Iterable[Tensor] = (p for p in self._frozen if p.requires_grad)
+        suspects: Iterable[Tensor] = filter(_REQUIRES_GRAD, self._frozen)
         if sum(map(len, map(_PARAMS, groups))) != len(self._parameters):
             known = set(self._parameters)
             suspects = chain(suspects, (p for p in _every(groups) if p not in known))

@@ -4,47 +4,48 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .. import context
 from ..base.errors import ConfigError
+from ..scheduler import Engine
 
 if TYPE_CHECKING:
-    from .reduction import GradientReduction
+    from .reducer import Reducer
 
-__all__ = ["enlist", "forget", "refuse_twice"]
+__all__ = ["enlist", "forget", "refuse_twice", "release"]
 
-_live: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
+_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 # Guards _live: optimizers are made and closed on any thread, and shutdown looks at all of them.
 _lock = threading.Lock()
 
 
-def enlist(optimizer: GradientReduction) -> None:
-    """Note that an optimizer reduces gradients."""
+def enlist(reducer: Reducer) -> None:
+    """Note that an optimizer's reducer has an engine."""
     with _lock:
-        _live.add(optimizer)
+        _live.add(reducer)
 
 
-def forget(optimizer: GradientReduction) -> None:
+def forget(reducer: Reducer) -> None:
     """Note that an optimizer is closed."""
     with _lock:
-        _live.discard(optimizer)
+        _live.discard(reducer)
 
 
-def _all() -> list[GradientReduction]:
+def _all() -> list[Reducer]:
     with _lock:
         return list(_live)
 
 
-def refuse_twice(names: Mapping[Tensor, str], but: Optimizer | None = None) -> None:
+def refuse_twice(names: Mapping[Tensor, str], but: Reducer | None = None) -> None:
     """Raise ``ConfigError`` if a distributed optimizer that is not closed, ``but`` one, has one of the parameters."""
     for other in _all():
         for parameter, name in names.items():
-            if other is not but and parameter in other._fl_names:
+            if other is not but and parameter in other.names:
                 raise ConfigError(
                     f"parameter {name!r} belongs to a DistributedOptimizer already and would be reduced twice; close() "
                     "that one first"
@@ -52,9 +53,18 @@ def refuse_twice(names: Mapping[Tensor, str], but: Optimizer | None = None) -> N
 
 
 def _leave_all() -> None:
-    """Let what optimizers have under way end: to get results, other ranks need this rank's part."""
-    for optimizer in _all():
-        optimizer._fl_leave()
+    """Let what optimizers have in flight end: to get results, other ranks need this rank's part."""
+    for reducer in _all():
+        optimizer = reducer.optimizer()  # kept alive meanwhile
+        if optimizer is not None:
+            reducer.policy.leave()
+
+
+def release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:
+    """Remove the hooks of what averaged gradients, and close its engine."""
+    for hook in hooks:
+        hook.remove()
+    engine.close()
 
 
 context.before_shutdown(_leave_all)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -20,43 +17,34 @@ from ..base.errors import ConfigError, require
 from ..base.plan import FusionPlan
 from ..codecs import Codec, CodecOptions
 from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
-from ..observe.timeline import Timeline
 from ..planning.codec_rules import CodecRules
 from ..planning.profile import Profile
 from ..process.clock import clock_of
-from ..scheduler import Engine, Scaling
 from ..scheduler.planners import Planner
 from . import overlap
 from .averaging import refuse_averaged, refuse_wrapper
-from .construction import GradientOptions, make_engine, make_planning
+from .connection import Connection
+from .construction import GradientOptions, as_it_is
 from .distributed import Distributed
 from .enrolment import Roster
 from .live import refuse_twice
-from .parameters import describe, replicated_by
-from .policies.elastic_local import ElasticallyLocal
-from .policies.elastic_optimizer import ElasticallyStepping, check_elastic
-from .policies.local import Local, check_sync, state_tensors
-from .policies.local_optimizer import LocallyStepping
+from .parameters import replicated_by
+from .policies.elastic_local import ElasticLocalStepPolicy
+from .policies.elastic_policy import ElasticStepPolicy, check_elastic
+from .policies.local import Local, check_sync
+from .policies.local_plan import planned_syncs
+from .policies.local_policy import LocalStepPolicy
 from .policies.local_steps import LocalSteps
+from .policies.own_sends import OwnSends
+from .reducer import Reducer
 from .replicas import Replicas, check_interval
-from .sends import FollowsSyncs, sent_by
+from .sends import FollowsSyncs, SendsItsOwn
+from .step_policy import StepPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["DistributedOptimizer"]
-
-
-# What options lack while an optimizer names a codec by itself: these belong to the codec that was given.
-_OF_ANOTHER_CODEC: Mapping[str, Any] = {
-    "codec_options": {},
-    "algorithm": None,
-    "ahead": None,
-    "plan": None,
-    "profile": None,
-    "policy": None,
-    "fidelity": None,
-}
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
@@ -222,103 +210,48 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         replan=replan,
         error_feedback=error_feedback,
         feedback_bits=feedback_bits,
-        sync=sync,
     )
-
     frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
     replicated = {**roster.by_name(), **frozen}
     replicas = Replicas(replicated, broadcast, check_interval(check_replicas), buffers, (f"sync={sync}",))
-
-    def idle(names: Mapping[Tensor, str]) -> list[str]:
-        return [name for parameter, name in roster.names.items() if parameter not in names]
-
-    me = weakref.ref(optimizer)  # the optimizer keeps the functions below, and should end with its last user
-
-    def options_now() -> GradientOptions:
-        mine = me()
-        sent = None if mine is None else sent_by(mine)
-        now = replace(options, sync=None) if averages_now() else options
-        if sent is None or sent[1] is None:
-            return now
-        return replace(now, **_OF_ANOTHER_CODEC, codec=sent[1])
-
-    def averages_now() -> bool:
-        mine = me()
-        return mine._fl_averages if isinstance(mine, LocallyStepping) else sync is None or bool(sync.after)
-
-    def connect(names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
-        transport = context.transport(group)
-        scaling = Scaling(1 / transport.size if op is Average else 1.0)
-        if op is Average and gradient_predivide_factor != 1.0:
-            scaling = Scaling(1 / gradient_predivide_factor, gradient_predivide_factor / transport.size)
-        timeline = Timeline(context.settings().timeline if transport.size > 1 else None, transport.rank)
-        engine = make_engine(
-            options_now(),
-            describe(names, groups, roster.names),
-            transport,
-            roster.device,
-            scaling=scaling,
-            timeline=timeline,
-            overlap_forward=overlap_forward is not None,
-            hold_results=elastic or not averages_now(),
-            undoable=elastic,
-            idle=idle(names),
-        )
-        if transport.size == 1:
-            # It was made to have all options checked, so that a mistake shows before there are other ranks.
-            engine.close()
-            return None, timeline
-        engine.put(partial(replicas.unite, rejoining=rejoining))()
-        return engine, timeline
-
-    def enrol(engine: Engine, names: Mapping[Tensor, str], why: str) -> None:
-        if overlap_forward is not None:
-            overlap.check_parameters(names, overlap_forward)
-        tensors = describe(names, groups, roster.names)
-        overlaps = overlap_forward is not None
-        now = options_now()
-        planning = make_planning(
-            now, tensors, engine.rank, engine.size, roster.device, overlaps, idle=idle(names), changed=True
-        )
-        tensors += chain.from_iterable(state_tensors(now.sync, tensors).values())
-        engine.enrol(
-            tensors,
-            why,
-            codec=planning.codec,
-            algorithm=planning.algorithm,
-            ahead=planning.ahead,
-            plan=planning.plan,
-            plan_controller=planning.plan_controller,
-            hold_results=None if sync is None else now.sync is not None,
-        )
-
-    if sent_by(optimizer) is not None:
-        refused = sync if not isinstance(optimizer, FollowsSyncs) else None
-        if op is not Average or refused is not None or plan is not None or context.settings().planning.plan is not None:
-            raise ConfigError(
-                f"{type(optimizer).__name__} with op={op.name.title()}, sync={refused} and "
-                f"plan={plan or context.settings().planning.plan}; it sends what it averages in each step, by "
-                "codecs that it names itself and no plan says: leave all three out"
-            )
-    if sent_by(optimizer) is not None or sync is not None and sync.after:
+    own = optimizer if isinstance(optimizer, SendsItsOwn) else None
+    if own is not None:
+        _check_own(optimizer, op, sync, plan)
+    steps = _policy(own, sync, elastic, roster)
+    if isinstance(steps, ElasticStepPolicy):
+        steps.facts = (options, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
+    connection = Connection(
+        options, steps, roster, replicas, op, gradient_predivide_factor, groups, group, overlap_forward
+    )
+    if own is not None or sync is not None and sync.after:
         # What is used later is refused now if it is wrong.
-        place = context.transport(group)
-        make_planning(options, describe(names, groups, roster.names), place.rank, place.size, roster.device, False)
-    engine, timeline = connect(names)
-    base = type(optimizer)
-    fronts = (ElasticallyStepping, ElasticallyLocal) if elastic else (Distributed, LocallyStepping)
-    front = fronts[sync is not None]
+        connection.check_later(names, as_it_is if sync is None else partial(planned_syncs, sync))
+    reducer = Reducer(optimizer, connection, names, backward_passes_per_step, sparse_as_dense, refuse_averaging)
     # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
     vars(optimizer).pop("step", None)
-    optimizer.__class__ = type(base.__name__, (front, base), {"__doc__": base.__doc__, "__module__": __name__})
+    base, more = type(optimizer), {"_step_supports_amp_scaling": True} if steps.handles_overflow else {}
+    content = {"__doc__": base.__doc__, "__module__": __name__, **more}
+    optimizer.__class__ = type(base.__name__, (Distributed, base), content)
     assert isinstance(optimizer, Distributed)
-    optimizer._fl_connect, optimizer._fl_plan_anew = connect, enrol
-    optimizer._fl_replicas, optimizer._fl_refuse_averaged = replicas, refuse_averaging
-    if isinstance(optimizer, ElasticallyStepping):
-        optimizer._fl_facts = (options, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
-    if sync is not None:
-        assert isinstance(optimizer, LocallyStepping)
-        optimizer._fl_local = LocalSteps(sync, clock_of(roster.device))
-        optimizer._fl_averages = bool(sync.after)
-    optimizer._attach(engine, timeline, roster, names, backward_passes_per_step, sparse_as_dense, overlap_forward)
+    optimizer.reducer = reducer
     return optimizer
+
+
+def _policy(own: SendsItsOwn | None, sync: Local | None, elastic: bool, roster: Roster) -> StepPolicy:
+    """Return what makes the steps that these arguments ask for."""
+    averaging = StepPolicy() if own is None else OwnSends(own)
+    if sync is None:
+        return ElasticStepPolicy() if elastic else averaging
+    local = LocalSteps(sync, clock_of(roster.device))
+    return ElasticLocalStepPolicy(local) if elastic else LocalStepPolicy(local, averaging)
+
+
+def _check_own(optimizer: Optimizer, op: ReduceOp, sync: Local | None, plan: object) -> None:
+    """Raise ``ConfigError`` if an optimizer that sends its own cannot have these arguments."""
+    refused = sync if not isinstance(optimizer, FollowsSyncs) else None
+    plan = plan if plan is not None else context.settings().planning.plan
+    if op is not Average or refused is not None or plan is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} with op={op.name.title()}, sync={refused} and plan={plan}; it sends what it "
+            "averages in each step, by codecs that it names itself and no plan says: leave all three out"
+        )

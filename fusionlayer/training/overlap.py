@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from ..base.errors import ConfigError, UsageError
 from ..scheduler import Engine
 from .parameters import is_distributed
-from .policies.onebit_adam import OneBitAdam
 
 __all__ = ["ForwardOverlap", "check", "check_parameters"]
 
 # These optimizers update each parameter from its own gradient and state alone, so updates may happen one by one.
+# Another class says so by an attribute ``updates_separately = True`` next to its ``step``.
 SEPARABLE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -29,7 +29,6 @@ SEPARABLE = (
     torch.optim.AdamW,
     torch.optim.Adamax,
     torch.optim.NAdam,
-    OneBitAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.Rprop,
@@ -41,11 +40,14 @@ def check(optimizer: Optimizer, names: Mapping[Tensor, str], model: object) -> N
     """Raise ``ConfigError`` unless this optimizer can update ``model`` during the next forward."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"overlap_forward={type(model).__name__}; expected the model, a torch.nn.Module")
-    if inspect.unwrap(type(optimizer).step) not in {inspect.unwrap(kind.step) for kind in SEPARABLE}:
+    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    separable = inspect.unwrap(vars(owner)["step"]) in {inspect.unwrap(kind.step) for kind in SEPARABLE}
+    if not separable and not vars(owner).get("updates_separately", False):
         known = ", ".join(kind.__name__ for kind in SEPARABLE)
         raise ConfigError(
-            f"overlap_forward updates parameters one bucket at a time, which is known to be the same only for {known}; "
-            f"leave it out for {type(optimizer).__name__}"
+            f"overlap_forward updates parameters one bucket at a time, which is known to be the same only for {known}, "
+            "and for classes that declare it by updates_separately, as OneBitAdam does; leave it out for "
+            f"{type(optimizer).__name__}"
         )
     check_parameters(names, model)
 
@@ -69,7 +71,7 @@ def check_parameters(names: Mapping[Tensor, str], model: nn.Module) -> None:
 class ForwardOverlap:
     """Takes the optimizer's step bucket by bucket, each before the first module that uses its parameters runs.
 
-    It needs no lock: ``GradientReduction`` lets one thread at a time use it. Only ``Engine.take`` waits for
+    It needs no lock: ``Reducer`` lets one thread at a time use it. Only ``Engine.take`` waits for
     communication threads.
 
     Args:

@@ -24,6 +24,7 @@ from ..base import files
 from ..base.errors import ConfigError, FusionLayerError, require
 from ..functional import Group
 from ..scheduler.memory import merged_residuals
+from .distributed import Distributed
 
 __all__ = ["load_ranks", "rank_state", "save_ranks"]
 
@@ -137,7 +138,7 @@ def _is_shared_out(state: Mapping[str, Any]) -> bool:
 
 
 def _factor_of(target: Any) -> float:
-    engine = getattr(target, "_fl_engine", None)
+    engine = target.reducer.engine if isinstance(target, Distributed) else None
     return 1.0 if engine is None else float(engine.scaling.after)
 
 

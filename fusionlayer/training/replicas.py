@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,24 +15,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import context, native
+from .. import context
 from ..base.config import Config
 from ..base.errors import ConfigError, PlanMismatch, ReplicaMismatch
 from ..coordination.matching import differing
 from ..native.wire import digest
 from ..transport import Transport
+from .digests import Digest, await_gpus, cut, digest_of, flat
 from .parameters import is_distributed, local_part
 
 __all__ = ["ReplicaCheck", "Replicas", "broadcast_from_0", "check_interval"]
 
 _FUSED_BYTES = 1 << 25
 """Bytes that a broadcast copies into one message: what it needs beside the parameters."""
-
-_SHARE_BYTES = 1 << 20
-"""Bytes that are digested in a step, at least: a step pays for each call, so small models are done in few steps."""
-
-_GPU_SHARE_BYTES = 1 << 26
-"""The same on a GPU, where a call takes as long as hundreds of kilobytes. So much memory is needed for a moment."""
 
 _DESCRIPTION_BYTES = 1 << 26
 """A longer description of a rank's parameters is not asked for: its size has come from another rank."""
@@ -104,7 +98,7 @@ class Replicas:
             TransportError: a peer was lost, stopped or late.
         """
         tensors, lines = {**self.named, **self.buffers}, self.lines
-        value = _digest_of(tensors.values()) if self.broadcast and not rejoining else 0
+        value = digest_of(tensors.values()) if self.broadcast and not rejoining else 0
         mine = struct.pack("<16s?7xQ", digest(*lines)[:16], rejoining, value)
         records = [struct.unpack("<16s?7xQ", record) for record in _gathered(mine, transport)]
         if any(facts != records[0][0] for facts, _, _ in records):
@@ -146,6 +140,9 @@ class ReplicaCheck:
         put: begins an exchange.
         strict: a difference raises ``ReplicaMismatch``. False: it warns once, and nothing is compared any more.
         options: returns lines that have to be the same on all ranks whenever parameters are compared.
+
+    Attributes:
+        waiting: waits for the comparison that ``begin`` has begun; None: there is none.
     """
 
     def __init__(
@@ -155,12 +152,12 @@ class ReplicaCheck:
         self._steps = max(1, (every - 1) // 2)
         self._put = put
         self._strict = strict
-        self._shares: Iterator[list[tuple[Tensor, slice]]] | None = iter([_cut(named.values(), 1)[0]])
+        self._shares: Iterator[list[tuple[Tensor, slice]]] | None = iter([cut(named.values(), 1)[0]])
         self._left = 1
-        self._digest = _Digest()
+        self._digest = Digest()
         self._present = True
         self._on_gpu = any(x.is_cuda for x in named.values())
-        self._wait: Callable[[], None] | None = None
+        self.waiting: Callable[[], None] | None = None
         self._records: list[tuple[bool, int, bytes]] = []
         self._read_options = options
         self._options: list[str] = []
@@ -174,21 +171,21 @@ class ReplicaCheck:
         Raises:
             ReplicaMismatch: as ``settle``, of an earlier comparison.
         """
-        if self._wait is not None:
-            self._judge(self._wait)
+        if self.waiting is not None:
+            self._judge(self.waiting)
         if self._shares is None:
             return
         self._present = self._present and present
         share = next(self._shares)
         if share:
-            self._digest.add(_flat(x)[part] for x, part in share)
+            self._digest.add(flat(x)[part] for x, part in share)
         self._left -= 1
         if self._left == 0:
             self._digest.seal()
             self._options = self._read_options()
-            self._wait = self._put(partial(self._compare, self._digest, self._present))
-            self._digest, self._present, self._left = _Digest(), True, self._steps
-            self._shares = iter(_cut(self._named.values(), self._steps))
+            self.waiting = self._put(partial(self._compare, self._digest, self._present))
+            self._digest, self._present, self._left = Digest(), True, self._steps
+            self._shares = iter(cut(self._named.values(), self._steps))
 
     def settle(self) -> None:
         """Wait for a comparison that ``begin`` has begun, if there is one, and judge it.
@@ -200,11 +197,11 @@ class ReplicaCheck:
             ReplicaMismatch: parameters differ. All ranks raise it in the same step; it names tensors and ranks.
             TransportError: a peer was lost, stopped or late.
         """
-        if self._wait is not None and not self._on_gpu:
-            self._judge(self._wait)
+        if self.waiting is not None and not self._on_gpu:
+            self._judge(self.waiting)
 
     def _judge(self, wait: Callable[[], None]) -> None:
-        self._wait = None
+        self.waiting = None
         wait()
         present = [rank for rank, (there, _, _) in enumerate(self._records) if there]
         if len({options for there, _, options in self._records if there}) > 1:
@@ -214,11 +211,11 @@ class ReplicaCheck:
 
     def finish(self) -> None:
         """Wait for a comparison that ``begin`` has begun, whatever comes of it: nothing is under way then."""
-        if self._wait is not None:
+        if self.waiting is not None:
             with suppress(Exception):
-                self._wait()
+                self.waiting()
 
-    def _compare(self, mine: _Digest, present: bool, transport: Transport) -> None:
+    def _compare(self, mine: Digest, present: bool, transport: Transport) -> None:
         record = struct.pack(_RECORD, present, mine.read(), digest(*self._options)[:16])
         self._records = [struct.unpack(_RECORD, record) for record in _gathered(record, transport)]
 
@@ -279,7 +276,7 @@ def broadcast_from_0(tensors: Iterable[Tensor], transport: Transport) -> None:
     """
     parts = [local_part(x.detach()) for x in tensors]
     fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    _await_gpus(parts)
+    await_gpus(parts)
     with torch.no_grad():
         for x in parts:
             waiting = fused.setdefault((x.dtype, x.device), [])
@@ -290,131 +287,24 @@ def broadcast_from_0(tensors: Iterable[Tensor], transport: Transport) -> None:
         for waiting in fused.values():
             if waiting:
                 _broadcast(waiting, transport)
-    _await_gpus(parts)
-
-
-def _await_gpus(tensors: Iterable[Tensor]) -> None:
-    """Wait for all that is queued on GPUs: other threads, which have other streams, may use the tensors then."""
-    for device in {x.device for x in tensors if x.is_cuda}:
-        torch.cuda.synchronize(device)
+    await_gpus(parts)
 
 
 def _broadcast(tensors: Sequence[Tensor], transport: Transport) -> None:
     if len(tensors) == 1 and tensors[0].is_contiguous():
         transport.broadcast(tensors[0], 0)
         return
-    flat = torch.cat([x.reshape(-1) for x in tensors])
-    transport.broadcast(flat, 0)
+    fused = torch.cat([x.reshape(-1) for x in tensors])
+    transport.broadcast(fused, 0)
     if transport.rank != 0:
-        for x, values in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+        for x, values in zip(tensors, fused.split([x.numel() for x in tensors]), strict=True):
             x.copy_(values.view(x.shape))
-
-
-class _Digest:
-    """Eight bytes that change with any bit of the tensors that were added."""
-
-    def __init__(self) -> None:
-        self._crc = 0
-        self._sums: dict[torch.device, Tensor] = {}
-        self._events: list[torch.cuda.Event] = []
-
-    def add(self, pieces: Iterable[Tensor]) -> None:
-        """Go on with flat tensors; on a GPU without waiting for it, and with few kernels for many small tensors."""
-        waiting: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for flat in pieces:
-            if flat.device.type == _BY_CRC:
-                self._crc = native.crc32c(flat, self._crc)
-            elif flat.numel():
-                bits = flat.view(_INTEGERS[min(flat.element_size(), 4)])
-                together = waiting[bits.device, bits.dtype]
-                together.append(bits)
-                if sum(each.nbytes for each in together) >= _GPU_SHARE_BYTES:
-                    self._add_bits(together)
-                    together.clear()
-        for together in waiting.values():
-            if together:
-                self._add_bits(together)
-
-    def _add_bits(self, bits: list[Tensor]) -> None:
-        total = sum_of_bits(bits[0] if len(bits) == 1 else torch.cat(bits))
-        before = self._sums.get(total.device)
-        self._sums[total.device] = total if before is None else before * _PRIME + total
-
-    def seal(self) -> None:
-        """End adding: ``read`` may be called on another thread now."""
-        for device in self._sums:
-            if device.type == "cuda":
-                self._events.append(torch.cuda.current_stream(device).record_event())
-
-    def read(self) -> int:
-        """Return the digest; waits for the GPU."""
-        for event in self._events:
-            event.synchronize()
-        value = self._crc
-        for total in self._sums.values():
-            value = (value * _PRIME + int(total)) % (1 << 64)
-        return value
-
-
-_BY_CRC = "cpu"
-_PRIME = 1_000_003
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_SUMMED_AT_A_TIME = 1 << 22
-
-
-def sum_of_bits(bits: Tensor) -> Tensor:
-    """Return a sum () int64 of integers (n,) of at most 32 bits, each by an odd factor of its own.
-
-    Sums wrap around at 64 bits. An odd factor keeps every bit: one flipped bit always changes the sum.
-    """
-    factors = torch.arange(1, 2 * min(bits.numel(), _SUMMED_AT_A_TIME), 2, device=bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in bits.split(_SUMMED_AT_A_TIME):
-        total = total * _PRIME + (part * factors[: part.numel()]).sum()
-    return total
-
-
-def _digest_of(tensors: Iterable[Tensor]) -> int:
-    tensors = [*tensors]
-    _await_gpus(tensors)
-    whole = _Digest()
-    whole.add(_flat(x) for x in tensors)
-    whole.seal()
-    return whole.read()
 
 
 def _has_memory(x: Tensor) -> bool:
     # A class with operations of its own may keep its values in several tensors.
     plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ or is_distributed(x)
     return plain and x.layout is torch.strided and not x.is_quantized and not x.is_meta
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Return the elements of ``x``, or of this rank's part of a DTensor; a copy if they are not contiguous."""
-    return local_part(x.detach()).contiguous().view(-1)
-
-
-def _cut(tensors: Iterable[Tensor], steps: int) -> list[list[tuple[Tensor, slice]]]:
-    """Return ``steps`` lists that have every element of ``tensors`` once, in shares of about equally many bytes."""
-    parts = [(x, local_part(x.detach())) for x in tensors]
-    least = _GPU_SHARE_BYTES if any(part.is_cuda for _, part in parts) else _SHARE_BYTES
-    share = max(least, -(-sum(part.nbytes for _, part in parts) // steps))
-    shares: list[list[tuple[Tensor, slice]]] = [[]]
-    room = share
-    for x, part in parts:
-        start, stop = 0, part.numel()
-        while start < stop:
-            if room < part.element_size():
-                shares.append([])
-                room = share
-            # Of a tensor that is not contiguous each share would copy all, so it goes whole.
-            end = min(stop, start + room // part.element_size()) if part.is_contiguous() and steps > 1 else stop
-            shares[-1].append((x, slice(start, end)))
-            room -= (end - start) * part.element_size()
-            start = end
-    while len(shares) > steps:
-        shares[-2] += shares.pop()
-    return shares + [[] for _ in range(steps - len(shares))]
 
 
 def _gathered(mine: bytes, transport: Transport) -> list[bytes]:
@@ -426,7 +316,7 @@ def _gathered(mine: bytes, transport: Transport) -> list[bytes]:
 
 def _gathered_digests(named: Mapping[str, Tensor], transport: Transport) -> list[list[int]]:
     """Return the digests of each tensor, those of all ranks; ranks have equally many tensors."""
-    mine = struct.pack(f"<{len(named)}Q", *(_digest_of([x]) for x in named.values()))
+    mine = struct.pack(f"<{len(named)}Q", *(digest_of([x]) for x in named.values()))
     every = [struct.unpack(f"<{len(named)}Q", record) for record in _gathered(mine, transport)]
     return [list(row) for row in zip(*every, strict=True)]
 

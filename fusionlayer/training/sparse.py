@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,9 @@ class SparseGradients:
     Args:
         engine: sums all other gradients.
         make_dense: whether sparse gradients are made dense and summed like all others.
+
+    Attributes:
+        gathers: by parameter, what waits for a gradient that is being gathered.
     """
 
     def __init__(self, engine: Engine, make_dense: bool) -> None:
@@ -47,17 +50,12 @@ class SparseGradients:
         self._noted: set[str] = set()
         self.gathered: frozenset[str] | None = None
         """Names of the gradients that are gathered; None until the end of the first step."""
-        self._gathers: dict[Tensor, Callable[[], Tensor]] = {}
+        self.gathers: dict[Tensor, Callable[[], Tensor]] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether gradients of the step under way have been noted or are being gathered."""
-        return bool(self._noted or self._gathers)
-
-    @property
-    def under_way(self) -> Collection[Tensor]:
-        """Parameters whose gradients are being gathered."""
-        return self._gathers.keys()
+        """Whether gradients of the step in flight have been noted or are being gathered."""
+        return bool(self._noted or self.gathers)
 
     def take(self, name: str, parameter: Tensor) -> bool:
         """Note or gather the gradient of a parameter; return False if the engine has to take it."""
@@ -70,7 +68,7 @@ class SparseGradients:
         if name not in self.gathered:
             return False
         assert self.by_name is not None
-        self._gathers[parameter] = self.by_name.gather(name, _rows(parameter))
+        self.gathers[parameter] = self.by_name.gather(name, _rows(parameter))
         return True
 
     def agree(self) -> frozenset[str]:
@@ -92,7 +90,7 @@ class SparseGradients:
 
     def end(self) -> dict[Tensor, Callable[[], Tensor]]:
         """Begin the next step; return, by parameter, the functions that wait for the gradients gathered in this one."""
-        gathers, self._gathers = self._gathers, {}
+        gathers, self.gathers = self.gathers, {}
         return gathers
 
     def dense(self, name: str, parameter: Tensor) -> Tensor:

@@ -23,10 +23,6 @@ class StepState(Enum):
     """The user's ``synchronize`` has reduced the gradients: ``step`` warns outside ``skip_synchronize``."""
     STEPPED = auto()
     """With ``overlap_forward``: ``step`` has returned, and the next forward updates parameters as results come."""
-    UPDATING = auto()
-    """The wrapped optimizer's own code runs within a step, and reads ``param_groups`` as they are: it makes what it
-    sends, or, with ``overlap_forward``, updates one bucket, whose parameters alone ``param_groups`` then holds. Any
-    state may come before, and the same state comes back afterwards."""
 
 
 WITH_RESULTS = (StepState.REDUCED, StepState.SYNCHRONIZED)

@@ -56,7 +56,7 @@ def train(rank: int, world: int, folder: str) -> list[list[str]]:
 
     def lose_links() -> None:
         if rank == 1:
-            for lane in optimizer._fl_engine.lanes.all:
+            for lane in optimizer.reducer.engine.lanes.all:
                 lane.transport.close()
 
     def lose_a_call() -> None:
@@ -96,9 +96,9 @@ def _nothing() -> None:
 
 def _used(optimizer: Any) -> dict[str, weakref.ref[Any]]:
     """Return references, by name, to what the present generation uses, which do not keep it."""
-    engine = optimizer._fl_engine
+    engine = optimizer.reducer.engine
     transports = {f"lane {number}": lane.transport for number, lane in enumerate(engine.lanes.all)}
-    transports["members"] = optimizer._fl_members.transport
+    transports["members"] = optimizer.reducer.policy.members.transport
     found = {"engine": engine, "memory": engine.memory, **transports}
     for name, transport in transports.items():
         found |= {f"watch of {name}": transport._watch, f"link of {name}": transport._links["cpu"]}

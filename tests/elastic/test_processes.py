@@ -19,7 +19,7 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.base.errors import TransportError
 from fusionlayer.observe import metrics
-from fusionlayer.training.policies import elastic_optimizer
+from fusionlayer.training.policies import elastic_policy
 from fusionlayer.transport import Transport
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks
 from tests.synthetic import gradient
@@ -121,11 +121,11 @@ def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: 
     optimizer: Any = fl.DistributedOptimizer(
         torch.optim.AdamW(model.parameters()), model, codec=codec, error_feedback=True, feedback_bits=bits, **options
     )
-    agree, exchange, made = members.agree, optimizer._fl_exchange, []
+    agree, exchange, made = members.agree, optimizer.reducer.policy._exchange, []
 
     def fail(transport: Transport) -> None:
         """End the exchanges of this rank, as if its links were lost."""
-        for lane in optimizer._fl_engine.lanes.all:
+        for lane in optimizer.reducer.engine.lanes.all:
             lane.transport.close()
         raise TransportError("a fault of the test", [rank])
 
@@ -153,7 +153,7 @@ def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: 
 
     generation = members.generation
     if fault == "faults":
-        members.agree, optimizer._fl_exchange = failing, losing  # type: ignore[method-assign]
+        members.agree, optimizer.reducer.policy._exchange = failing, losing  # type: ignore[method-assign]
     for step in range(9):
         x = gradient(320, 100 * rank + step, torch.float32).view(8, 40)
         loss = model(x).square().mean()
@@ -167,7 +167,7 @@ def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: 
         optimizer.zero_grad()
     members.agree = agree  # type: ignore[method-assign]
     changes = members.generation - generation, made.count(7)
-    memory = optimizer._fl_engine.memory.state_dict()
+    memory = optimizer.reducer.engine.memory.state_dict()
     kept = {name: x.tolist() for key in ("residuals",) for name, x in memory[key].items()}
     codes = {name: part["codes"].tolist() for name, part in memory["packed"].items()}
     optimizer.close()
@@ -175,7 +175,7 @@ def _trained(rank: int, folder: str, codec: str, options: dict[str, Any], bits: 
 
 
 def _close(optimizer: Any) -> None:
-    for lane in optimizer._fl_engine.lanes.all:
+    for lane in optimizer.reducer.engine.lanes.all:
         lane.transport.close()
 
 
@@ -199,7 +199,7 @@ def give(rank: int, world: int, folder: str) -> dict[str, Any]:
     members = fl.membership()
     model = Weighted(2.0**rank)
     optimizer: Any = fl.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, codec="raw")
-    agree, exchange, send = members.agree, optimizer._fl_exchange, elastic_optimizer.send_results
+    agree, exchange, send = members.agree, optimizer.reducer.policy._exchange, elastic_policy.send_results
     given: list[int] = []
 
     def telling(number: int, transport: Transport) -> None:
@@ -221,8 +221,8 @@ def give(rank: int, world: int, folder: str) -> dict[str, Any]:
         given.append(to)
         send(results, transport, to)
 
-    members.agree, optimizer._fl_exchange = telling, losing  # type: ignore[method-assign]
-    elastic_optimizer.send_results = send_or_be_lost
+    members.agree, optimizer.reducer.policy._exchange = telling, losing  # type: ignore[method-assign]
+    elastic_policy.send_results = send_or_be_lost
     updates = []
     lost_at = members.processes[3:] if rank == 0 else ()
     while members.step < 6:
@@ -278,7 +278,7 @@ def train_locally(rank: int, world: int, folder: str, first: int) -> dict[str, A
         if members.generation >= 2 and members.size == first and ended is None:
             ended = members.step + 10
     optimizer.synchronize()
-    momenta = optimizer._fl_local.state_dict(optimizer._fl_roster.names)["momentum"]
+    momenta = optimizer.reducer.policy.local.state_dict(optimizer.reducer.roster.names)["momentum"]
     return {
         "digest": digest(model),
         "finished": members.step,

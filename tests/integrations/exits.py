@@ -89,7 +89,7 @@ def end_amid_local_steps(model: Any, before: Any, rank: int, left: Path) -> None
 
 def check_nothing_is_under_way() -> None:
     """Fail where a thread may still be in a call of torch, which aborts the process when Python has ended."""
-    if any(optimizer._fl_engine.untaken for optimizer in watched):
+    if any(optimizer.reducer.engine.untaken for optimizer in watched):
         print("something is under way at exit", file=sys.stderr, flush=True)
         os._exit(9)
 

@@ -235,12 +235,12 @@ def test_backward_may_run_several_times_for_different_parameters(op: Any) -> Non
         model, reductions = make(), []
         optimizer = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.1, momentum=0.9), model, op=op)
         for step in range(3):
-            before = optimizer._fl_step_number
+            before = optimizer.reducer.engine.step
             optimizer.zero_grad()
             for loss in losses(model, rank, step):
                 loss.backward()
             optimizer.step()
-            reductions.append(optimizer._fl_step_number - before)
+            reductions.append(optimizer.reducer.engine.step - before)
         return weights(model), reductions
 
     (first, reductions), (second, _) = local.run(body, 2)
@@ -300,7 +300,7 @@ def test_a_parameter_that_no_rank_uses_keeps_all_that_belongs_to_it(options: dic
         )
         for step, head in enumerate([0, 1, 1, 0, 2, 1]):
             optimizer.zero_grad()
-            engine, unused = optimizer._fl_engine, [i for i in range(3) if i != head]
+            engine, unused = optimizer.reducer.engine, [i for i in range(3) if i != head]
             resting = {f"heads.{i}.{key}": p for i in unused for key, p in model.heads[i].named_parameters()}
             before = engine.memory.state_dict()
             states = [state_of(optimizer, p) for p in resting.values()]

@@ -535,7 +535,7 @@ def test_anchors_are_compared_at_syncs() -> None:
         model, optimizer = make_pair(sync=fl.Local(every=2), check_replicas=1)
         train(model, optimizer, rank, range(3))
         if rank == 1:
-            optimizer._fl_local.anchors[model[2].bias].view(torch.int32)[3] ^= 1
+            optimizer.reducer.policy.local.anchors[model[2].bias].view(torch.int32)[3] ^= 1
         with pytest.raises(
             fl.ReplicaMismatch, match="1 of 4 parameters differ over ranks: '2.bias' on rank 1"
         ) as error:
@@ -564,9 +564,9 @@ def test_what_is_seen_between_syncs() -> None:
         now = weights(model)
         optimizer.synchronize()  # nothing to do
         train(model, optimizer, rank, range(4, 6))
-        assert optimizer._fl_engine.step == 2, "a round begins with synchronize()"
+        assert optimizer.reducer.engine.step == 2, "a round begins with synchronize()"
         train(model, optimizer, rank, [6])
-        assert optimizer._fl_engine.step == 3
+        assert optimizer.reducer.engine.step == 3
         with pytest.raises(fl.UsageError, match="clip them right after backward"), optimizer.skip_synchronize():
             pass
         return [start, synced, now, weights(model), model[1].running_mean]

@@ -256,7 +256,7 @@ def test_a_rank_that_has_joined_follows_the_others_into_local_steps() -> None:
             sgd(model.parameters()), model.named_parameters(), sync=fl.Local(every=2, after=3)
         )
         train(model, optimizer, rank, range(2 if rank else 7))
-        steps = optimizer._fl_engine.step
+        steps = optimizer.reducer.engine.step
         hvd.join()
         hvd.shutdown()
         return weights(model), steps

@@ -171,7 +171,7 @@ def train_until_killed(rank: int, world: int, folder: str) -> tuple[int, ...]:
     train(model, optimizer, rank, range(5))
     Path(folder, f"rank {rank}").write_bytes(saved(model, optimizer))
     train(model, optimizer, rank, [5])
-    assert len(optimizer._fl_local.flights) == 1 and optimizer._fl_local.flights[0].left == 2
+    assert len(optimizer.reducer.policy.local.flights) == 1 and optimizer.reducer.policy.local.flights[0].left == 2
     checkpoint("under way")
     with pytest.raises(fl.TransportError) as error:
         train(model, optimizer, rank, range(6, 16))
@@ -192,7 +192,7 @@ def go_on(rank: int, world: int, folder: str) -> None:
     uninterrupted = end(*make_pair(adamw, **LATE), first=0)
     model, optimizer = make_pair(adamw, **LATE)
     load(Path(folder, f"rank {rank}").read_bytes(), model, optimizer)
-    assert optimizer._fl_local.flights, "what was under way was saved"
+    assert optimizer.reducer.policy.local.flights, "what was under way was saved"
     assert torch.equal(end(model, optimizer, first=5), uninterrupted)
 
 

@@ -251,11 +251,11 @@ def test_step_after_synchronize_warns_and_does_not_reduce_twice() -> None:
         reduced = model[0].weight.grad.clone()
         optimizer.step()
         assert torch.equal(model[0].weight.grad, reduced)
-        assert optimizer._fl_engine.step == 1
+        assert optimizer.reducer.engine.step == 1
         optimizer.zero_grad()
         backward(model, rank)
         optimizer.step()
-        assert optimizer._fl_engine.step == 2
+        assert optimizer.reducer.engine.step == 2
 
     with pytest.warns(UserWarning, match=r"step\(\) called without optimizer\.skip_synchronize\(\)") as caught:
         local.run(rank_main, 2)
@@ -354,7 +354,7 @@ def test_dropped_optimizer_takes_its_hooks_and_thread_along() -> None:
         model = make_model()
         optimizer = wrap(model)
         train(model, optimizer, rank, range(1))
-        threads.append(optimizer._fl_engine.lanes.all[0].worker._thread)
+        threads.append(optimizer.reducer.engine.lanes.all[0].worker._thread)
         fl.transport.local.current().barrier()
         del optimizer
         gc.collect()

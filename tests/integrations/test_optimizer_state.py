@@ -59,7 +59,7 @@ def test_a_state_of_another_rank_is_refused_unless_the_rank_has_its_own(rank: in
         assert kept()
         with pytest.raises(fl.ConfigError, match="every rank"):
             optimizer.load_state_dict({**state, "fusionlayer": {**other["fusionlayer"], "step": 7}})
-        optimizer._fl_restored = None
+        optimizer.reducer.restored = None
     optimizer.load_state_dict({**state, "fusionlayer": {"rank": 1 - rank, "size": 2, "step": 7}})
     loaded = optimizer.state_dict()["fusionlayer"]
     assert loaded["step"] == 7, "a state without error feedback serves all ranks"

@@ -57,7 +57,7 @@ def both(body: Callable[[int, bool], Tensor], world: int = WORLD) -> None:
         assert torch.equal(result, plain[0])
 
 
-@looped("kind", SEPARABLE, ids=lambda kind: str(kind.__name__))
+@looped("kind", (*SEPARABLE, fl.OneBitAdam), ids=lambda kind: str(kind.__name__))
 def test_every_optimizer_gives_the_same_bits(kind: type[Optimizer]) -> None:
     def body(rank: int, overlap: bool) -> Tensor:
         model = make_model()

@@ -84,7 +84,7 @@ def test_training_syncs_seldom_where_the_network_is_slow(monkeypatch: pytest.Mon
                 optimizer.load_state_dict(saved[0])
                 model.load_state_dict(saved[1])
             train(model, optimizer, 0, [step])
-            numbers.append(optimizer._fl_local.every)
+            numbers.append(optimizer.reducer.policy.local.every)
         optimizer.synchronize()
         optimizer.close()
         return numbers, weights(model)

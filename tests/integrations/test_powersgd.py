@@ -51,7 +51,7 @@ def test_results_do_not_depend_on_what_travels_together(rank: int) -> None:
         optimizer.close()
     model, optimizer = make_pair(planner="wfbp")
     train(model, optimizer, rank, range(2))
-    optimizer._fl_engine.switch(plan)
+    optimizer.reducer.engine.switch(plan)
     train(model, optimizer, rank, range(2, 4))
     optimizer.close()
     assert torch.equal(*found) and torch.equal(weights(model), found[0])

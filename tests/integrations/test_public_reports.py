@@ -72,7 +72,7 @@ def test_a_step_after_synchronize_and_clipping_does_not_reduce_again(wrap: Wrap,
                     optimizer.step()
             else:
                 optimizer.step()
-            assert optimizer._fl_step_number == step + 1
+            assert optimizer.reducer.engine.step == step + 1
         return weights(model)
 
     model = make_model()

@@ -15,8 +15,9 @@ from torch.optim import SGD
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.base.config import Config
-from fusionlayer.training import replicas
-from fusionlayer.training.replicas import Replicas, broadcast_from_0, sum_of_bits
+from fusionlayer.training import digests, replicas
+from fusionlayer.training.digests import sum_of_bits
+from fusionlayer.training.replicas import Replicas, broadcast_from_0
 from fusionlayer.transport import Transport, local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped
@@ -72,7 +73,7 @@ def test_ranks_begin_with_rank_0s_values_of_all_that_is_known(world: int, monkey
         expected = contents(Mixed(0))[:-3] + contents(Mixed(transport.rank))[-3:]
         assert all(same_bits(a, b) for a, b in zip(contents(again), expected, strict=True))
         named.close()
-        sent = optimizer._fl_engine.lanes.all[0].transport.bytes_sent
+        sent = optimizer.reducer.engine.lanes.all[0].transport.bytes_sent
         optimizer.close()
         return before, after, sent
 
@@ -89,7 +90,7 @@ def test_ranks_begin_with_rank_0s_values_of_all_that_is_known(world: int, monkey
 @pytest.fixture
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So few bytes in a step that the parts of a small model take many."""
-    monkeypatch.setattr(replicas, "_SHARE_BYTES", 16)
+    monkeypatch.setattr(digests, "_SHARE_BYTES", 16)
     yield
 
 
@@ -127,8 +128,8 @@ def test_a_flipped_bit_is_found_in_time_and_named(
 ) -> None:
     """Wherever it is, and whenever: shares have passed it by in this round, or not."""
     if as_on_gpu:
-        monkeypatch.setattr(replicas, "_BY_CRC", "no device")
-        monkeypatch.setattr(replicas, "_GPU_SHARE_BYTES", 100)
+        monkeypatch.setattr(digests, "_BY_CRC", "no device")
+        monkeypatch.setattr(digests, "_GPU_SHARE_BYTES", 100)
     cases = [
         (1, 3, ("0.weight", 0, 0), {}),
         (5, 1, ("0.weight", 959, 3), {}),
@@ -293,7 +294,7 @@ def test_copies_of_a_sharded_optimizer_are_compared(rank: int, weights_by: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex128])
 def test_a_digest_on_a_gpu_changes_with_every_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is integer arithmetic, the same on the CPU."""
-    monkeypatch.setattr(replicas, "_SUMMED_AT_A_TIME", 3)
+    monkeypatch.setattr(digests, "_SUMMED_AT_A_TIME", 3)
     flat = (torch.arange(7) % 5).to(dtype)
     raw = flat.view(torch.uint8)
     bits = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))

@@ -61,7 +61,7 @@ def test_padding_stays_zero() -> None:
 
     def body(transport: Transport) -> None:
         optimizer, _ = train(transport, 2, {"weights": "qwd", "gradients": "tlq_hs"})
-        (part,) = optimizer._fl_parts
+        (part,) = optimizer._parts
         filled = min(max(0, len(flat(make_model())) - transport.rank * len(part.main)), len(part.main))
         assert (filled < len(part.main)) is (transport.rank == 2)
         assert part.main[:filled].count_nonzero() == filled and not part.main[filled:].any()
@@ -133,7 +133,7 @@ def test_copies_stay_equal_and_near_the_weights(dtype: torch.dtype, world: int, 
     def body(transport: Transport) -> tuple[Tensor, bool]:
         small = []
         optimizer, model = train(transport, 0, SDP4BIT, dtype)
-        (part,) = optimizer._fl_parts
+        (part,) = optimizer._parts
         for step in range(40):
             give_gradients(model, transport.rank, step)
             before = part._own.float().clone()
@@ -159,7 +159,7 @@ def test_gradients_of_bf16_are_averaged_in_f32(gradients: str) -> None:
         optimizer = fl.ShardedOptimizer([w], torch.optim.SGD, gradients=gradients, group=transport, lr=0.1)
         w.grad = torch.full((1536,), 127 / 128 * 2.0**transport.rank, dtype=torch.bfloat16)
         optimizer.step()
-        (part,) = optimizer._fl_parts
+        (part,) = optimizer._parts
         grad = part.main.grad
         assert grad is not None and grad.dtype is torch.float32
         return grad[: part._filled].clone()
@@ -176,7 +176,7 @@ def test_differences_lose_orders_less_than_weights() -> None:
         errors = []
         for weights in ("qw", "qwd"):
             optimizer, _ = train(transport, 20, {"weights": weights})
-            (part,) = optimizer._fl_parts
+            (part,) = optimizer._parts
             main = part.main.detach()
             errors.append(float((part._own - main).square().sum() / main.square().sum()))
         return errors
@@ -284,7 +284,7 @@ def test_a_parameter_that_no_rank_uses_keeps_values_and_state(
         model = make_model()
         options: dict[str, Any] = {"weights": weights, "gradients": gradients, "lr": 1e-2, "weight_decay": 0.5}
         optimizer = ShardedOptimizer(model.parameters(), kind, group=transport, **options)
-        (part,) = optimizer._fl_parts
+        (part,) = optimizer._parts
         marks = [torch.zeros_like(part._replica) for _ in model.parameters()]  # 1 where a parameter has its elements
         for mark, view in zip(marks, part._views, strict=True):
             mark[view.storage_offset() : view.storage_offset() + view.numel()] = 1
@@ -297,7 +297,7 @@ def test_a_parameter_that_no_rank_uses_keeps_values_and_state(
             for i, p in enumerate(model.parameters()):
                 p.grad = None if i in unused else p.grad
             mine = torch.stack([marks[i].view_as(part._rows)[transport.rank] for i in unused]).sum(0).bool()
-            state = optimizer._fl_inner.state[part.main]
+            state = optimizer._inner.state[part.main]
             kept = {"main": part.main.detach(), **{key: x for key, x in state.items() if x.shape == part.main.shape}}
             before = {key: x[mine].clone() for key, x in kept.items()}
             copies = [p.detach().clone() for p in model.parameters()]
@@ -551,7 +551,7 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_with_one_scale(world: int,
 def train_over_processes(rank: int, world: int) -> list[float]:
     fl.init()
     optimizer, model = train(fl.context.transport(), 10, SDP4BIT)
-    assert optimizer._fl_transport.size == world
+    assert optimizer._transport.size == world
     return flat(model).tolist()
 
 

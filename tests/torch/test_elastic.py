@@ -300,7 +300,7 @@ def test_a_newcomer_begins_with_the_factors_that_the_others_have() -> None:
         other.optimizer.close()
         mine.on_reset()
         if rank and not comes:
-            memory = mine.optimizer._fl_engine.memory
+            memory = mine.optimizer.reducer.engine.memory
             memory.load_state_dict({**memory.state_dict(), "residuals": {}})
         elastic.run(lambda state: train(state.model, state.optimizer, rank, range(3, 6)))(mine)
         hvd.shutdown()

@@ -250,7 +250,7 @@ def test_a_table_that_is_unfrozen_later_is_gathered(passes: int) -> None:
         model.table.weight.requires_grad_(False)
         optimizer = distributed(model, backward_passes_per_step=passes)
         found = training(model, optimizer, lambda step: [model.loss(rank, step * passes + i) for i in range(passes)])
-        assert optimizer._fl_sparse.gathered == {"table.weight"}
+        assert optimizer.reducer.sparse.gathered == {"table.weight"}
         optimizer.close()
         return found
 

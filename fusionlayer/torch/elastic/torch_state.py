@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ...base.plan import FusionPlan
 from ...codecs import TensorState
 from ...scheduler.memory import merged_residuals
+from ...training.distributed import Distributed
 from ...training.policies.local_steps import beginning
 from ..basics import rank, size
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -185,7 +186,7 @@ class OptimizerStateHandler(StateHandler):
         if momentum and "fusionlayer" in state:
             own["local"] = beginning(momentum)
             self.value.load_state_dict(state)
-        engine = getattr(self.value, "_fl_engine", None)
+        engine = self.value.reducer.engine if isinstance(self.value, Distributed) else None
         if engine is not None and (shared or _shared(own["tensors"])):
             kept = engine.memory.state_dict()
             mine = {name: _without(each, TensorState.SHARED) for name, each in kept["tensors"].items()}

@@ -8,80 +8,78 @@ from typing import Any
 from torch import Tensor
 
 from ...scheduler import Engine
-from .elastic_optimizer import ElasticallyStepping
-from .local_optimizer import LocallyStepping
-from .local_steps import Flight, beginning
+from ..step_policy import StepPolicy
+from .elastic_policy import ElasticStepPolicy
+from .local_policy import LocalStepPolicy, go_on
+from .local_steps import Flight, LocalSteps, beginning
 
-__all__ = ["ElasticallyLocal"]
+__all__ = ["ElasticLocalStepPolicy"]
 
 
-class ElasticallyLocal(ElasticallyStepping, LocallyStepping):
-    """A ``LocallyStepping`` whose syncs are transactions.
+class ElasticLocalStepPolicy(ElasticStepPolicy, LocalStepPolicy):
+    """Local steps whose syncs are transactions.
 
-    Anchors are the same on all members. If one is lost, the others send their differences once more among themselves;
-    what the lost one has learned since the last sync is lost. A member that is the only one syncs with itself.
+    Anchors are the same on all members. If one fails, the others send their differences once more among themselves;
+    what the failed one has learned since the last sync is lost. A member that is the only one syncs with itself.
     """
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def __init__(self, local: LocalSteps) -> None:
+        LocalStepPolicy.__init__(self, local, StepPolicy())
+        ElasticStepPolicy.__init__(self)
+        del self.before_step  # not that of averaging steps
+
+    def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         """Take the step of the wrapped optimizer with this rank's gradients; every so many calls, sync with all ranks.
 
         The first call of a process that joins takes over the members' state after a sync instead.
-
-        Raises:
-            UsageError, PlanMismatch, ReplicaMismatch, TransportError: as ``ElasticallyStepping.step``.
         """
-        alone = self._fl_members.has_joined and self._fl_engine is None
+        alone = self.members.has_joined and self.reducer.engine is None
         if alone:
-            self._fl_anchor()
-        result = super().step(closure, **kwargs)
+            self._anchor()
+        result = super().step(update, closure, options)
         if alone:
-            self._fl_local.count += 1
-            self._fl_local.moved = True
-            if self._fl_local.departs:
-                self._fl_sync()
-                if self._fl_members.change_due:
-                    self._fl_change()
+            self.local.count += 1
+            self.local.moved = True
+            if self.local.departs:
+                self._sync()
+                if self.members.change_due:
+                    self._change()
         return result
 
-    # As in ``Distributed``: torch's step hooks run in the wrapped class's step, and this step tells schedulers.
-    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
     def synchronize(self) -> None:
-        """Sync now, on all members, if a local step was made since the last sync; the next round begins then.
+        """Sync now, on all members, if a local step was made since the last sync; the next round begins then."""
+        if self.members.has_joined and self.local.moved:
+            self._sync()
 
-        Raises:
-            PlanMismatch, ReplicaMismatch, TransportError: as ``step``.
-        """
-        if self._fl_members.has_joined and self._fl_local.moved:
-            self._fl_sync()
+    def _after_step(self, engine: Engine) -> None:
+        if self.local.departs:
+            self._sync()
 
-    def _fl_after_step(self, engine: Engine) -> None:
-        if self._fl_local.departs:
-            self._fl_sync()
-
-    def _fl_sync(self) -> None:
+    def _sync(self) -> None:
         """Let all members' differences move the anchors, and parameters become these."""
-        averages = {name: x.clone() for name, x in self._fl_transact(self._fl_exchange).items()}  # landing changes them
-        local = self._fl_local
-        parameters = {name: parameter for parameter, name in self._fl_names.items()}
+        averages = {name: x.clone() for name, x in self._transact(self._exchange).items()}  # landing changes them
+        local = self.local
+        parameters = {name: parameter for parameter, name in self.reducer.names.items()}
         if not averages:
             averages = dict(zip(parameters, local.differences([*parameters.values()]), strict=True))
-        self._fl_land(Flight(parameters, 0, lambda: averages), exactly=True)
+        self._land(Flight(parameters, 0, lambda: averages), exactly=True)
         local.count, local.moved = 0, False
 
-    def _fl_exchange(self, engine: Engine) -> dict[str, Tensor]:
-        averages = dict(self._fl_send(engine).take())
-        if self._fl_check is not None:
-            self._fl_check.settle()
+    def _exchange(self, engine: Engine) -> dict[str, Tensor]:
+        averages = dict(self._send(engine).take())
+        if self.reducer.check is not None:
+            self.reducer.check.settle()
         return averages
 
-    def _fl_more(self) -> dict[str, Any]:
-        return {"momentum": self._fl_local.state_dict(self._fl_roster.names)["momentum"]}
+    def more(self) -> dict[str, Any]:
+        """Return the outer momentum, for a newcomer."""
+        return {"momentum": self.local.state_dict(self.reducer.roster.names)["momentum"]}
 
-    def _fl_begin_with(self, more: Mapping[str, Any]) -> None:
-        self._fl_local.load_state_dict(beginning(more["momentum"]), self._fl_roster.by_name())
+    def begin_with(self, more: Mapping[str, Any]) -> None:
+        """Begin a round with the members' outer momentum."""
+        self.local.load_state_dict(beginning(more["momentum"]), self.reducer.roster.by_name())
 
-    def _fl_connect_anew(self) -> None:
-        super()._fl_connect_anew()
-        if self._fl_engine is not None:
-            self._fl_go_on(self._fl_engine)
+    def _connect_anew(self) -> None:
+        super()._connect_anew()
+        if self.reducer.engine is not None:
+            go_on(self.reducer.engine)

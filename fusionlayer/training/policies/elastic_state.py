@@ -14,21 +14,20 @@ from ...base.errors import ConfigError
 from ...base.plan import FusionPlan
 from ...native.wire import digest
 from ...transport import Transport
-from ..distributed import Distributed
 from ..parameters import local_part
 from ..step_state import StepState
 from . import handover
 from .handover import Fingerprint
 
 if TYPE_CHECKING:
-    from .elastic_optimizer import ElasticallyStepping
+    from .elastic_policy import ElasticStepPolicy
 
 __all__ = ["own_fingerprints", "receive_results", "receive_state", "send_results", "send_state", "without_unsure"]
 
 
-def own_fingerprints(optimizer: ElasticallyStepping) -> dict[str, Fingerprint]:
+def own_fingerprints(policy: ElasticStepPolicy) -> dict[str, Fingerprint]:
     """Return the fingerprints of what a newcomer has already, for ``receive_state``."""
-    return handover.fingerprints(handover.parted(state_of(optimizer))[1])
+    return handover.fingerprints(handover.parted(state_of(policy))[1])
 
 
 def send_results(results: Mapping[str, Tensor], transport: Transport, to: int) -> None:
@@ -64,48 +63,46 @@ def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[s
     return {key: {name: x for name, x in kept.items() if name not in unsure} for key, kept in memory.items()}
 
 
-def tensors_of(optimizer: ElasticallyStepping) -> list[Tensor]:
+def tensors_of(policy: ElasticStepPolicy) -> list[Tensor]:
     """Return the tensors that all members hold alike, in the same order on all of them."""
-    replicas = optimizer._fl_replicas
+    replicas = policy.reducer.replicas
     every = (*replicas.named.values(), *replicas.buffers.values())
     return [local_part(x.detach()).as_subclass(Tensor) for x in every]
 
 
-def facts_of(optimizer: ElasticallyStepping) -> Tensor:
+def facts_of(policy: ElasticStepPolicy) -> Tensor:
     """Return (32,) uint8 that differ where a newcomer's first step with the members would be a ``PlanMismatch``."""
     settings = vars(context.settings())
-    facts = [optimizer._fl_facts, *(settings[key] for key in _AGREED), optimizer._fl_replicas.lines]
+    facts = [policy.facts, *(settings[key] for key in _AGREED), policy.reducer.replicas.lines]
     return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
 
 
-def state_of(optimizer: ElasticallyStepping) -> dict[str, Any]:
+def state_of(policy: ElasticStepPolicy) -> dict[str, Any]:
     """Return what members hold alike: parameters, buffers, the optimizer's state and those of shared objects."""
-    members = optimizer._fl_members
+    members, reducer = policy.members, policy.reducer
     return {
-        "tensors": tensors_of(optimizer),
-        "optimizer": super(Distributed, optimizer).state_dict(),
+        "tensors": tensors_of(policy),
+        "optimizer": reducer.base.state_dict(reducer.optimizer()),
         "shared": members.states(),
-        "more": optimizer._fl_more(),
+        "more": policy.more(),
         "step": members.step,
-        "at": optimizer._fl_at,
+        "at": policy.at,
     }
 
 
-def send_state(optimizer: ElasticallyStepping, transport: Transport, to: int) -> None:
+def send_state(policy: ElasticStepPolicy, transport: Transport, to: int) -> None:
     """Send a newcomer the state, as far as it has another one."""
-    transport.send(facts_of(optimizer), to)
+    transport.send(facts_of(policy), to)
     theirs = json.loads(handover.receive_bytes(transport, to))
     known = {name: Fingerprint(*each) for name, each in theirs.items()}
-    handover.send(state_of(optimizer), known, transport, to)
+    handover.send(state_of(policy), known, transport, to)
 
 
-def receive_state(
-    optimizer: ElasticallyStepping, transport: Transport, source: int, own: Mapping[str, Fingerprint]
-) -> None:
+def receive_state(policy: ElasticStepPolicy, transport: Transport, source: int, own: Mapping[str, Fingerprint]) -> None:
     """Receive what ``send_state`` sends.
 
     Args:
-        optimizer: of this process.
+        policy: of this process.
         transport: over the members.
         source: rank of the sender.
         own: fingerprints of the tensors that it has.
@@ -113,7 +110,8 @@ def receive_state(
     Raises:
         ConfigError: this process has another model, or shares other objects.
     """
-    members, tensors, mine = optimizer._fl_members, tensors_of(optimizer), facts_of(optimizer)
+    reducer = policy.reducer
+    members, tensors, mine = policy.members, tensors_of(policy), facts_of(policy)
     theirs = torch.empty_like(mine)
     transport.recv(theirs, source)
     if not torch.equal(mine, theirs):
@@ -122,17 +120,17 @@ def receive_state(
             f"buffers of {sum(x.numel() for x in tensors)} elements); start it with their script and environment"
         )
     handover.send_bytes(json.dumps(own).encode(), transport, source)
-    told = handover.receive(handover.parted(state_of(optimizer))[1], transport, source)
+    told = handover.receive(handover.parted(state_of(policy))[1], transport, source)
     with torch.no_grad():
         for x, came in zip(tensors, told["tensors"], strict=True):
             if came.data_ptr() != x.data_ptr():
                 x.copy_(came)
-    super(Distributed, optimizer).load_state_dict(told["optimizer"])
+    reducer.base.load_state_dict(reducer.optimizer(), told["optimizer"])
     members.load_states(told["shared"])
-    members.step, optimizer._fl_at = told["step"], told["at"]
-    optimizer._fl_begin_with(told["more"])
-    optimizer._fl_state = StepState.IDLE
-    super(Distributed, optimizer).zero_grad()
+    members.step, policy.at = told["step"], told["at"]
+    policy.begin_with(told["more"])
+    reducer.state = StepState.IDLE
+    reducer.base.zero_grad(reducer.optimizer())
 
 
 _AGREED = (

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from ...base.errors import PlanMismatch, UsageError
 from ...process.clock import HOST, Clock
 from ...transport import Transport
 from ..parameters import local_part
-from .local import Local
+from .local import Local, state_name
 from .pace import Pace
 
-__all__ = ["Flight", "LocalSteps", "beginning"]
+__all__ = ["Flight", "LocalSteps", "beginning", "compare", "due_states"]
 
 
 @dataclass
@@ -217,6 +217,37 @@ class LocalSteps:
 def beginning(momentum: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the state of a round that is to begin, with the outer momentum of another one, by name."""
     return {**LocalSteps(Local(every=1)).state_dict({}), "momentum": dict(momentum)}
+
+
+def due_states(
+    optimizer: Optimizer, names: dict[Tensor, str], keys: Iterable[str], due: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the states of ``optimizer`` that sync now, by the names in ``due``; zeros for one that is not there yet.
+
+    Args:
+        optimizer: the wrapped one.
+        names: of its parameters.
+        keys: of the states that sync at times.
+        due: names of the tensors that are sent now.
+
+    Raises:
+        UsageError: the optimizer keeps no such state in the shape of its parameters.
+    """
+    states: dict[str, Tensor] = {}
+    for key in keys:
+        chosen = {parameter: state_name(key, name) for parameter, name in reversed(names.items())}
+        chosen = {parameter: name for parameter, name in chosen.items() if name in due}
+        kept = {parameter: optimizer.state.get(parameter, {}).get(key) for parameter in chosen}
+        if chosen and not any(isinstance(x, Tensor) and x.shape == p.shape for p, x in kept.items()):
+            known = sorted({key for state in optimizer.state.values() for key in state})
+            raise UsageError(
+                f"sync: states has {key!r}, which the optimizer does not keep in the shape of its parameters; it "
+                f"keeps {', '.join(known) or 'nothing'}"
+            )
+        for parameter, name in chosen.items():
+            state = kept[parameter]
+            states[name] = local_part((torch.zeros_like(parameter) if state is None else state).detach())
+    return states
 
 
 def compare(count: int | None, told: Sequence[float], transport: Transport) -> list[list[float]]:

@@ -70,6 +70,8 @@ class OneBitAdam(Optimizer):
             calls it. With ``sync``, if local steps begin before the end of the warm-up.
     """
 
+    updates_separately = True  # for ``overlap_forward``: no update depends on another parameter's
+
     def __init__(
         self,
         params: Iterable[Any],

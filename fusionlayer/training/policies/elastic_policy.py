@@ -1,4 +1,4 @@
-"""The methods that users call on a distributed optimizer in an elastic job, whose ranks may be lost and may come."""
+"""``ElasticStepPolicy``: steps in an elastic job, whose ranks may fail and may join."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from ...planning.codec_rules import AUTO
 from ...process.processes import return_free_memory
 from ...scheduler import Engine
 from ...transport import Transport
-from ..distributed import Distributed
-from ..gradient_hooks import GradientHooks
-from ..reduction import GradientReduction
+from ..reducer import Reducer
 from ..sends import FollowsSyncs, sent_by
+from ..step_policy import StepPolicy
 from ..step_state import WITH_RESULTS, StepState
 from .elastic_state import (
     own_fingerprints,
@@ -38,7 +37,7 @@ from .elastic_state import (
 from .handover import Fingerprint
 from .local import Local
 
-__all__ = ["ElasticallyStepping", "check_elastic"]
+__all__ = ["ElasticStepPolicy", "check_elastic"]
 
 
 def check_elastic(optimizer: Optimizer, **given: Any) -> None:
@@ -68,120 +67,114 @@ def check_elastic(optimizer: Optimizer, **given: Any) -> None:
         named[type(optimizer).__name__] = "it changes its state before the exchange, which could not be taken back"
     for name, reason in named.items():
         raise ConfigError(f"{name} in an elastic job: {reason}; leave it out, or begin the job without elastic=True")
-    if any(each._fl_is_attached for each in _live):
+    if any(each.is_attached for each in _live):
         raise ConfigError("an elastic job has one DistributedOptimizer; close() the other one first")
 
 
-class ElasticallyStepping(Distributed):
-    """A ``Distributed`` whose step is a transaction: either all members make it with the same results, or nobody does.
+class ElasticStepPolicy(StepPolicy):
+    """A step is a transaction: either all members make it with the same results, or nobody does.
 
     Gradients stay as backward made them until the results of all buckets are there. Only then results replace gradients
-    and the wrapped optimizer makes its update. So if a member is lost, each of the others either has made the step, or
+    and the wrapped optimizer makes its update. So if a member fails, each of the others either has made the step, or
     has gradients, error feedback and state as before. They form the next generation. If none of them has made the step,
-    they exchange the same gradients once more. If one has, it gives its results to those who lack them.
+    they exchange the same gradients once more. If one has, it gives its results to those that lack them.
 
-    It can give them, because members tell each other at the end of a step that they have all results, and none begins
-    to send the next step's gradients, or lets go of results, before all have told. The message travels while the next
+    It can give them, because members notify each other at the end of a step that they have all results, and none begins
+    to send the next step's gradients, or frees results, before all have. The message is in flight while the next
     forward runs.
 
     A process that joins takes part from its first ``step`` on: that call waits for the members to end a step, and
     takes over parameters and state instead of an update.
+
+    Attributes:
+        members: of the job.
+        facts: what a newcomer has to have too, besides parameters and settings.
+        is_attached: whether the optimizer is not closed.
+        at: the engine's step with which a generation of several members goes on.
     """
 
-    _fl_members: Members
-    _fl_facts: tuple[object, ...] = ()
     # A step may have to be made once more, with gradients as they were: ``step`` waits for it and not backward.
-    _fl_may_end_with_backward = False
-    _fl_is_attached = False
+    may_end_with_backward = False
+    retries = undoable = holds_results = True
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def __init__(self) -> None:
+        self.members: Members = context.membership()
+        self.facts: tuple[object, ...] = ()
+        self.is_attached = False
+        self.at = 0
+        # With what a generation goes on, besides: error feedback, and the plan.
+        self._kept: Mapping[str, Any] = {}
+        self._plan: FusionPlan | None = None
+        # Waits until all members have the results of the last step; and these, until then.
+        self._vote: Callable[[], None] | None = None
+        self._held: Mapping[str, Tensor] | None = None
+        _live.add(self)
+
+    def attach(self, reducer: Reducer) -> None:
+        """Begin with the engine of a generation, or with none where this is the only member."""
+        super().attach(reducer)
+        self.is_attached = True
+
+    def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         """Take the step of the wrapped optimizer with the gradients that are averaged over those who take part.
 
         The first call of a process that joins takes over the members' state instead.
 
         Raises:
             UsageError: a ``closure`` was given.
-            TransportError: too few members are left, or they go on without this one.
-            PlanMismatch, ReplicaMismatch: as ``Distributed.step``.
         """
         if closure is not None:
             raise UsageError("step(closure) in an elastic job: the loss of a rank would have to be evaluated again")
-        if not self._fl_members.has_joined:
-            self._opt_called = True
-            self._fl_change()
+        if not self.members.has_joined:
+            self._change()
             return None
-        result = super().step(**kwargs)
-        if self._fl_members.change_due:
-            self._fl_change()
+        result = super().step(update, None, options)
+        if self.members.change_due:
+            self._change()
         return result
 
-    # As in ``Distributed``: torch's step hooks run in the wrapped class's step, and this step tells schedulers.
-    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
     def reconnect(self) -> None:
-        """Raise ``UsageError``: members connect by themselves when others are lost or come."""
+        """Raise ``UsageError``: members connect by themselves when others fail or join."""
         raise UsageError("reconnect() in an elastic job, whose members connect by themselves; leave it out")
 
     def close(self) -> None:
         """End the background threads; gradients are no longer reduced."""
-        self._fl_is_attached = False
-        self._fl_leave()
+        self.is_attached = False
+        self.leave()
         super().close()
 
-    def _fl_leave(self) -> None:
-        # Those who still lack results of the last step need this rank's part of them.
+    def leave(self) -> None:
+        """Give others what they still lack of the last step: they need this rank's part of it."""
         with suppress(TransportError):
-            self._fl_settle()
-        super()._fl_leave()
+            self._settle()
+        super().leave()
 
-    @property
-    def _fl_pending(self) -> bool:
-        # After a failure too: ``step`` has still to make good for it.
-        return self._fl_engine is not None and self._fl_state is StepState.REDUCING
-
-    def _attach(self, *arguments: Any) -> None:
-        super()._attach(*arguments)
-        if not self._fl_is_attached:
-            self._fl_is_attached = True
-            self._fl_members = context.membership()
-            # What a generation of several members goes on with: the engine's step, error feedback, and the plan.
-            self._fl_at = 0
-            self._fl_kept: Mapping[str, Any] = {}
-            # Waits until all members have the results of the last step; and these, until then.
-            self._fl_vote: Callable[[], None] | None = None
-            self._fl_held: Mapping[str, Tensor] | None = None
-            self._fl_plan: FusionPlan | None = None
-            _live.add(self)
-
-    @staticmethod
-    def _fl_take(optimizer: weakref.ref[GradientHooks], parameter: Tensor) -> None:
-        """Do as ``GradientReduction``. If a rank was lost, let backward go on: ``step`` makes good for it."""
-        try:
-            GradientReduction._fl_take(optimizer, parameter)
-        except TransportError as error:
-            self = optimizer()
-            if self is None or self._fl_engine is None or self._fl_engine.failure is None:
-                raise
-            forget(error)
+    def recover(self, error: BaseException) -> bool:
+        """Let backward go on if a rank has failed: ``step`` makes the exchange again."""
+        engine = self.reducer.engine
+        if engine is None or engine.failure is None:
+            return False
+        forget(error)
+        return True
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def _fl_synchronize(self) -> dict[Tensor, Any]:
-        """Exchange gradients, again if members were lost meanwhile, until all who are left have the results."""
-        if self._fl_state in WITH_RESULTS or not self._fl_members.has_joined:
-            return {}
-        results = self._fl_transact(self._fl_exchange)
-        for parameter, name in self._fl_names.items():
+    def reduce(self) -> None:
+        """Exchange gradients, again if members failed meanwhile, until all who are left have the results."""
+        reducer = self.reducer
+        if reducer.state in WITH_RESULTS or not self.members.has_joined:
+            return
+        results = self._transact(self._exchange)
+        for parameter, name in reducer.names.items():
             if parameter.grad is None and name in results:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        taken = [(p.grad, results[name]) for p, name in self._fl_names.items() if name in results]
+        taken = [(p.grad, results[name]) for p, name in reducer.names.items() if name in results]
         if taken:
             gradients, averages = zip(*taken, strict=True)
             torch._foreach_copy_(gradients, averages)
-        self._fl_state = StepState.REDUCED
-        return {}
+        reducer.state = StepState.REDUCED
 
-    def _fl_transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> Mapping[str, Tensor]:
+    def _transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return what ``exchange`` does, or the same results from another member; none where this is the only one.
 
         If a rank is lost before any member that is left has all results, the rest forms the next generation, and
@@ -191,89 +184,91 @@ class ElasticallyStepping(Distributed):
             exchange: makes a step of the engine, and returns its results by name. Error feedback apart, it changes
                 nothing that a second call would find.
         """
-        members = self._fl_members
+        members = self.members
         results: Mapping[str, Tensor] | None = None
         while results is None:
-            engine = self._fl_engine
+            engine = self.reducer.engine
             if engine is None:
                 members.agree_alone()
-                self._fl_at += 1
+                self.at += 1
                 results = {}
                 break
-            self._fl_at = engine.step
+            self.at = engine.step
             try:
-                self._fl_settle()
+                self._settle()
                 results = exchange(engine)
-                self._fl_vote = engine.put(partial(members.agree, members.step + 1))
-                self._fl_held, self._fl_at = results, engine.step
+                self._vote = engine.put(partial(members.agree, members.step + 1))
+                self._held, self.at = results, engine.step
             except TransportError as error:
                 if engine.failure is None:
                     raise
-                results = self._fl_change(error)
+                results = self._change(error)
         members.step += 1
         return results
 
-    def _fl_settle(self) -> None:
+    def _settle(self) -> None:
         """Wait until all members have the results of the last step. Until then this one keeps them for the others.
 
         Raises:
             TransportError: a member was lost. The step counts nevertheless.
         """
-        if self._fl_vote is not None:
-            assert self._fl_engine is not None
-            self._fl_vote()
-            self._fl_engine.memory.forget()
-            self._fl_vote = self._fl_held = None
-            self._fl_members.settle()
+        if self._vote is not None:
+            assert self.reducer.engine is not None
+            self._vote()
+            self.reducer.engine.memory.forget()
+            self._vote = self._held = None
+            self.members.settle()
 
-    def _fl_begin(self, engine: Engine) -> None:
+    def before_step(self) -> None:
+        """Wait until all members have the results of the last step."""
         try:
-            self._fl_settle()
+            self._settle()
         except TransportError:
-            self._fl_state = StepState.REDUCING  # its gradients are still to be reduced, when that is made good for
+            self.reducer.state = StepState.REDUCING  # its gradients are reduced in the next generation
             raise
-        super()._fl_begin(engine)
 
-    def _fl_exchange(self, engine: Engine) -> dict[str, Tensor]:
+    def _exchange(self, engine: Engine) -> dict[str, Tensor]:
         """End a step of the engine; return its results by name."""
-        sparse = self._fl_sparse
+        reducer, sparse = self.reducer, self.reducer.sparse
         assert sparse is not None
-        if engine.plan is None and self._fl_plan is not None and not engine.pending:
+        if engine.plan is None and self._plan is not None and not engine.pending:
             # Gradients of a step that was taken back: they make the plan, so they come in backward's order once more.
-            parameters = {name: parameter for parameter, name in self._fl_names.items()}
-            self._fl_begin(engine)
-            for name in chain.from_iterable(bucket.names for bucket in self._fl_plan.buckets):
+            parameters = {name: parameter for parameter, name in reducer.names.items()}
+            reducer.begin()
+            for name in chain.from_iterable(bucket.names for bucket in self._plan.buckets):
                 if name in parameters and parameters[name].grad is not None:
-                    self._fl_hand_over(engine, parameters[name])
-        self._fl_submit_rest(engine, sparse)
-        self._fl_refuse_changed(engine)
+                    reducer.submit(parameters[name])
+        reducer.submit_rest()
+        reducer.refuse_changed()
         sparse.end()
-        self._fl_end_step(engine)
+        engine.end_step(reducer.finds_unused)
+        if reducer.check is not None:
+            reducer.check.begin()
         results: dict[str, Tensor] = {}
         for index in sorted(engine.untaken):
             results.update(engine.take(index))
-        unused, self._fl_unused = engine.unused(), {}
+        unused, reducer.unused = engine.unused(), {}
         engine.memory.restore(unused)
-        if self._fl_check is not None:
-            self._fl_check.settle()
+        if reducer.check is not None:
+            reducer.check.settle()
         return {name: result for name, result in results.items() if name not in unused}
 
     # ---- a change ---------------------------------------------------------------------------------------------------
 
-    def _fl_change(self, error: TransportError | None = None) -> Mapping[str, Tensor] | None:
+    def _change(self, error: TransportError | None = None) -> Mapping[str, Tensor] | None:
         """Form the next generation; return the results of the present step, if another member has them, or None.
 
         Args:
             error: because of which the present step has failed; None: it is between two steps, and newcomers wait.
         """
-        members, engine, at = self._fl_members, self._fl_engine, self._fl_at
+        members, engine, at = self.members, self.reducer.engine, self.at
         fresh, between = not members.has_joined, error is None
-        lacks = not between and self._fl_held is None
-        self._fl_vote = None
+        lacks = not between and self._held is None
+        self._vote = None
         if error is not None and engine is not None:
             engine.abandon()
             forget(error)
-            self._fl_state = StepState.IDLE
+            self.reducer.state = StepState.IDLE
         after: Mapping[str, Any] = {} if engine is None else engine.memory.state_dict()
         before = engine.memory.state_before() if engine is not None and lacks else after
         if engine is not None and lacks:
@@ -281,16 +276,16 @@ class ElasticallyStepping(Distributed):
         while True:
             # Before this process asks to join: while the state is sent, all others wait.
             own = own_fingerprints(self) if fresh else {}
-            gained = lacks and self._fl_held is not None
+            gained = lacks and self._held is not None
             try:
                 members.change(-1 if fresh else members.step + gained, between=between, error=error)
                 if engine is not None:
                     engine.abandon()  # not before, between two steps: others may still have been in the last one
-                self._fl_bring(members.transport, own)
-                fresh, gained = False, lacks and self._fl_held is not None
-                self._fl_kept, self._fl_at = (after, at + 1) if gained else (before, self._fl_at)
-                self._fl_connect_anew()
-                results, self._fl_held = self._fl_held, None
+                self._bring(members.transport, own)
+                fresh, gained = False, lacks and self._held is not None
+                self._kept, self.at = (after, at + 1) if gained else (before, self.at)
+                self._connect_anew()
+                results, self._held = self._held, None
                 return_free_memory()  # the buffers of ended generations lay between what stays
                 return results if gained else None
             except TransportError as again:
@@ -299,7 +294,7 @@ class ElasticallyStepping(Distributed):
                 forget(again)
                 error = again
 
-    def _fl_bring(self, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
+    def _bring(self, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
         """Give those who lack it the results of the last step, or the whole state, without loss; all others only wait.
 
         Args:
@@ -309,20 +304,20 @@ class ElasticallyStepping(Distributed):
         Raises:
             TransportError: a member was lost, or a message was damaged.
         """
-        members = self._fl_members
+        members = self.members
         fresh, behind = members.fresh, members.behind
         if not (fresh or behind):
             return
         giver = next(rank for rank in range(transport.size) if rank not in (*fresh, *behind))
         try:
             if transport.rank in behind:
-                self._fl_held = receive_results(transport, giver)
+                self._held = receive_results(transport, giver)
             elif transport.rank in fresh:
                 receive_state(self, transport, giver, own)
             elif transport.rank == giver:
-                assert self._fl_held is not None or not behind
+                assert self._held is not None or not behind
                 for rank in behind:
-                    send_results(self._fl_held or {}, transport, rank)
+                    send_results(self._held or {}, transport, rank)
                 for rank in fresh:
                     send_state(self, transport, rank)
         except WireError as error:
@@ -331,25 +326,23 @@ class ElasticallyStepping(Distributed):
         transport.barrier()
         members.all_have_state()
 
-    def _fl_more(self) -> dict[str, Any]:
+    def more(self) -> dict[str, Any]:
         """Return what else a newcomer needs."""
         return {}
 
-    def _fl_begin_with(self, more: Mapping[str, Any]) -> None:
-        """Begin with what a member has returned from ``_fl_more``."""
+    def begin_with(self, more: Mapping[str, Any]) -> None:
+        """Begin with what a member has returned from ``more``."""
 
-    def _fl_connect_anew(self) -> None:
+    def _connect_anew(self) -> None:
         """Reduce gradients over the present members, from the step and the error feedback that are to go on."""
-        roster = self._fl_roster
-        self._fl_plan = self.fusion_plan or self._fl_plan
-        self._fl_detach()
-        names = roster.reduced(self.__dict__["param_groups"])
-        engine, timeline = self._fl_connect(names, True)
-        self._attach(engine, timeline, roster, names, self._fl_passes, self._fl_sparse_as_dense, self._fl_forward_of)
+        reducer = self.reducer
+        self._plan = (None if reducer.engine is None else reducer.engine.plan) or self._plan
+        reducer.connect_anew()
+        engine = reducer.engine
         if engine is not None:
-            engine.step = self._fl_at
-            engine.memory.load_state_dict(self._fl_kept)
-            plan, alike = self._fl_plan, []
+            engine.step = self.at
+            engine.memory.load_state_dict(self._kept)
+            plan, alike = self._plan, []
             engine.put(lambda transport: alike.append(_is_known_to_all(plan, transport)))()
             if plan is not None and alike[0]:
                 self.adopt_plan(plan)
@@ -364,4 +357,4 @@ def _is_known_to_all(plan: FusionPlan | None, transport: Transport) -> bool:
     return bool((every == mine).all())
 
 
-_live: weakref.WeakSet[ElasticallyStepping] = weakref.WeakSet()
+_live: weakref.WeakSet[ElasticStepPolicy] = weakref.WeakSet()

@@ -1,0 +1,149 @@
+"""``FlatShard``: the parameters of one group of a ``ShardedOptimizer``, of which each rank owns a part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..base.errors import ConfigError, UsageError
+from ..codecs import Codec
+from ..collectives import halves
+from ..native.wire import DTYPE_CODES
+from ..training.weights import Weights
+from ..transport import Transport
+
+__all__ = ["FlatShard", "check_parameters", "put_back", "stepped_once"]
+
+
+class FlatShard:
+    """The parameters of one group as one flat tensor, and this rank's part of it in f32."""
+
+    def __init__(self, params: list[nn.Parameter], transport: Transport, align: int) -> None:
+        first = params[0]
+        total = sum(p.numel() for p in params)
+        chunk = max(1, -(-total // (transport.size * align))) * align
+        self.params = list(params)  # a copy: a user may append to the group's list
+        self._replica = torch.zeros(transport.size * chunk, dtype=first.dtype, device=first.device)
+        self._views = [
+            piece.view_as(p)
+            for piece, p in zip(self._replica[:total].split([p.numel() for p in params]), params, strict=True)
+        ]
+        for p, view in zip(params, self._views, strict=True):
+            view.copy_(p.detach())
+            p.data = view
+        if transport.size > 1:
+            transport.broadcast(self._replica, 0)
+        self._rows = self._replica.view(transport.size, chunk)
+        self._own = self._rows[transport.rank]
+        self._filled = min(max(0, total - transport.rank * chunk), chunk)
+        self._gradients = torch.zeros_like(self._replica)
+        self._gradient_views = [
+            piece.view_as(p)
+            for piece, p in zip(self._gradients[:total].split([p.numel() for p in params]), params, strict=True)
+        ]
+        self.main = nn.Parameter(self._own.float().clone())
+
+    def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
+        """Give ``main`` the average of its gradients over ranks: summed and divided in f32, whatever their type."""
+        pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self.params, strict=True) if p.grad is not None]
+        if len(pairs) < len(self.params):
+            self._gradients.zero_()
+        if pairs:
+            torch._foreach_copy_([to for to, _ in pairs], [grad for _, grad in pairs])
+        rows = self._gradients.view_as(self._rows)
+        own = torch.empty_like(self.main)
+        if transport.size > 1:
+            halves.reduce_scatter(rows, own, codec, transport, seed=seed)
+            own.mul_(1 / transport.size)
+        else:
+            own.copy_(rows[0])
+        own[self._filled :] = 0  # a codec's rotation spreads values into the padding, which belongs to no parameter
+        self.main.grad = own
+
+    def gather(self, weights: Weights, transport: Transport, seed: int) -> None:
+        """Bring every rank's copy of the weights to the owners' weights, as far as the codec keeps them."""
+        if transport.size == 1:
+            self._own.copy_(self.main)
+        elif weights.differences:
+            main = self.main.detach()
+            if weights.codec.lossless:
+                main = main.to(self._replica.dtype)
+            halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, differences=True)
+        else:
+            mine = self.main.to(self._replica.dtype)
+            halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed)
+
+    def hold(self, unused: Collection[Tensor], state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's elements of ``unused`` parameters in ``main`` and its ``state``: views, and their copies.
+
+        ``main`` and its gradient become zero there until ``put_back``. Otherwise weight decay, or a lossy codec's
+        noise, would add to states that the inner step creates.
+        """
+        assert self.main.grad is not None
+        main, held = self.main.detach(), []
+        states = [
+            x for x in state.values() if isinstance(x, Tensor) and x.shape == main.shape and x.is_floating_point()
+        ]
+        for p, view in zip(self.params, self._views, strict=True):
+            first = view.storage_offset() - self._own.storage_offset()
+            place = slice(max(0, first), max(0, first + p.numel()))
+            if p in unused and main[place].numel():
+                held += [(x[place], x[place].clone()) for x in (main, *states)]
+                main[place] = 0
+                self.main.grad[place] = 0
+        return held
+
+    def copies(self, unused: Collection[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the model's weights of ``unused`` parameters, and their copies: a lossy gather changes the weights."""
+        return [(view, view.clone()) for p, view in zip(self.params, self._views, strict=True) if p in unused]
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        """Raise ``UsageError`` if the group has other parameters now, or their memory is no longer the flat tensor."""
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            raise UsageError(
+                f"a group of a ShardedOptimizer has {len(params)} parameters, not the {len(self.params)} that it was "
+                "made with; its parts are cut already: make a new one"
+            )
+        for p, view in zip(self.params, self._views, strict=True):
+            if p.data_ptr() != view.data_ptr():
+                raise UsageError(
+                    f"a parameter of shape {tuple(p.shape)} was given other memory after the ShardedOptimizer was "
+                    "made, as model.to(...) does; do that first"
+                )
+
+
+def put_back(held: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy values back to where ``FlatShard`` has taken them."""
+    for place, values in held:
+        place.copy_(values)
+
+
+def check_parameters(params: list[nn.Parameter]) -> None:
+    """Raise ``ConfigError`` if a group has parameters that cannot be one flat tensor."""
+    kinds = {(p.dtype, p.device) for p in params}
+    if len(kinds) != 1 or next(iter(kinds))[0] not in DTYPE_CODES:
+        raise ConfigError(
+            f"a group of a ShardedOptimizer has parameters of {sorted(map(str, kinds)) or 'no type: there are none'}; "
+            "expected one type, float32, bfloat16 or float16, on one device: make a group for each"
+        )
+    for p in params:
+        if type(p).__name__ == "DTensor" or hasattr(p, "_sharded_param_data"):
+            raise ConfigError(f"a parameter of shape {tuple(p.shape)} is sharded already; a ShardedOptimizer does that")
+        if not p.requires_grad:
+            raise ConfigError(f"a parameter of shape {tuple(p.shape)} needs no gradient; leave it out")
+
+
+def stepped_once(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of ``optimizer`` that has states. A checkpoint needs tensors of the right shapes to load into."""
+    stepped = copy.deepcopy(optimizer)
+    for group in stepped.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    stepped.step()
+    return stepped

@@ -1,0 +1,221 @@
+"""``StepPolicy``: what a step of a distributed optimizer does, behind the methods that users call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import UsageError
+from ..base.plan import FusionPlan, TensorInfo
+from ..observe.timeline import PROFILER_STATE
+from .construction import GradientOptions, Planning
+from .overlap import ForwardOverlap
+from .standing_in import stand_in
+from .step_state import WITH_RESULTS, StepState
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+__all__ = ["StepPolicy"]
+
+
+class StepPolicy:
+    """What a step is. This policy averages gradients in every step; its subclasses make other kinds of steps.
+
+    ``Distributed`` calls the methods that have the names of its own. ``Reducer`` reads the attributes, and calls the
+    rest. Neither knows a subclass: ``DistributedOptimizer`` chooses the policy by its arguments.
+
+    Attributes:
+        reducer: the optimizer's, which has the engine; set by ``attach``.
+        takes_gradients: hooks submit gradients as backward makes them. False: the policy submits tensors itself.
+        may_end_with_backward: the end of ``backward`` may wait for the results. False: only ``step`` does.
+        retries: a step whose exchange has failed can be made again, so its gradients stay pending.
+        undoable: the engine keeps what error feedback was before a step.
+        handles_overflow: ``GradScaler`` calls ``step`` also where it has found gradients that are not finite.
+        holds_results: results wait in the engine until they are taken; gradients stay as they are.
+        before_step: called before the first tensor of a step of the engine is submitted; None: nothing is to be done.
+        contribution: called with a parameter whose gradient is complete, or at the end of a step with one without a
+            gradient: it puts what is sent into ``parameter.grad``. None: gradients are sent.
+    """
+
+    reducer: Reducer
+    takes_gradients = True
+    may_end_with_backward = True
+    retries = False
+    undoable = False
+    handles_overflow = False
+    holds_results = False
+    before_step: Callable[[], object] | None = None
+    contribution: Callable[[Tensor], object] | None = None
+
+    # ---- planning ---------------------------------------------------------------------------------------------------
+
+    def options(self, options: GradientOptions) -> GradientOptions:
+        """Return the options by which the present steps are planned, from those that the user has given."""
+        return options
+
+    def more_tensors(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+        """Return what is sent besides one tensor for each parameter, which ``tensors`` describe."""
+        return []
+
+    def arrange(self, planning: Planning, tensors: Sequence[TensorInfo], size: int) -> Planning:
+        """Return the planning of these steps, from that of steps that send ``tensors`` over ``size`` ranks."""
+        return planning
+
+    # ---- called by the reducer --------------------------------------------------------------------------------------
+
+    def attach(self, reducer: Reducer) -> None:
+        """Begin with a new engine of the reducer's, or with none in a job of one rank."""
+        self.reducer = reducer
+
+    def detach(self) -> None:
+        """Let the reducer go, whose optimizer has ended."""
+        del self.reducer
+
+    def recover(self, error: BaseException) -> bool:
+        """Return whether backward goes on after an exchange has failed in a hook, because ``step`` makes it again."""
+        return False
+
+    def is_in_flight(self, parameter: Tensor) -> bool:
+        """Return whether a parameter has something that is not reduced yet, though it may be frozen by now."""
+        return self.reducer.passes.has_begun(parameter)
+
+    def reduce(self) -> object:
+        """Wait until every gradient of the present step is reduced."""
+        return self.reducer.reduce()
+
+    def stand_in(self) -> None:
+        """Take part in a step of the other ranks after this rank has joined; update nothing."""
+        stand_in(self.reducer)
+
+    def leave(self) -> None:
+        """Let what is in flight end, before this rank leaves the job."""
+        self.reducer.flush()
+
+    # ---- called by users, through ``Distributed`` -------------------------------------------------------------------
+
+    def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+        """Make a step; ``update`` is the step of the wrapped optimizer, which takes ``options``."""
+        reducer = self.reducer
+        if closure is not None:
+            return update(self._reducing(closure), **options)
+        if reducer.state in WITH_RESULTS:
+            if reducer.engine is not None:
+                reducer.roster.refuse_unreduced(reducer.optimizer().__dict__["param_groups"])
+        elif reducer.overlap is not None and not reducer.skips_synchronize:
+            return self._step_without_wait(reducer.overlap)
+        if reducer.skips_synchronize:
+            if reducer.pending:
+                raise UsageError(
+                    "step() within skip_synchronize() takes gradients that are being reduced; call synchronize() first"
+                )
+        elif reducer.state is StepState.SYNCHRONIZED:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
+                "it does not reduce again; call it within skip_synchronize() to say so",
+                stacklevel=3,
+            )
+        elif reducer.state is not StepState.REDUCED:
+            self.reduce()
+        reducer.state = StepState.IDLE
+        reducer.results = {}
+        if not (reducer.timeline.enabled or getattr(*PROFILER_STATE)):
+            return update(**options)
+        with reducer.timeline.span("UPDATE", step=-1 if reducer.engine is None else reducer.engine.step - 1):
+            return update(**options)
+
+    def _step_without_wait(self, overlap: ForwardOverlap) -> None:
+        """End the engine's step; the next forward makes the updates."""
+        reducer, engine = self.reducer, self.reducer.engine
+        assert engine is not None
+        optimizer = reducer.optimizer()
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise UsageError(
+                "step hooks of the optimizer would run once for each bucket with overlap_forward; remove them, or "
+                "leave overlap_forward out"
+            )
+        reducer.submit_rest()
+        reducer.refuse_changed()
+        engine.end_step(reducer.finds_unused)
+        if reducer.check is not None:
+            reducer.check.begin()
+        overlap.begin(vars(optimizer)["param_groups"])
+        reducer.state = StepState.STEPPED
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            self.reducer.forget_results()
+            with torch.enable_grad():
+                loss = closure()
+            self.reduce()
+            return loss
+
+        return evaluate
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is reduced, or with ``overlap_forward`` after ``step``, every parameter updated."""
+        reducer = self.reducer
+        if reducer.overlap is not None and reducer.state is StepState.STEPPED:
+            reducer.overlap.flush()
+            return
+        self.reduce()
+        reducer.results = {}
+        reducer.state = StepState.SYNCHRONIZED
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step`` take the gradients as they are within the block."""
+        self.reducer.skips_synchronize = True
+        try:
+            yield
+        finally:
+            self.reducer.skips_synchronize = False
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Let parameters be those that all ranks had after the last exchange within the block."""
+        self.reducer.flush()
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has of these steps, besides the engine's step and memory."""
+        return {}
+
+    def before_load(self, saved: Mapping[str, Any]) -> None:
+        """Refuse, or prepare for, the state ``saved``, which is loaded next."""
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a state after the optimizer and the engine have loaded theirs."""
+
+    def adopt_plan(self, plan: FusionPlan) -> None:
+        """Fuse gradients by ``plan`` from the next step on, if it is for this job and these parameters."""
+        reducer, engine = self.reducer, self.reducer.engine
+        if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
+            return
+        planned = {name for bucket in plan.buckets for name in bucket.names}
+        if planned == {*reducer.names.values()} or not planned <= {*reducer.roster.names.values()}:
+            engine.switch(plan)
+
+    def reconnect(self) -> None:
+        """Reduce gradients over the job as it is now."""
+        old = self.reducer.engine
+        if old is not None:
+            old.give_up()
+        self.reducer.connect_anew()
+        engine = self.reducer.engine
+        if engine is None or old is None:
+            return
+        engine.step = old.step
+        if (engine.rank, engine.size) == (old.rank, old.size):
+            engine.memory.load_state_dict(old.memory.state_dict())
+        if old.plan is not None:
+            self.adopt_plan(old.plan)
+
+    def close(self) -> None:
+        """End the background threads."""
+        self.reducer.close()
