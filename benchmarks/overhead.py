@@ -35,7 +35,7 @@ from benchmarks.report import Environment, table, write
 from fusionlayer.cli.spawn import run_on_ranks
 from fusionlayer.transport import local
 
-__all__ = ["CODECS", "TENSORS", "Meter", "line", "main", "measure"]
+__all__ = ["CODECS", "TENSORS", "Meter", "count_calls", "line", "main", "measure"]
 
 CODECS = ("raw", "int8")
 TENSORS = (1, 20)
@@ -103,6 +103,13 @@ def measure(
         meter: of the ranks of this process, new.
         here: how many ranks this process has.
     """
+    found = count_calls(codec, tensors, barrier, meter, here)
+    timed, alone = (_microseconds(*_model(name, tensors), steps, barrier, here) for name in (codec, None))
+    return {**found, "microseconds": {phase: round(timed[phase] - alone[phase], 1) for phase in PHASES}}
+
+
+def count_calls(codec: str, tensors: int, barrier: Callable[[], object], meter: Meter, here: int) -> dict[str, Any]:
+    """Return the part of ``measure`` that is the same on every machine: calls by phase, and files."""
     with meter:
         model, optimizer = _model(codec, tensors)
         for _ in range(WARM_UP):
@@ -117,11 +124,9 @@ def measure(
         barrier()
     optimizer.close()
     calls, files = meter.found()
-    timed, alone = (_microseconds(*_model(name, tensors), steps, barrier, here) for name in (codec, None))
     return {
         "calls": {phase: round(calls[phase] / COUNTED / here, 1) for phase in PHASES},
         "files": sorted(files),
-        "microseconds": {phase: round(timed[phase] - alone[phase], 1) for phase in PHASES},
     }
 
 

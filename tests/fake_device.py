@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 
 from fusionlayer.process.clock import Clock
-from fusionlayer.scheduler.buffers import Buffer
+from fusionlayer.scheduler.ahead import AheadBuffer
+from fusionlayer.scheduler.buffers import Buffer, FlatBuffer
 from fusionlayer.scheduler.plan_state import PlanState
 
 __all__ = ["FakeDevice", "Moment", "streams_joined"]
@@ -81,8 +82,8 @@ def streams_joined() -> Iterator[None]:
     A bucket's lane waits for its gradients, and who takes its results waits for its lane.
     """
 
-    def after(name: str, more: Callable[[Any, Any], object]) -> Any:
-        real = getattr(Buffer, name)
+    def after(name: str, more: Callable[[Any, Any], object], buffers: type[Buffer] = Buffer) -> Any:
+        real = getattr(buffers, name)
 
         def call(self: Any, *args: Any) -> Any:
             result = real(self, *args)
@@ -90,7 +91,7 @@ def streams_joined() -> Iterator[None]:
                 more(self, self.fake)
             return result
 
-        return mock.patch.object(Buffer, name, call)
+        return mock.patch.object(buffers, name, call)
 
     make_buffers = PlanState._make_buffers
 
@@ -110,7 +111,8 @@ def streams_joined() -> Iterator[None]:
         mock.patch.object(PlanState, "_make_buffers", made),
         after("put", note_arrival),
         after("follow", lambda buffer, device: [device.follow(moment) for moment in buffer.arrived]),
-        after("run", note_end),
+        after("run", note_end, FlatBuffer),
+        after("run", note_end, AheadBuffer),
         after("join", lambda buffer, device: [device.follow(moment) for moment in buffer.ended]),
     ):
         yield

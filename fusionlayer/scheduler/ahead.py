@@ -131,9 +131,12 @@ class AheadBuffer(Buffer):
     def _is_flat(self, gradient: Tensor) -> bool:
         return gradient.is_contiguous() and gradient.dtype == self._dtype
 
-    def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
+    def run(self, transport: Transport, seed: int) -> None:
+        """Gather the messages of all ranks, decode their sums and release the gradients; the buffer is then empty."""
+        if self._arrivals:
+            self._begin()
+        gradients, self._gradients = self._gradients, {}
         every = self._exchange(transport)
-        results = {}
         for name, gradient in gradients.items():
             with self._timeline.part("DECODE", tensor=name):
                 place = self._places[name]
@@ -144,8 +147,9 @@ class AheadBuffer(Buffer):
                 result = out.view(gradient.shape)
                 if self._in_place and not self._is_flat(gradient):
                     result = gradient.copy_(result)
-                results[name] = gradient if self._in_place else result
-        return results
+                self._results[name] = gradient if self._in_place else result
+        if self._arrivals:
+            self._end()
 
     def _exchange(self, transport: Transport) -> Tensor:
         """Return (size, nbytes) uint8: the payloads of all ranks."""

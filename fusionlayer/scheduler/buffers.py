@@ -47,7 +47,7 @@ class Buffer(ABC):
         in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
 
     Attributes:
-        remember: called with names of tensors before encoding changes what is kept of them; None: nobody asks.
+        remember: called with names of tensors before encoding changes what is kept of them; None: nothing is kept.
         nbytes: of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and it was not launched since. The thread that launches it
             changes this, not a lane: a bucket in flight, with an earlier step's gradients, must not be launched again.
@@ -106,17 +106,21 @@ class Buffer(ABC):
         for arrival in self._arrivals.values():
             torch.cuda.current_stream(self._device).wait_event(arrival)
 
+    @abstractmethod
     def run(self, transport: Transport, seed: int) -> None:
-        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
-        if self._arrivals:
-            self.join()
-            self.follow()
-        self._results = self._reduce(self._gradients, transport, seed)
-        if self._arrivals:
-            self._note_work()
-            self._owners = [*self._owners[:1], *self._arrivals]
-            self._arrivals.clear()
-        self._gradients.clear()
+        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty.
+
+        A subclass calls ``_begin`` and ``_end`` if there are ``_arrivals``, and keeps the sums in ``_results``.
+        """
+
+    def _begin(self) -> None:
+        self.join()
+        self.follow()
+
+    def _end(self) -> None:
+        self._note_work()
+        self._owners = [*self._owners[:1], *self._arrivals]
+        self._arrivals.clear()
 
     def read(self) -> Mapping[str, Tensor]:
         """Return the results of the last ``run`` by name, to be read on the current stream before they are taken."""
@@ -155,10 +159,6 @@ class Buffer(ABC):
         if self._device.type == "cuda" and not self._in_place:
             for gradient in gradients:
                 gradient.record_stream(torch.cuda.current_stream(self._device))
-
-    @abstractmethod
-    def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
-        """Return the sum of each of the ``gradients`` over ranks, in its shape."""
 
 
 class FlatBuffer(Buffer):
@@ -209,9 +209,13 @@ class FlatBuffer(Buffer):
         self._gaps = [gap for x in (flat, residual) if x is not None for gap in _gaps(bucket, x)]
         return flat
 
-    def _reduce(self, gradients: dict[str, Tensor], transport: Transport, seed: int) -> dict[str, Tensor]:
-        given = list(gradients.values())
+    def run(self, transport: Transport, seed: int) -> None:
+        """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
         # One method for all of it, and no span unless somebody reads it: each bucket of each step comes by here.
+        if self._arrivals:
+            self._begin()
+        gradients, self._gradients = self._gradients, {}
+        given = list(gradients.values())
         observed = self._timeline.enabled or getattr(*PROFILER_STATE)
         stays = self._may_stay and given[0].is_contiguous() and given[0].dtype == self._dtype or _WHOLE in gradients
         if stays:
@@ -241,12 +245,12 @@ class FlatBuffer(Buffer):
             scale_(flat, self._postscale)
         if packed is not None and residual is not None:
             packed.pack(residual, derive_seed(seed, transport.rank, PACKING))
-        if stays:
-            return dict(gradients)
-        if self._in_place:
+        if not stays and self._in_place:
             with self._timeline.part("MEMCPY_OUT_FUSION_BUFFER") if observed else _NOTHING:
                 torch._foreach_copy_(given, slots)
-        return dict(zip(gradients, given if self._in_place else slots, strict=True))
+        self._results = gradients if stays or self._in_place else dict(zip(gradients, slots, strict=True))
+        if self._arrivals:
+            self._end()
 
     def _pack(self, flat: Tensor, slots: list[Tensor], given: list[Tensor]) -> None:
         """Copy gradients times prescale into the slots of ``flat``, with zeros between them."""

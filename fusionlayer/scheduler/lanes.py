@@ -268,7 +268,7 @@ class Lanes:
         are_at_once: whether they only queue work on the device and never block.
         jobs: of the buckets that were launched in the present step, by number.
         order: in which buckets are launched.
-        watch: gets the times of the buckets; None: nobody does.
+        watch: gets the times of the buckets; None: they are not measured.
         steps: that have ended.
         nbytes: of the gradients sent so far, uncompressed.
         cause: the first error of any bucket, or None.

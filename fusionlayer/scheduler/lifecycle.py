@@ -228,7 +228,7 @@ class Lifecycle:
             TransportError: over NCCL, a step whose results were taken could not end.
             UsageError: a CUDA graph is captured. The engine is closed in both cases.
         """
-        # Other ranks wait for this rank's share of these buckets, so they are sent even if nobody here takes them.
+        # Other ranks wait for this rank's share of these buckets, so they are sent even if they are never taken here.
         for job, _, _ in self._results.untaken.values():
             with suppress(Exception):
                 job.wait()

@@ -128,7 +128,7 @@ class Memory:
             codec.restore(numbers)
 
     def decay(self, factor: float, names: Iterable[str]) -> None:
-        """Multiply the residuals of ``names`` by ``factor``; call it on the training thread, when none is under way."""
+        """Multiply the residuals of ``names`` by ``factor``; call it on the training thread, when none is in flight."""
         for name in names:
             state = self._states.get(name)
             if state is not None and state.residual is not None:

@@ -1,4 +1,4 @@
-"""The order in which buckets leave when the next forward takes their results one by one."""
+"""The order in which buckets are launched when the next forward takes their results one by one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MEASURED = 3
 
 
 def send_order(ready: Sequence[float], cost: Sequence[float]) -> list[int]:
-    """Return bucket numbers in the order in which they should leave.
+    """Return bucket numbers in the order in which they should be launched.
 
     Buckets are numbered in the order in which backward completes them, so the next forward wants the last one first.
-    Whenever the network is free, of the complete buckets the one that forward wants first leaves. This is priority
+    Whenever the network is free, of the complete buckets the one that forward wants first is launched. This is priority
     scheduling as in P3 (MLSys 2019) and ByteScheduler (SOSP 2019), but without preemption.
 
     Args:
@@ -48,11 +48,11 @@ class SendOrder:
 
     Args:
         buckets: number of buckets.
-        lanes: number of buckets that are under way at once.
+        lanes: number of buckets in flight at once.
         clock: of the gradients' device.
 
     Attributes:
-        sequence: bucket numbers in the order in which they leave; the same on all ranks.
+        sequence: bucket numbers in the order in which they are launched; the same on all ranks.
     """
 
     def __init__(self, buckets: int, lanes: int, clock: Clock = HOST) -> None:
@@ -87,7 +87,7 @@ class SendOrder:
             self._complete[index].append((self._first, now))
 
     def note_sent(self, index: int, start: Stamp, end: Stamp) -> None:
-        """Record from when to when a bucket was under way; called by the lanes."""
+        """Record from when to when a bucket was in flight; called by the lanes."""
         if self.measures:
             self._busy[index].append((start, end))
 

@@ -32,8 +32,8 @@ class StepSeconds:
         submitting: in ``submit``; most of it is encoding ahead of fusion.
         waiting: for results, on the thread that takes them.
         ready: seconds of ``backward`` until each gradient arrived, by name, in order of arrival.
-        buckets: seconds for which each bucket was under way on its lane, by its index in the plan; buckets that are
-            still under way are missing.
+        buckets: seconds for which each bucket was in flight on its lane, by its index in the plan; buckets that still
+            are in flight are missing.
         late: steps that have ended since this one; 0 by the host's clock, at least 1 by a device's.
     """
 
@@ -53,7 +53,7 @@ class PlanController(ABC):
 
     1. ``note_step`` at the first gradient of a step, once for each step before it;
     2. ``due`` when the step's last gradient has been submitted;
-    3. if ``due`` returned true: ``next_plan``, when the step's buckets have travelled.
+    3. if ``due`` returned true: ``next_plan``, when the step's buckets are summed.
 
     The engine adopts the plan when the next step begins, as with ``Engine.switch``; ranks compare it first. Each tensor
     keeps its error feedback.
@@ -89,7 +89,7 @@ class PlanController(ABC):
     def next_plan(self, transport: Transport) -> FusionPlan | None:
         """Return the same plan on all ranks, or None to go on with the present one.
 
-        All ranks call it together, on a communication thread. Meanwhile nothing else travels and the training thread
+        All ranks call it together, on a communication thread. Meanwhile nothing else is sent and the training thread
         waits. If it raises an error, the engine fails with that error.
         """
 
@@ -142,7 +142,7 @@ class StepTimer:
     def read(self) -> StepSeconds | None:
         """Return the seconds of the latest step that is over and was not read before; None if there is none.
 
-        Steps before it that were not read are dropped: a device that catches up tells of its last step alone.
+        Steps before it that were not read are dropped: of a device that catches up only the last step is reported.
         """
         for place in reversed(range(len(self._unread))):
             seconds = self._seconds(self._unread[place], late=len(self._unread) - 1 - place)
@@ -161,7 +161,7 @@ class StepTimer:
         self._now.gradients.append((name, arrived, self._clock.stamp()))
 
     def note_bucket(self, step: int, index: int, start: Stamp, end: Stamp) -> None:
-        """Record from when to when a bucket was under way."""
+        """Record from when to when a bucket was in flight."""
         # A bucket may end after the next step has begun. Its step's seconds have been handed out by then, or its
         # stamps wait for the device.
         with self._lock:

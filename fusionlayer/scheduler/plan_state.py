@@ -247,7 +247,7 @@ class BufferMaker:
         rank: this rank.
         size: number of ranks.
         at_once: jobs run on the thread of the hooks, so a wait for the device holds up backward.
-        undoable: ``Memory.state_before`` tells what error feedback was before the present step.
+        undoable: ``Memory`` keeps what error feedback was before the present step.
     """
 
     memory: Memory

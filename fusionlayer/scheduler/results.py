@@ -32,7 +32,7 @@ class Results:
             when the job has ended, and the step.
         plan: that plan; None before the first step ends.
         bucket_of: the number of a tensor's bucket in it, by name.
-        watch: gets the times of waiting; None: nobody does.
+        watch: gets the times of waiting; None: they are not measured.
     """
 
     def __init__(self, clock: Clock, timeline: Timeline) -> None:

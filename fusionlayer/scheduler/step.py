@@ -81,7 +81,7 @@ class Step:
             raise UsageError(f"{what} after the first gradient of step {self.number}; do it between two steps")
 
     def refuse_missing(self) -> NoReturn:
-        """Raise ``UsageError`` that tells which gradients are missing at the end of the step."""
+        """Raise ``UsageError`` that names the gradients that are missing at the end of the step."""
         missing = [name for name in self.due if name not in self.arrived]
         raise UsageError(
             f"{len(missing)} of {len(self.due)} gradients have not come in step {self.number}, the first is that of "
@@ -122,7 +122,7 @@ class Usage:
 
     Attributes:
         job: the exchange. It has to be awaited even if this rank has used all tensors: other ranks need its message, so
-            the rank must not leave before.
+            the rank must not go on before.
         uses_all: whether this rank has used all tensors; then no tensor is unused.
     """
 

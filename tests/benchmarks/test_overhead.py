@@ -2,16 +2,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import fusionlayer as fl
 from benchmarks import overhead
+from tests.harness import run_ranks
+from tests.loops import looped
 from tests.tiers import exhaustive
 
 MOST_FILES = 25
 MOST_CALLS = {"submit": 39, "lane": 114, "step": 11}
 """Of one tensor of int8 among four ranks; a call more is a decision, not an accident. The thread that submits also ends
 the step, and with it finds out which parameters no rank has used."""
+MOST_OVER_GLOO = {2: (164, 32), 4: (239, 32)}
+"""Calls, and files that they are in, of one tensor of int8 among so many ranks that are processes. The goal is 50 calls
+in 9 files for two ranks, and 80 for four."""
 
 
 @pytest.mark.short
@@ -28,6 +37,22 @@ def test_each_tensor_of_a_bucket_adds_calls_to_its_submission_alone() -> None:
     assert many["submit"] - one["submit"] <= 19 * 5
     assert many["lane"] - one["lane"] <= 5
     assert many["step"] == one["step"]
+
+
+def count(rank: int, world: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    fl.init()
+    found = overhead.count_calls("int8", 1, dist.barrier, overhead.Meter(), 1)
+    fl.shutdown()
+    return found
+
+
+@pytest.mark.medium
+@looped("world", list(MOST_OVER_GLOO))
+def test_a_bucket_over_gloo_keeps_to_its_calls_and_files(world: int) -> None:
+    calls, files = MOST_OVER_GLOO[world]
+    for found in run_ranks(count, world):
+        assert sum(found["calls"].values()) <= calls and len(found["files"]) <= files, found
 
 
 @pytest.mark.medium
