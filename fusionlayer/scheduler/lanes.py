@@ -68,8 +68,8 @@ class Job:
         """Wait until the job has ended; raise what it raised."""
         if self._generation != forks.generation:
             raise forks.refuse("this work is done by a thread of its parent")
-        self.ended.acquire()
-        self.ended.release()
+        with self.ended:
+            pass
         if self.error is not None:
             raise again(self.error)
 
@@ -94,11 +94,11 @@ class Worker:
         self._name = name
         self._context = context
         self._generation = forks.generation
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._queue: SimpleQueue[Job | None] = SimpleQueue()  # None ends the thread
-        # Guards _closed and _begun, and the order of the queue: no job may follow the None, or nothing would end it.
+        # Guards _thread and _closed, and the order of the queue: no job may follow the None, or nothing would end it.
         self._lock = threading.Lock()
-        self._closed = self._begun = False
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
     @property
     def is_here(self) -> bool:
@@ -119,7 +119,7 @@ class Worker:
             if self._closed:
                 raise FusionLayerError(f"{self._name} is closed: nothing can be sent any more")
             if self._context is None:
-                if not self._begun:
+                if self._thread is None:
                     self._begin()
                 self._queue.put(job)
         if self._context is not None:
@@ -138,7 +138,7 @@ class Worker:
 
     def join(self) -> None:
         """Wait until no job runs any more, and release what a failed one has held; call ``close`` before."""
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
         forget(self.error)
 
@@ -162,10 +162,10 @@ class Worker:
             job.ended.release()
 
     def _begin(self) -> None:
-        self._begun = True
+        self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+        self._thread.start()
         with _lock:
             _workers.add(self)
-        self._thread.start()
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -183,7 +183,7 @@ def _end_all() -> None:
         workers = list(_workers)
     for worker in workers:
         worker.close()
-    settle(worker._thread for worker in workers)
+    settle(thread for worker in workers if (thread := worker._thread) is not None)
 
 
 def _begin_child() -> None:
@@ -217,9 +217,9 @@ class Lane:
         self.transport = transport
         self.is_at_once = transport.only_queues(device)
         self._stream = torch.cuda.Stream(device, priority=URGENT) if device.type == "cuda" else None
-        self.worker = Worker(name, self._context if self.is_at_once else None)
+        self.worker = Worker(name, partial(_on_stream, self._stream) if self.is_at_once else None)
         if not self.is_at_once:
-            self.worker.put(self._set_up_thread)  # the first job, so it runs before any work
+            self.worker.put(partial(_set_up_thread, self._stream))  # the first job, so it runs before any work
 
     def put(self, work: Callable[[Transport], None]) -> Job:
         """Run ``work(transport)`` in its turn; return its job."""
@@ -237,16 +237,18 @@ class Lane:
             with suppress(RuntimeError):  # the device has failed, which was reported before
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            yield
 
-    def _set_up_thread(self) -> None:
-        # Both hold for this thread alone, until it ends.
-        torch.set_grad_enabled(False)
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    with torch.no_grad(), torch.cuda.stream(stream):
+        yield
+
+
+def _set_up_thread(stream: torch.cuda.Stream | None) -> None:
+    """Set gradient mode and stream of the calling thread; both hold for this thread alone, until it ends."""
+    torch.set_grad_enabled(False)
+    if stream is not None:
+        torch.cuda.set_stream(stream)
 
 
 class Lanes:
