@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import context
+from ...base.config import flat
 from ...base.errors import ConfigError
 from ...base.plan import FusionPlan
 from ...native.wire import digest
@@ -72,7 +73,7 @@ def tensors_of(policy: ElasticStepPolicy) -> list[Tensor]:
 
 def facts_of(policy: ElasticStepPolicy) -> Tensor:
     """Return (32,) uint8 that differ where a newcomer's first step with the members would be a ``PlanMismatch``."""
-    settings = vars(context.settings())
+    settings = flat(context.settings())
     facts = [policy.facts, *(settings[key] for key in _AGREED), policy.reducer.replicas.lines]
     return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
 
