@@ -119,6 +119,7 @@ def the_old_way_to_say_average(rank: int, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         assert torch.equal(hvd.allreduce(x, average=False), total(size, 4))
+        torch.testing.assert_close(hvd.allreduce(x, average=True), total(size, 4) / size)
     with pytest.raises(ValueError, match="both op and average"):
         hvd.allreduce(x, average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="op=77"):
