@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,10 +79,14 @@ def sum_in_one_launch(
         chunk = split_evenly(numel, size, codec.block)
         spec = codec.core_spec(numel, x.dtype, derive_seed(seed, rank, 0), part.start)
         kept = None if residual is None else residual[part]
-        with transport.launching(f"a sum in one launch of {numel} x {x.dtype} by {codec}", x.device) as stop:
+        given = spec, derive_seed(seed, rank, 1), chunk, x[part], out[part], kept, memory.peers
+
+        def queue(stop: Tensor, given: tuple[Any, ...] = given) -> None:
             memory.peers.stop = stop.data_ptr()
-            native.two_shot(spec, derive_seed(seed, rank, 1), chunk, x[part], out[part], kept, memory.peers)
-            transport.bytes_sent += 2 * (size - 1) * codec.wire(chunk, x.dtype).capacity
+            native.two_shot(*given)
+
+        transport.launch(f"a sum in one launch of {numel} x {x.dtype} by {codec}", x.device, queue)
+        transport.bytes_sent += 2 * (size - 1) * codec.wire(chunk, x.dtype).capacity
     return True
 
 

@@ -37,22 +37,26 @@ def one_shot(
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)
     out = x if out is None else out
+    rank, size = transport.rank, transport.size
 
     def run(index: int, part: slice) -> Piece:
-        capacity = codec.wire(part.stop - part.start, x.dtype).capacity
-        slot = index % IN_FLIGHT
-        mine = transport.scratch(f"outgoing {slot}", capacity, x.device)
-        every = transport.scratch(f"incoming {slot}", transport.size * capacity, x.device)
-        every = every.view(transport.size, capacity)
-        codec.encode(
+        numel = part.stop - part.start
+        capacity = codec.wire(numel, x.dtype).capacity
+        every = transport.scratch(f"incoming {index % IN_FLIGHT}", size * capacity, x.device).view(size, capacity)
+        codec.encode_chunks(
             x[part],
-            mine,
-            seed=derive_seed(seed, transport.rank),
+            every[rank : rank + 1],
+            numel,
+            seed=derive_seed(seed, rank),
             offset=part.start,
             residual=None if residual is None else residual[part],
         )
-        yield partial(transport.all_gather, mine, every)
+        yield partial(transport.all_gather, every[rank], every)
         codec.decode_sum(every, out[part])
 
+    if piece is None:
+        for travel in run(0, slice(0, x.numel())):
+            travel()
+        return
     parts = cut(x.numel(), piece, codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)

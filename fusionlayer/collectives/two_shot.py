@@ -83,6 +83,10 @@ def two_shot(
         yield partial(transport.all_gather, outgoing[rank], incoming)
         codec.decode_chunks(incoming, out[part], chunk)
 
+    if piece is None:
+        for travel in run(0, slice(0, x.numel())):
+            travel()
+        return
     parts = cut(x.numel(), piece, size * codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,10 +89,6 @@ class Call:
         _check_rank(source, size, "recv from", rank)
         _describe(x, "recv")
         return cls(f"message with tag {tag}", recvs=(x.nbytes,), partner=source)
-
-    def key(self, sequence: int = 0) -> int:
-        """Return 32 bits that identify the call. Collectives pass their ``sequence`` number, which starts at 1."""
-        return zlib.crc32(f"{sequence} {self.what} {self.purpose}".encode())
 
     def conflict(self, rank: int, other: Call, other_rank: int) -> str | None:
         """Return why this rank's call and the ``other`` rank's call can never complete together, or None."""

@@ -65,6 +65,7 @@ class Heartbeat:
     Attributes:
         processes: those of the ranks that have met.
         board: what the ranks write for each other.
+        progress: where this rank is in its calls. The calling thread assigns it, once before and once after each call.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class Heartbeat:
         self._is_overdue = is_overdue
         self._stall_warning = stall_warning
         self._interrupt = interrupt
-        self._progress = Progress(0, None, 0.0, ())
+        self.progress = Progress(0, None, 0.0, ())
         self._serial = 0
         self._answered = ""
         self._inquiry: Inquiry | None = None
         self._inquiries = 0
-        self._next_look = 0.0
+        self._since = self._next_look = 0.0
         self._warned = False
         self._wanted = self._has_ended = False
         self._otherwise = Diagnosis((), "", True)
@@ -188,29 +189,23 @@ class Heartbeat:
         keeper = [sign for sign in seen if sign.rank == self._store_rank]
         if is_silent and not keeper and self._store_rank not in (None, self._rank):
             return self._lost_store
-        return judge(keeper or seen, self._progress.call) or self._lost_store
+        return judge(keeper or seen, self.progress.call) or self._lost_store
 
     def enter(self, call: Call, sequence: int) -> None:
-        """Note that a call begins. The calling thread calls it for each message, so it does not touch the store."""
-        now = time.monotonic()
-        self._next_look = now + max(self._interval, 1.0)
-        self._warned = False
-        recent = self._progress.recent
-        if call.partner is None:
-            recent = (*recent[-1:], (sequence, call))
-        self._progress = Progress(sequence, call, now, recent)
+        """Note that a collective begins. The calling thread calls it."""
+        recent = (*self.progress.recent[-1:], (sequence, call))
+        self.progress = Progress(sequence, call, time.monotonic(), recent)
 
     def enter_again(self) -> None:
         """Note that this rank waits for the last collective: its call has returned, but not all its work is done."""
-        recent = self._progress.recent
+        recent = self.progress.recent
         if recent:
             sequence, call = recent[-1]
-            self.enter(call, sequence)
-            self._progress = self._progress._replace(recent=recent)
+            self.progress = Progress(sequence, call, time.monotonic(), recent)
 
     def leave(self) -> None:
         """Note that the call has succeeded."""
-        self._progress = self._progress._replace(call=None, since=0.0)
+        self.progress = self.progress._replace(call=None, since=0.0)
 
     def diagnose(self, otherwise: Diagnosis, known: Diagnosis | None = None) -> Diagnosis:
         """Interrupt the call in flight, and return why it has failed. It is in the store then, if there is one.
@@ -287,7 +282,7 @@ class Heartbeat:
 
     def where(self) -> tuple[str, int, Call | None]:
         """Return the transport's name, the number of its last collective, and the call that it is in. Any thread."""
-        progress = self._progress
+        progress = self.progress
         return self.board.name, progress.sequence, progress.call
 
     # What follows runs on the monitor's thread.
@@ -308,10 +303,10 @@ class Heartbeat:
         if self._inquiry is None and (self._wanted or self._is_time_to_look()):
             self._inquiries += 1
             question = f"{self._rank}.{self._inquiries}"
-            self._inquiry = Inquiry(self.board, self.processes, self._rank, self._progress, question, self._interval)
+            self._inquiry = Inquiry(self.board, self.processes, self._rank, self.progress, question, self._interval)
         if self._inquiry is not None and self._inquiry.step(self._otherwise):
-            self._conclude(judge(self._inquiry.signs, self._progress.call))
-        elif self._inquiry is not None and self._inquiry.progress is not self._progress:
+            self._conclude(judge(self._inquiry.signs, self.progress.call))
+        elif self._inquiry is not None and self._inquiry.progress is not self.progress:
             # The call that the inquiry was about has ended meanwhile.
             self._inquiry = None
 
@@ -323,14 +318,14 @@ class Heartbeat:
         """Return the seconds until the next tick is due."""
         if self._inquiry is not None or self._wanted:
             return POLL
-        if self._progress.call is None:
+        if self.progress.call is None:
             return self._interval
         return min(max(self._next_look - time.monotonic(), POLL), self._interval)
 
     def write_state(self) -> None:
         """Write where this rank is, for the other ranks to read."""
         self._serial += 1
-        progress, because = self._progress, self.because()
+        progress, because = self.progress, self.because()
         more = {
             "heard": self._cause is not None,
             "because": _blame(because) if because else None,
@@ -369,7 +364,10 @@ class Heartbeat:
 
     def _is_time_to_look(self) -> bool:
         now = time.monotonic()
-        call, since = self._progress.call, self._progress.since
+        call, since = self.progress.call, self.progress.since
+        if since != self._since:
+            self._since, self._warned = since, False
+            self._next_look = since + max(self._interval, 1.0)
         if call is None or now < self._next_look:
             return False
         # The next look is after twice the time waited so far, but not after the warning is due.
@@ -379,8 +377,8 @@ class Heartbeat:
 
     def _conclude(self, finding: Diagnosis | None) -> None:
         """Hand the finding to a waiting ``diagnose``. If none waits, make the call in flight fail, or log a warning."""
-        sequence, call, since, _ = self._inquiry.progress if self._inquiry else self._progress
-        moved_on = call is None or self._progress.since != since
+        sequence, call, since, _ = self._inquiry.progress if self._inquiry else self.progress
+        moved_on = call is None or self.progress.since != since
         self._inquiry = None
         waited = time.monotonic() - since
         if self._wanted:

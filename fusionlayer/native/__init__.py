@@ -44,6 +44,7 @@ __all__ = [
     "accumulate_momentum",
     "add_codes",
     "build_info",
+    "call",
     "choose_drawn",
     "choose_largest",
     "choose_threshold",
@@ -63,11 +64,13 @@ __all__ = [
     "kth_magnitude",
     "library_path",
     "magnitude_stats",
+    "messages",
     "most_warps",
     "norm",
     "recode",
     "recode_from",
     "root_mean_square",
+    "seeded",
     "select_isa",
     "set_threads",
     "sparse_decode_sum",
@@ -129,14 +132,20 @@ class CodecParams:
         return Spec(self.codec, DTYPES[dtype], param, seed & SEEDS, offset, numel)
 
 
-def _messages(bodies: Tensor, offsets: Sequence[int]) -> Messages:
+def messages(bodies: Tensor, offsets: Sequence[int]) -> Messages:
     """Return the ``fl_messages`` of ``bodies`` (count, nbytes), or of one body (nbytes,), planes at ``offsets``."""
-    base = bodies.data_ptr()
     rows = (bodies.stride(0), bodies.size(0)) if bodies.dim() == 2 else (bodies.numel(), 1)
-    return Messages.from_buffer_copy(_MESSAGES[len(offsets)].pack(*[base + offset for offset in offsets], *rows))
+    return Messages.from_buffer_copy(_MESSAGES[len(offsets)].pack(*map(bodies.data_ptr().__add__, offsets), *rows))
 
 
-def _call(verb: str, x: Tensor, *arguments: object) -> None:
+def seeded(spec: Spec, seed: int, offset: int) -> Spec:
+    """Return a copy of ``spec`` that draws the random numbers of ``seed`` from number ``offset`` on."""
+    copy = Spec.from_buffer_copy(spec)
+    copy.seed, copy.offset = seed & SEEDS, offset
+    return copy
+
+
+def call(verb: str, x: Tensor, *arguments: object) -> None:
     """Call the core's function ``verb`` on the device of ``x``, on CUDA on its current stream."""
     if x.is_cuda:
         with torch.cuda.device(x.device):
@@ -160,25 +169,25 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def encode(spec: Spec, offsets: Sequence[int], x: Tensor, residual: Tensor | None, bodies: Tensor) -> None:
     """``fl_encode``: encode consecutive pieces of ``x`` into ``bodies`` (count, nbytes), planes at ``offsets``."""
-    _call("fl_encode", x, spec, x.data_ptr(), _pointer(residual), _messages(bodies, offsets))
+    call("fl_encode", x, spec, x.data_ptr(), _pointer(residual), messages(bodies, offsets))
 
 
 def decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor) -> None:
     """``fl_decode``: decode ``bodies`` (count, nbytes) uint8 into consecutive pieces of ``out``."""
-    _call("fl_decode", out, spec, _messages(bodies, offsets), out.data_ptr())
+    call("fl_decode", out, spec, messages(bodies, offsets), out.data_ptr())
 
 
 def decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor, *, add: bool) -> None:
     """``fl_decode_sum``: sum all ``bodies`` (count, nbytes) uint8 into ``out``; with ``add``, on top of ``out``."""
-    _call("fl_decode_sum", out, spec, _messages(bodies, offsets), out.data_ptr(), int(add))
+    call("fl_decode_sum", out, spec, messages(bodies, offsets), out.data_ptr(), int(add))
 
 
 def recode(
     spec: Spec, offsets: Sequence[int], bodies: Tensor, x: Tensor | None, residual: Tensor | None, body: Tensor
 ) -> None:
     """``fl_recode``: encode the sum of ``x`` and all ``bodies`` (count, nbytes) uint8 into ``body`` (nbytes,) uint8."""
-    out = _messages(body, offsets)
-    _call("fl_recode", body, spec, _messages(bodies, offsets), _pointer(x), _pointer(residual), out)
+    out = messages(body, offsets)
+    call("fl_recode", body, spec, messages(bodies, offsets), _pointer(x), _pointer(residual), out)
 
 
 def recode_from(
@@ -191,8 +200,8 @@ def recode_from(
     body: Tensor,
 ) -> None:
     """``fl_recode_from``: encode the sum of all ``bodies`` (count, nbytes) of ``source`` into ``body`` (nbytes,)."""
-    given = source, _messages(bodies, source_offsets), spec, _pointer(residual)
-    _call("fl_recode_from", body, *given, _messages(body, offsets))
+    given = source, messages(bodies, source_offsets), spec, _pointer(residual)
+    call("fl_recode_from", body, *given, messages(body, offsets))
 
 
 def two_shot(
@@ -200,7 +209,7 @@ def two_shot(
 ) -> None:
     """``fl_two_shot``: fill ``out`` (n,) with the sum over ranks of ``x`` (n,), in one launch; ``out`` may be ``x``."""
     given = x.data_ptr(), out.data_ptr(), _pointer(residual), peers
-    _call("fl_two_shot", x, spec, sum_seed, chunk, *given)
+    call("fl_two_shot", x, spec, sum_seed, chunk, *given)
 
 
 def two_shot_bytes(spec: Spec, chunk: int, size: int, warps: int) -> int:
@@ -220,14 +229,14 @@ def most_warps(device: torch.device) -> int:
 def encode_difference(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor, body: Tensor) -> None:
     """``fl_encode_difference``: encode ``x`` (n,) f32 minus ``base`` (n,), of any type, into ``body`` (nbytes,)."""
     given = x.data_ptr(), base.data_ptr()
-    _call("fl_encode_difference", x, spec, *given, _messages(body, offsets))
+    call("fl_encode_difference", x, spec, *given, messages(body, offsets))
 
 
 def delta_encode(spec: Spec, offsets: Sequence[int], x: Tensor, base: Tensor | None, bodies: Tensor) -> None:
     """``fl_delta_encode``: encode pieces of ``x`` since ``base``, None: zeros, into ``bodies``; all on one device."""
-    given = spec, x.data_ptr(), _pointer(base), _messages(bodies, offsets)
+    given = spec, x.data_ptr(), _pointer(base), messages(bodies, offsets)
     workspace = _delta_workspace(spec, x)
-    _call("fl_delta_encode", x, *given, workspace.data_ptr())
+    call("fl_delta_encode", x, *given, workspace.data_ptr())
 
 
 def delta_decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, base: Tensor | None, out: Tensor) -> None:
@@ -240,8 +249,8 @@ def delta_decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, base: Tenso
     """
     status = torch.empty(1, dtype=torch.int32, device=out.device)
     workspace = _delta_workspace(spec, out)
-    given = spec, _messages(bodies, offsets), _pointer(base), out.data_ptr(), workspace.data_ptr()
-    _call("fl_delta_decode", out, *given, status.data_ptr())
+    given = spec, messages(bodies, offsets), _pointer(base), out.data_ptr(), workspace.data_ptr()
+    call("fl_delta_decode", out, *given, status.data_ptr())
     if out.is_cuda and (found := int(status.item())):
         _raise("fl_delta_decode", found)
 
@@ -253,25 +262,25 @@ def _delta_workspace(spec: Spec, x: Tensor) -> Tensor:
 
 def add_codes(spec: Spec, offsets: Sequence[int], bodies: Tensor, total: Tensor) -> None:
     """``fl_add_codes``: sum the integers that the codes of all ``bodies`` stand for into ``total`` uint8."""
-    _call("fl_add_codes", total, spec, _messages(bodies, offsets), total.data_ptr())
+    call("fl_add_codes", total, spec, messages(bodies, offsets), total.data_ptr())
 
 
 def decode_codes_sum(spec: Spec, rms: Tensor, total: Tensor, out: Tensor) -> None:
     """``fl_decode``: decode a ``total`` of ``add_codes`` by ``rms``, (sections,) f32 on which ranks have agreed."""
     planes = (ctypes.c_void_p * MAX_PLANES)(rms.data_ptr(), total.data_ptr())
-    _call("fl_decode", out, spec, Messages(planes, 0, 1), out.data_ptr())
+    call("fl_decode", out, spec, Messages(planes, 0, 1), out.data_ptr())
 
 
 def thc_rms(spec: Spec, x: Tensor, residual: Tensor | None, sections: int) -> Tensor:
     """``fl_thc_rms``: return (sections,) f32, the root mean squares of ``x``, with a residual of ``x + residual``."""
     rms = torch.empty(sections, device=x.device)
-    _call("fl_thc_rms", x, spec, x.data_ptr(), _pointer(residual), rms.data_ptr())
+    call("fl_thc_rms", x, spec, x.data_ptr(), _pointer(residual), rms.data_ptr())
     return rms
 
 
 def accumulate(x: Tensor, scale: float, acc: Tensor) -> None:
     """``acc`` (n,) f32 += ``scale`` * ``x`` (n,) f32, bf16 or f16; product and sum are rounded one after the other."""
-    _call("fl_accumulate", acc, DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
+    call("fl_accumulate", acc, DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
 
 
 def accumulate_momentum(
@@ -284,7 +293,7 @@ def accumulate_momentum(
     """
     pointers = velocity.data_ptr(), acc.data_ptr()
     given = DTYPES[x.dtype], x.data_ptr(), scale, momentum, int(nesterov), acc.numel()
-    _call("fl_accumulate_momentum", acc, *given, *pointers)
+    call("fl_accumulate_momentum", acc, *given, *pointers)
 
 
 @dataclass(frozen=True)
@@ -337,7 +346,7 @@ def _sums(acc: Tensor, above: int) -> Tensor:
     """Return ``fl_magnitudes``, (4,) int64 on the device of ``acc`` (n,) f32."""
     out = torch.empty(4, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_STATS, acc)
-    _call("fl_magnitude_stats", acc, acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr())
+    call("fl_magnitude_stats", acc, acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr())
     return out
 
 
@@ -346,7 +355,7 @@ def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:
     given = (ctypes.c_uint32 * len(thresholds))(*thresholds)
     out = torch.empty(len(thresholds), dtype=torch.int64, device=acc.device)
     pointers = acc.data_ptr(), acc.numel(), ctypes.cast(given, ctypes.c_void_p), len(thresholds), out.data_ptr()
-    _call("fl_count_above", acc, *pointers)
+    call("fl_count_above", acc, *pointers)
     return [int(count) for count in out.tolist()]
 
 
@@ -355,7 +364,7 @@ def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
     out = torch.empty(2, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_KTH, acc)
     given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), out.data_ptr()
-    _call("fl_kth_magnitude", acc, *given)
+    call("fl_kth_magnitude", acc, *given)
     magnitude, above = out.tolist()
     return magnitude, above
 
@@ -369,7 +378,7 @@ def choose_largest(acc: Tensor, k: int) -> Tensor:
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_KTH, acc)
     given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), choice.data_ptr()
-    _call("fl_choose_largest", acc, *given)
+    call("fl_choose_largest", acc, *given)
     return choice
 
 
@@ -387,7 +396,7 @@ def choose_threshold(how: Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_THRESHOLD, acc)
     pointers = _pointer(sample), memory.data_ptr(), workspace.data_ptr(), choice.data_ptr()
-    _call("fl_choose_threshold", acc, how, acc.data_ptr(), acc.numel(), *pointers)
+    call("fl_choose_threshold", acc, how, acc.data_ptr(), acc.numel(), *pointers)
     return choice
 
 
@@ -399,7 +408,7 @@ def choose_drawn(spec: Spec, acc: Tensor, k: int) -> Tensor:
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
     workspace = _workspace(_WORKSPACE_KTH, acc)
-    _call("fl_choose_drawn", acc, spec, acc.data_ptr(), k, workspace.data_ptr(), choice.data_ptr())
+    call("fl_choose_drawn", acc, spec, acc.data_ptr(), k, workspace.data_ptr(), choice.data_ptr())
     return choice
 
 
@@ -437,7 +446,7 @@ def sparse_encode(
     """
     workspace = _workspace(_WORKSPACE_ENCODE, acc)
     pointers = acc.data_ptr(), _pointer(clear), threshold, ties, _pointer(choice), workspace.data_ptr()
-    _call("fl_sparse_encode", acc, spec, _pointer(x), scale, *pointers, _messages(body, offsets))
+    call("fl_sparse_encode", acc, spec, _pointer(x), scale, *pointers, messages(body, offsets))
 
 
 def sparse_decode_sum(spec: Spec, offsets: Sequence[int], bodies: Tensor, out: Tensor, *, add: bool) -> None:
@@ -454,7 +463,7 @@ def dynamiq_stats(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Te
     """Return mean and sum of squares, (ceil(n / 256),) f32 each, of every 256 elements of ``x`` (n,) + ``residual``."""
     means, squares = torch.empty(2, -(-x.numel() // 256), device=x.device)
     given = DTYPES[x.dtype], x.data_ptr(), _pointer(residual), x.numel(), means.data_ptr(), squares.data_ptr()
-    _call("fl_dynamiq_stats", x, *given)
+    call("fl_dynamiq_stats", x, *given)
     return means, squares
 
 

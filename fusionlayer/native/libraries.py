@@ -59,12 +59,6 @@ class Spec(ctypes.Structure):
         ("numel", ctypes.c_int64),
     ]
 
-    def seeded(self, seed: int, offset: int) -> Spec:
-        """Return a copy that draws the random numbers of ``seed`` from number ``offset`` on."""
-        copy = Spec.from_buffer_copy(self)
-        copy.seed, copy.offset = seed & SEEDS, offset
-        return copy
-
 
 class Messages(ctypes.Structure):
     """``fl_messages`` of ``fusionlayer_codec.h``."""

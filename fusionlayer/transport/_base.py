@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
 
@@ -118,13 +118,13 @@ class Transport(ABC):
         return False
 
     def can_launch(self, device: torch.device) -> bool:
-        """Return whether there is ``launching`` for ``device``."""
+        """Return whether ``launch`` works on ``device``."""
         return False
 
-    def launching(self, what: str, device: torch.device) -> AbstractContextManager[Tensor]:
-        """Let the body queue one kernel on the current stream that waits for the like of it on all other ranks.
+    def launch(self, what: str, device: torch.device, kernel: Callable[[Tensor], None]) -> None:
+        """Let ``kernel`` queue one kernel on the current stream that waits for the like of it on all other ranks.
 
-        All ranks call it together. ``what`` says for errors what the kernel does, with all that must be equal. Yields
+        All ranks call it together. ``what`` says for errors what the kernel does, with all that must be equal. It gets
         (1,) int32 in memory that the device reads: not 0 once the transport is closed, and the kernel has to end.
         """
         raise NotImplementedError
@@ -139,7 +139,7 @@ class Transport(ABC):
         """
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
-        """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order."""
+        """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order; ``x`` may be this rank's row."""
         self.exchange([x] * self.size, list(out.unbind(0)))
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:

@@ -13,11 +13,11 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ _PIECE_BYTES = 512 << 10
 _STEP = 1 << 32
 # A tag that no message has.
 _NEVER_SENT = 0x7FFFFFFF
+_PEER = attrgetter("peer")
 # Seconds between two looks of a link, at first and at most, at whether a connection is lost over which something was
 # sent. gloo keeps some 65 bytes of each for ever, so they become rare; a rank that is lost later is seen by the watch,
 # which closes the link.
@@ -72,6 +73,8 @@ class _Posted:
         heads: receives of the bytes before that.
         sent: sends, and receives of acknowledgements.
         sealed: for each message with a checksum: sender, tail with the checksum, message, and where the tail starts.
+        is_short_swap: whether all messages are short, and each goes to a rank that sends one too. Such a rank has asked
+            for its message before it sent its own. So when that is here, the message has been written.
     """
 
     incoming: Sequence[LinkMessage]
@@ -79,6 +82,7 @@ class _Posted:
     heads: list[tuple[int, dist.Work]]
     sent: list[tuple[int, dist.Work]]
     sealed: list[tuple[int, Tensor, Tensor, int]]
+    is_short_swap: bool
 
 
 class GlooLink(ExchangeLink):
@@ -134,14 +138,18 @@ class GlooLink(ExchangeLink):
     def exchange(
         self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
     ) -> None:
-        deadline = self._deadline() if deadline is None else deadline
-        with self._closing_on_error():
+        if deadline is None:
+            deadline = time.monotonic() + self._timeout
+        try:
             posted = self._post(outgoing, incoming)
             self._receive(posted, deadline)
-            if _is_short_swap(outgoing, incoming):
+            if posted.is_short_swap:
                 _wait(posted.sent, deadline)
             else:
                 self._finish(posted.sent, deadline)
+        except LinkError as error:
+            self._lose(error)
+            raise
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)
@@ -151,7 +159,7 @@ class GlooLink(ExchangeLink):
     def _post(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> _Posted:
         """Start to send and receive messages. ``_receive`` and then a wait for ``sent`` must follow."""
         group, checked = self._group or self._open_group(), self._checked
-        posted = _Posted(incoming, [], [], [], [])
+        posted = _Posted(incoming, [], [], [], [], set(map(_PEER, outgoing)) <= set(map(_PEER, incoming)))
         peer = self._rank
         try:
             for peer, data, key in incoming:
@@ -160,6 +168,7 @@ class GlooLink(ExchangeLink):
                     start = length - TAIL_BYTES
                     tail = data[start:]
                     posted.heads.append((peer, group.recv([data[:start]], peer, _tag(key, length, 0))))
+                    posted.is_short_swap = False
                 if peer in checked:
                     tail = room(data, start)
                     posted.sealed.append((peer, tail, data, start))
@@ -172,6 +181,7 @@ class GlooLink(ExchangeLink):
                 if data.numel() > SPLIT_ABOVE_BYTES:
                     head = data[:-TAIL_BYTES]
                     posted.sent.append((peer, group.send([head], peer, _tag(key, data.numel(), 0))))
+                    posted.is_short_swap = False
             # Checksums are computed while heads travel. They travel with the tails.
             for peer, data, key in outgoing:
                 start = data.numel() - TAIL_BYTES if data.numel() > SPLIT_ABOVE_BYTES else 0
@@ -184,8 +194,7 @@ class GlooLink(ExchangeLink):
     def _receive(self, posted: _Posted, deadline: float) -> None:
         """Wait until the messages are here, compare their checksums and acknowledge the long ones."""
         # In the order in which a loss is noticed soonest: tails first, then heads (see TAIL_BYTES).
-        _wait(posted.tails, deadline)
-        _wait(posted.heads, deadline)
+        _wait([*posted.tails, *posted.heads], deadline)
         for peer, tail, data, start in posted.sealed:
             compare(tail, data, start, peer, self._rank)
         for peer, data, key in posted.incoming:
@@ -294,12 +303,14 @@ class GlooLink(ExchangeLink):
         # only if the neighbour is in the same call.
         note = torch.zeros(2, dtype=torch.uint8, device="cpu")
         self.exchange([LinkMessage(following, note[:1], key)], [LinkMessage(previous, note[1:], key)], deadline)
-        with self._closing_on_error():
-            try:
-                work = self._open_group().allreduce([x])
-            except RuntimeError as error:
-                raise LinkError(previous, str(error)) from None
-            self._finish([(previous, work)], deadline)
+        try:
+            self._finish([(previous, self._open_group().allreduce([x]))], deadline)
+        except LinkError as error:
+            self._lose(error)
+            raise
+        except RuntimeError as error:
+            self.close()
+            raise LinkError(previous, str(error)) from None
 
     def _sum_by_ring(self, x: Tensor, key: int, deadline: float) -> None:
         """Replace ``x`` by its sum: shares travel around a ring and are added at every hop, then travel once more.
@@ -321,7 +332,7 @@ class GlooLink(ExchangeLink):
             if arrived is not piece:
                 piece += arrived
 
-        with self._closing_on_error():
+        try:
             for hop in range(2 * (self._size - 1)):
                 given, taken = (pieces[(self._rank - hop - late) % self._size] for late in (0, 1))
                 for number in range(count):
@@ -338,33 +349,20 @@ class GlooLink(ExchangeLink):
             while under_way:
                 arrive()
             self._finish(sent, deadline)
-
-    @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except DamagedMessage:
-            raise  # the connections work; they are closed once the other ranks can read why
-        except LinkError:
-            self.close()
+        except LinkError as error:
+            self._lose(error)
             raise
+
+    def _lose(self, error: LinkError) -> None:
+        """Close the connections after an error; not after damage, before the other ranks can read why."""
+        if not isinstance(error, DamagedMessage):
+            self.close()
 
     def _open_group(self) -> Any:
         group = self._group
         if group is None:
             raise LinkError(self._rank, "the connections are closed")
         return group
-
-
-def _is_short_swap(outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> bool:
-    """Return whether all messages are short, and each goes to a rank that sends one too.
-
-    Such a rank has asked for its message before it sent its own. So when that is here, the message has been written.
-    """
-    senders = {message.peer for message in incoming}
-    return all(message.peer in senders for message in outgoing) and all(
-        message.data.numel() <= SPLIT_ABOVE_BYTES for message in (*outgoing, *incoming)
-    )
 
 
 @lru_cache(maxsize=64)  # most messages of one exchange have the same length

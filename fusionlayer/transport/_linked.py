@@ -6,16 +6,16 @@ import hashlib
 import json
 import logging
 import os
+import time
 import weakref
+import zlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
-from types import TracebackType
-from typing import TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ..base.errors import PlanMismatch, TransportError, UsageError, again
 from ..health.calls import Call
 from ..health.evidence import Diagnosis
 from ..health.heartbeat import Heartbeat
+from ..health.inquiry import Progress
 from ..observe.timeline import here
 from ..process import forks
 from ..process.processes import node_name
@@ -39,8 +40,12 @@ __all__ = ["LinkedTransport"]
 
 _logger = logging.getLogger("fusionlayer")
 
-_IS_CUDA = attrgetter("is_cuda")
+_IS_CUDA, _DTYPE = attrgetter("is_cuda"), attrgetter("dtype")
+_BYTES = {torch.uint8}
+# Most plans of exchanges that are kept: enough for all buckets of a model, and few if sizes differ in each step.
+_MOST_PLANS = 1024
 
+P = ParamSpec("P")
 Self = TypeVar("Self", bound="LinkedTransport")
 
 
@@ -81,7 +86,8 @@ class LinkedTransport(Transport):
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | UsageError | None = None
         self._is_closed = False
-        self._queues = False
+        self._queues = self._has_rows = False
+        self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...], str], _ExchangePlan] = {}
         self._links: dict[str, Link] = {}
         self._watch: Heartbeat | None = None
         self._dropped: weakref.finalize[..., LinkedTransport] | None = None
@@ -98,87 +104,145 @@ class LinkedTransport(Transport):
         """
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
-        link = self._row_link(x, out) if out.shape == (self.size, x.numel()) else None
+        link = self._row_link(x, out) if self._has_rows and out.shape == (self.size, x.numel()) else None
         if link is None:
-            return super().all_gather(x, out)
-        with self._exchanging(Call.rows(self.size, x.numel(), self.purpose)):
-            link.all_gather(x, out)
-            self.bytes_sent += (self.size - 1) * x.numel()
+            return self.exchange([x] * self.size, list(out.unbind(0)))
+        self._run(Call.rows(self.size, x.numel(), self.purpose), self._move_rows, link.all_gather, x, out)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
-        link = self._row_link(x, out) if x.shape == out.shape == (self.size, x.size(-1)) else None
+        link = self._row_link(x, out) if self._has_rows and x.shape == out.shape == (self.size, x.size(-1)) else None
         if link is None:
-            return super().all_to_all(x, out)
-        with self._exchanging(Call.rows(self.size, x.size(1), self.purpose)):
-            link.all_to_all(x, out)
-            self.bytes_sent += (self.size - 1) * x.size(1)
+            return self.exchange(list(x.unbind(0)), list(out.unbind(0)))
+        self._run(Call.rows(self.size, x.size(1), self.purpose), self._move_rows, link.all_to_all, x, out)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        with self._exchanging(Call.exchange(self.rank, self.size, sends, recvs, self.purpose)) as call:
-            if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
-                recvs[self.rank].copy_(sends[self.rank])
-            if self.size == 1:
-                return
-            link, here = self._link_for(*sends, *recvs)
-            to, source = peers(self.rank, call.sends, call.recvs)
-            near, wanted = [sends[peer] for peer in to], [recvs[peer] for peer in source]
-            targets = wanted
-            if not here:
-                near, targets = bring(near, link.device), space(wanted, link.device)
-            key = repeat(call.key(self.sequence))
-            link.exchange(list(map(LinkMessage, to, near, key)), list(map(LinkMessage, source, targets, key)))
-            if not here:
-                bring_back(targets, wanted)
-            self.bytes_sent += sum(call.sends) - call.sends[self.rank]
+        tensors = (*sends, *recvs)
+        sizes = tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)), self.purpose
+        plan = self._exchanges.get(sizes)
+        if plan is None or set(map(_DTYPE, tensors)) != _BYTES or not all(map(Tensor.is_contiguous, tensors)):
+            plan = self._plan_exchange(sends, recvs)
+        self._run(plan.call, self._exchange, plan, sends, recvs)
+
+    def _plan_exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> _ExchangePlan:
+        """Return the plan of ``exchange(sends, recvs)``, whose arguments it checks; exchanges of equal sizes share it.
+
+        Raises:
+            ConfigError: the arguments are invalid by themselves, whatever the other ranks pass.
+        """
+        call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
+        nbytes = sum(call.sends) - call.sends[self.rank]
+        plan = _ExchangePlan(call, *peers(self.rank, call.sends, call.recvs), nbytes)
+        if len(self._exchanges) >= _MOST_PLANS:
+            self._exchanges.clear()
+        self._exchanges[call.sends, call.recvs, self.purpose] = plan
+        return plan
+
+    def _exchange(self, key: int, plan: _ExchangePlan, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+        own, into = sends[self.rank], recvs[self.rank]
+        if into.data_ptr() != own.data_ptr():
+            into.copy_(own)
+        if self.size == 1:
+            return
+        on_cuda = set(map(_IS_CUDA, (*sends, *recvs)))
+        link = self._links.get("cuda" if True in on_cuda else "cpu") or self._any_link()
+        is_near = on_cuda == {link.device.type == "cuda"}
+        near, wanted = list(map(sends.__getitem__, plan.to)), list(map(recvs.__getitem__, plan.source))
+        targets = wanted
+        if not is_near:
+            near, targets = bring(near, link.device), space(wanted, link.device)
+        keys = repeat(key)
+        link.exchange(list(map(LinkMessage, plan.to, near, keys)), list(map(LinkMessage, plan.source, targets, keys)))
+        if not is_near:
+            bring_back(targets, wanted)
+        self.bytes_sent += plan.nbytes
+
+    def _move_rows(self, key: int, move: Callable[[Tensor, Tensor], None], x: Tensor, out: Tensor) -> None:
+        move(x, out)
+        self.bytes_sent += (self.size - 1) * (out.numel() // self.size)
 
     def all_reduce(self, x: Tensor) -> None:
-        call = Call.all_reduce(x, self.purpose)
-        with _InCall(self, call, counted=True):
-            if self.size == 1:
-                return
-            link, here = self._link_for(x)
-            near = x if here else bring([x], link.device)[0]
-            link.all_reduce(near.view(-1), call.key(self.sequence))
-            if not here:
-                bring_back([near], [x])
-            self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
+        self._run(Call.all_reduce(x, self.purpose), self._sum, x)
+
+    def _sum(self, key: int, x: Tensor) -> None:
+        if self.size == 1:
+            return
+        link = self._link_for(x)
+        (near,) = bring([x], link.device)
+        link.all_reduce(near.view(-1), key)
+        bring_back([near], [x])
+        self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
     def broadcast(self, x: Tensor, root: int) -> None:
-        call = Call.broadcast(x, root, self.size, self.purpose)
-        with _InCall(self, call, counted=True):
-            if self.size == 1:
-                return
-            link, _ = self._link_for(x)
-            (near,) = bring([x], link.device)
-            link.broadcast(near.view(-1).view(torch.uint8), root, call.key(self.sequence))
-            bring_back([near], [x])
-            self.bytes_sent += (self.size - 1) * x.nbytes * (self.rank == root)
+        self._run(Call.broadcast(x, root, self.size, self.purpose), self._copy_from, x, root)
+
+    def _copy_from(self, key: int, x: Tensor, root: int) -> None:
+        if self.size == 1:
+            return
+        link = self._link_for(x)
+        (near,) = bring([x], link.device)
+        link.broadcast(near.view(-1).view(torch.uint8), root, key)
+        bring_back([near], [x])
+        self.bytes_sent += (self.size - 1) * x.nbytes * (self.rank == root)
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> None:
-        call = Call.send(x, self.rank, to, tag, self.size)
-        with _InCall(self, call, counted=False):
-            link, _ = self._link_for(x)
-            (near,) = bring([x.view(-1).view(torch.uint8)], link.device)
-            link.exchange([LinkMessage(to, near, call.key())] if near.numel() else [], [])
-            self.bytes_sent += x.nbytes
+        self._run(Call.send(x, self.rank, to, tag, self.size), self._send, x, to)
+
+    def _send(self, key: int, x: Tensor, to: int) -> None:
+        link = self._link_for(x)
+        (near,) = bring([x.view(-1).view(torch.uint8)], link.device)
+        link.exchange([LinkMessage(to, near, key)] if near.numel() else [], [])
+        self.bytes_sent += x.nbytes
 
     def recv(self, x: Tensor, source: int, tag: int = 0) -> None:
-        call = Call.recv(x, self.rank, source, tag, self.size)
-        with _InCall(self, call, counted=False):
-            link, _ = self._link_for(x)
-            flat = x.view(-1).view(torch.uint8)
-            (near,) = space([flat], link.device)
-            link.exchange([], [LinkMessage(source, near, call.key())] if near.numel() else [])
-            bring_back([near], [flat])
+        self._run(Call.recv(x, self.rank, source, tag, self.size), self._receive, x, source)
+
+    def _receive(self, key: int, x: Tensor, source: int) -> None:
+        link = self._link_for(x)
+        flat = x.view(-1).view(torch.uint8)
+        (near,) = space([flat], link.device)
+        link.exchange([], [LinkMessage(source, near, key)] if near.numel() else [])
+        bring_back([near], [flat])
 
     def can_launch(self, device: torch.device) -> bool:
         link = self._links.get(device.type)
         return link is not None and link.can_launch
 
-    @contextmanager
-    def launching(self, what: str, device: torch.device) -> Iterator[Tensor]:
-        with self._exchanging(Call(what, purpose=self.purpose)), self._links[device.type].launching() as stop:
-            yield stop
+    def launch(self, what: str, device: torch.device, kernel: Callable[[Tensor], None]) -> None:
+        self._run(Call(what, purpose=self.purpose), self._launch, self._links[device.type], kernel)
+
+    def _launch(self, key: int, link: Link, kernel: Callable[[Tensor], None]) -> None:
+        with link.launching() as stop:
+            kernel(stop)
+
+    def _run(self, call: Call, work: Callable[Concatenate[int, P], None], *given: P.args, **named: P.kwargs) -> None:
+        """Make ``call``: ``work`` with the key of its messages. The watch sees it; an error closes the transport.
+
+        Every message passes here, so it tells the watch by an assignment and not by calls.
+        """
+        if self._failure is not None:
+            self._check_open()
+        if self._queues:
+            refuse_capture(f"rank {self.rank}: {call.what} is called")
+        counted = call.partner is None
+        self.sequence += counted
+        if counted and self.why:
+            call = replace(call, why=self.why)
+        key, watch = key_of(call, self.sequence if counted else 0), self._watch
+        recent: tuple[tuple[int, Call], ...] = ()
+        if watch is not None:
+            recent = watch.progress.recent
+            if counted:
+                recent = (*recent[-1:], (self.sequence, call))
+            watch.progress = Progress(self.sequence, call, time.monotonic(), recent)
+        try:
+            with here.doing("fusionlayer: wire"):
+                work(key, *given, **named)
+        except BaseException as error:
+            if watch is None:
+                raise
+            self._fail_call(call, error)
+        if watch is not None:
+            watch.progress = Progress(self.sequence, None, 0.0, recent)
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)
@@ -272,6 +336,7 @@ class LinkedTransport(Transport):
             for device, link in self._make_links(connecting):
                 links[device] = link
                 self._queues = self._queues or link.only_queues
+                self._has_rows = self._has_rows or isinstance(link, RowLink)
             connecting.run(self._await_links)
         except (LinkError, RuntimeError) as error:
             finding = connecting.find_cause(error)
@@ -343,21 +408,19 @@ class LinkedTransport(Transport):
     def stages(self, device: torch.device) -> bool:
         return device.type == "cuda" and "cuda" not in self._links
 
-    def _link_for(self, *xs: Tensor) -> tuple[Link, bool]:
-        """Return the link for these tensors, and whether all of them are on its device already."""
-        on_cuda = set(map(_IS_CUDA, xs))
-        link = self._links.get("cuda" if True in on_cuda else "cpu") or next(iter(self._links.values()))
-        return link, on_cuda == {link.device.type == "cuda"}
+    def _link_for(self, x: Tensor) -> Link:
+        """Return the link for ``x``, which may be on another device."""
+        return self._links.get("cuda" if x.is_cuda else "cpu") or self._any_link()
+
+    def _any_link(self) -> Link:
+        return next(iter(self._links.values()))
 
     def _row_link(self, x: Tensor, out: Tensor) -> RowLink | None:
         """Return the link if it moves rows by one call and the tensors are its own, contiguous uint8; else None."""
-        link, here = self._link_for(x, out) if self._links and x.numel() else (None, False)
-        if not here or not isinstance(link, RowLink):
+        link = self._links.get(x.device.type)
+        if not isinstance(link, RowLink) or not x.numel() or x.device.type != out.device.type:
             return None
         return link if all(each.dtype is torch.uint8 and each.is_contiguous() for each in (x, out)) else None
-
-    def _exchanging(self, call: Call) -> _InCall:
-        return _InCall(self, replace(call, why=self.why) if self.why else call, counted=True)
 
     def _fail_call(self, call: Call, error: BaseException) -> None:
         """Close the transport after an error in a call.
@@ -415,37 +478,25 @@ class LinkedTransport(Transport):
             self._dropped.detach()
 
 
-class _InCall:
-    """The context of every call: it tells the watch about the call, and an error in the body closes the transport.
+class _ExchangePlan(NamedTuple):
+    """What all exchanges of equal sizes share.
 
-    It is a class because every message passes here, and a generator would take three times as long.
+    Attributes:
+        call: the call, for comparing it with those of other ranks.
+        to: the ranks to which this rank sends.
+        source: the ranks from which it receives.
+        nbytes: bytes that it sends to other ranks.
     """
 
-    __slots__ = ("_call", "_span", "_transport", "_watch")
+    call: Call
+    to: tuple[int, ...]
+    source: tuple[int, ...]
+    nbytes: int
 
-    def __init__(self, transport: LinkedTransport, call: Call, counted: bool) -> None:
-        if transport._failure is not None:
-            transport._check_open()
-        if transport._queues:
-            refuse_capture(f"rank {transport.rank}: {call.what} is called")
-        transport.sequence += counted
-        self._transport, self._call, self._watch = transport, call, transport._watch
-        self._span = here.doing("fusionlayer: wire")
-        if self._watch is not None:
-            self._watch.enter(call, transport.sequence)
 
-    def __enter__(self) -> Call:
-        self._span.__enter__()
-        return self._call
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._span.__exit__(None, None, None)
-        if self._watch is None:
-            return
-        if error is None:
-            self._watch.leave()
-        else:
-            self._transport._fail_call(self._call, error)
+def key_of(call: Call, sequence: int) -> int:
+    """Return 32 bits that identify ``call``. Collectives pass their ``sequence`` number, from 1 on; others pass 0."""
+    return zlib.crc32(f"{sequence} {call.what} {call.purpose}".encode())
 
 
 def _close_all(links: Mapping[str, Link]) -> None:

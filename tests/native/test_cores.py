@@ -338,7 +338,7 @@ def test_zip_codes_a_gaussian_alike(kernels: ctypes.CDLL, dtype: torch.dtype) ->
         codec.encode(x, want)
         assert int(want[0]) == 1
         got, spec = torch.zeros_like(want), codec._params(dtype).spec(numel, dtype)
-        messages = native._messages(got.unsqueeze(0), codec.wire(numel, dtype).offsets)
+        messages = native.messages(got.unsqueeze(0), codec.wire(numel, dtype).offsets)
         assert kernels.fl_encode(spec, x.data_ptr(), None, messages, None) == OK
         assert torch.equal(got, want)
         back, total = torch.zeros_like(x), torch.ones_like(x)
