@@ -86,7 +86,7 @@ class LinkedTransport(Transport):
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._failure: TransportError | UsageError | None = None
         self._is_closed = False
-        self._queues = self._has_rows = False
+        self._queues = False
         self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...], str], _ExchangePlan] = {}
         self._links: dict[str, Link] = {}
         self._watch: Heartbeat | None = None
@@ -104,14 +104,14 @@ class LinkedTransport(Transport):
         """
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
-        link = self._row_link(x, out) if self._has_rows and out.shape == (self.size, x.numel()) else None
-        if link is None:
+        link = self._links.get(x.device.type)
+        if not isinstance(link, RowLink) or out.shape != (self.size, x.numel()) or not _are_rows(x, out):
             return self.exchange([x] * self.size, list(out.unbind(0)))
         self._run(Call.rows(self.size, x.numel(), self.purpose), self._move_rows, link.all_gather, x, out)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
-        link = self._row_link(x, out) if self._has_rows and x.shape == out.shape == (self.size, x.size(-1)) else None
-        if link is None:
+        link = self._links.get(x.device.type)
+        if not isinstance(link, RowLink) or x.size(0) != self.size or x.shape != out.shape or not _are_rows(x, out):
             return self.exchange(list(x.unbind(0)), list(out.unbind(0)))
         self._run(Call.rows(self.size, x.size(1), self.purpose), self._move_rows, link.all_to_all, x, out)
 
@@ -336,7 +336,6 @@ class LinkedTransport(Transport):
             for device, link in self._make_links(connecting):
                 links[device] = link
                 self._queues = self._queues or link.only_queues
-                self._has_rows = self._has_rows or isinstance(link, RowLink)
             connecting.run(self._await_links)
         except (LinkError, RuntimeError) as error:
             finding = connecting.find_cause(error)
@@ -415,13 +414,6 @@ class LinkedTransport(Transport):
     def _any_link(self) -> Link:
         return next(iter(self._links.values()))
 
-    def _row_link(self, x: Tensor, out: Tensor) -> RowLink | None:
-        """Return the link if it moves rows by one call and the tensors are its own, contiguous uint8; else None."""
-        link = self._links.get(x.device.type)
-        if not isinstance(link, RowLink) or not x.numel() or x.device.type != out.device.type:
-            return None
-        return link if all(each.dtype is torch.uint8 and each.is_contiguous() for each in (x, out)) else None
-
     def _fail_call(self, call: Call, error: BaseException) -> None:
         """Close the transport after an error in a call.
 
@@ -492,6 +484,12 @@ class _ExchangePlan(NamedTuple):
     to: tuple[int, ...]
     source: tuple[int, ...]
     nbytes: int
+
+
+def _are_rows(x: Tensor, out: Tensor) -> bool:
+    """Return whether a link can move all rows of these tensors by one call: contiguous uint8 on one device."""
+    alike = all(each.dtype is torch.uint8 and each.is_contiguous() for each in (x, out))
+    return alike and x.numel() > 0 and x.device == out.device
 
 
 def key_of(call: Call, sequence: int) -> int:

@@ -25,6 +25,7 @@ from fusionlayer.health.inquiry import Inquiry, Processes, Progress
 from fusionlayer.health.root_cause import Cause
 from fusionlayer.health.store import StatusKeys
 from fusionlayer.process.processes import Identity
+from fusionlayer.transport._linked import key_of
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
@@ -219,10 +220,13 @@ def test_messages_that_pair_and_messages_that_do_not() -> None:
 
 def test_keys_tell_calls_apart() -> None:
     a, b = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(3, dtype=torch.int32))
-    assert len({a.key(1), a.key(2), b.key(1), b.key(2), Call.broadcast(torch.zeros(3), 0, 2).key(1)}) == 5
+    assert (
+        len({key_of(a, 1), key_of(a, 2), key_of(b, 1), key_of(b, 2), key_of(Call.broadcast(torch.zeros(3), 0, 2), 1)})
+        == 5
+    )
     byte = [torch.zeros(1, dtype=torch.uint8)] * 2
     whole, mean = (Call.exchange(0, 2, byte, byte, purpose) for purpose in ("a sum", "a mean"))
-    assert whole.key(1) != mean.key(1), "calls of equal sizes for different purposes"
+    assert key_of(whole, 1) != key_of(mean, 1), "calls of equal sizes for different purposes"
     assert whole.conflict(0, mean, 1) == "rank 0 is in a sum, rank 1 in a mean"
     assert whole.conflict(0, a, 1) == "rank 0 is in a sum, rank 1 in all_reduce of 3 x float32"
 
