@@ -125,10 +125,7 @@ def _negotiate(
     """
     padded = [*numbers, *[0] * (transport.size - len(numbers))]
     record = digest(call, *facts)[:8] + struct.pack(f"<{len(padded)}q", *padded)
-    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8, device="cpu")
-    transport.all_gather(mine, every)
-    records = [record.numpy().tobytes() for record in every]
+    records = transport.all_gather_bytes(record)
     differ = [rank for rank, record in enumerate(records) if record[:8] != records[0][:8]]
     if differ:
         shown = ", ".join(map(str, facts[:5])) + (", ..." if len(facts) > 5 else "")

@@ -107,9 +107,6 @@ def _fitting(x: Tensor, codec: NativeCodec, memory: LaunchMemory) -> int | None:
 
 def _gather(transport: Transport, mine: bytes) -> list[bytes]:
     """Return what every rank gives, in rank order."""
-    lengths = torch.zeros(transport.size, 1, dtype=torch.int64, device="cpu")
-    transport.all_gather(torch.tensor([len(mine)], device="cpu").view(torch.uint8), lengths.view(torch.uint8))
-    every = torch.zeros(transport.size, 1 + int(lengths.max()), dtype=torch.uint8, device="cpu")
-    padded = mine.ljust(every.size(1), b"\0")
-    transport.all_gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8), every)
-    return [bytes(row[:length].tolist()) for row, length in zip(every, lengths.view(-1).tolist(), strict=True)]
+    lengths = [int.from_bytes(each, "little") for each in transport.all_gather_bytes(len(mine).to_bytes(8, "little"))]
+    every = transport.all_gather_bytes(mine.ljust(1 + max(lengths), b"\0"))
+    return [each[:length] for each, length in zip(every, lengths, strict=True)]

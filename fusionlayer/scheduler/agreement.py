@@ -129,10 +129,8 @@ def _tensors_that_differ(tensors: Iterable[TensorInfo], transport: Transport) ->
         transport.all_reduce_max(length)
         if int(length) > _MOST_LIST_BYTES:
             return ""
-        padded = torch.frombuffer(bytearray(mine.ljust(int(length))), dtype=torch.uint8)
-        every = torch.empty(transport.size, padded.numel(), dtype=torch.uint8, device="cpu")
-        transport.all_gather(padded, every)
-        lists: list[set[Any]] = [{tuple(tensor) for tensor in json.loads(bytes(row.tolist()))} for row in every]
+        every = transport.all_gather_bytes(mine.ljust(int(length)))
+        lists: list[set[Any]] = [{tuple(tensor) for tensor in json.loads(each)} for each in every]
     except (FusionLayerError, ValueError):
         return ""  # a rank of another version, perhaps; that the digests differ is known
     differ = sorted({tensor[0] for tensor in set.union(*lists) - set.intersection(*lists)})

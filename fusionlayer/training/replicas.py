@@ -100,7 +100,7 @@ class Replicas:
         tensors, lines = {**self.named, **self.buffers}, self.lines
         value = digest_of(tensors.values()) if self.broadcast and not rejoining else 0
         mine = struct.pack("<16s?7xQ", digest(*lines)[:16], rejoining, value)
-        records = [struct.unpack("<16s?7xQ", record) for record in _gathered(mine, transport)]
+        records = [struct.unpack("<16s?7xQ", record) for record in transport.all_gather_bytes(mine)]
         if any(facts != records[0][0] for facts, _, _ in records):
             raise _mismatch(lines, [facts != records[0][0] for facts, _, _ in records], transport)
         if not self.broadcast or any(rejoins for _, rejoins, _ in records):
@@ -217,7 +217,7 @@ class ReplicaCheck:
 
     def _compare(self, mine: Digest, present: bool, transport: Transport) -> None:
         record = struct.pack(_RECORD, present, mine.read(), digest(*self._options)[:16])
-        self._records = [struct.unpack(_RECORD, record) for record in _gathered(record, transport)]
+        self._records = [struct.unpack(_RECORD, record) for record in transport.all_gather_bytes(record)]
 
     def _report_options(self, present: Sequence[int]) -> None:
         """Find out which option of the optimizer differs on which of the ranks that are ``present``; raise or warn."""
@@ -307,24 +307,19 @@ def _has_memory(x: Tensor) -> bool:
     return plain and x.layout is torch.strided and not x.is_quantized and not x.is_meta
 
 
-def _gathered(mine: bytes, transport: Transport) -> list[bytes]:
-    """Return the bytes of all ranks; they are equally many on each."""
-    every = torch.empty(transport.size, len(mine), dtype=torch.uint8, device="cpu")
-    transport.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), every)
-    return [row.numpy().tobytes() for row in every]
 
 
 def _gathered_digests(named: Mapping[str, Tensor], transport: Transport) -> list[list[int]]:
     """Return the digests of each tensor, those of all ranks; ranks have equally many tensors."""
     mine = struct.pack(f"<{len(named)}Q", *(digest_of([x]) for x in named.values()))
-    every = [struct.unpack(f"<{len(named)}Q", record) for record in _gathered(mine, transport)]
+    every = [struct.unpack(f"<{len(named)}Q", record) for record in transport.all_gather_bytes(mine)]
     return [list(row) for row in zip(*every, strict=True)]
 
 
 def _gathered_texts(text: str, transport: Transport) -> list[str]:
     """Return the texts of all ranks; none if one is longer than a description is."""
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    sizes = [struct.unpack("<q", size)[0] for size in _gathered(struct.pack("<q", len(mine)), transport)]
+    sizes = [struct.unpack("<q", size)[0] for size in transport.all_gather_bytes(struct.pack("<q", len(mine)))]
     if not all(0 <= size <= _DESCRIPTION_BYTES for size in sizes):
         return []
     texts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]

@@ -142,6 +142,13 @@ class Transport(ABC):
         """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order; ``x`` may be this rank's row."""
         self.exchange([x] * self.size, list(out.unbind(0)))
 
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Return what each rank passes, in rank order; equally many bytes on all ranks."""
+        x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        out = x.new_empty(self.size, x.numel())
+        self.all_gather(x, out)
+        return [row.numpy().tobytes() for row in out]
+
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
         """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""
         self.exchange(list(x.unbind(0)), list(out.unbind(0)))
@@ -233,13 +240,11 @@ class Transport(ABC):
         Raises:
             PlanMismatch: they differ. Every rank raises it; it names the ranks that differ and ``what``.
         """
-        mine = torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
-        every = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device="cpu")
         with self.doing(f"an agreement on {what}", why):
-            self.all_gather(mine, every)
-        differ = [rank for rank in range(self.size) if not torch.equal(every[rank], every[0])]
+            every = self.all_gather_bytes(digest(*facts))
+        differ = [rank for rank in range(self.size) if every[rank] != every[0]]
         if differ:
-            hashes = ", ".join(f"rank {rank}: {bytes(every[rank].tolist()).hex()[:12]}" for rank in range(self.size))
+            hashes = ", ".join(f"rank {rank}: {each.hex()[:12]}" for rank, each in enumerate(every))
             raise PlanMismatch(
                 f"{what} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({hashes}); give "
                 "every rank the same model, options and plan, and the same version of fusionlayer",

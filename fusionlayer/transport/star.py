@@ -238,9 +238,7 @@ def connect(transport: Transport) -> Center | Connection:
     """
     deadline = time.monotonic() + transport.timeout
     # Not transport.nodes: the settings may call ranks of several hosts one node.
-    mine = torch.frombuffer(bytearray(hashlib.sha256(node_name().encode()).digest()), dtype=torch.uint8)
-    hosts = mine.new_empty(transport.size, mine.numel())
-    transport.all_gather(mine, hosts)
+    hosts = transport.all_gather_bytes(hashlib.sha256(node_name().encode()).digest())
     if transport.rank:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         transport.broadcast(length, 0)
@@ -248,12 +246,12 @@ def connect(transport: Transport) -> Center | Connection:
             raise TransportError(f"rank 0 announces an address of {int(length)} bytes, which makes no sense", [0])
         letter = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         transport.broadcast(letter, 0)
-        near = torch.equal(mine, hosts[0])
+        near = hosts[transport.rank] == hosts[0]
         return Connection(_call(_Address.read(letter), transport.rank, near=near, deadline=deadline))
     nonce = secrets.token_bytes(16)
     secret = shared_secret(_PURPOSE, nonce)
     name = f"fusionlayer-{secrets.token_hex(8)}"
-    place = "127.0.0.1" if bool((hosts == mine).all()) else own_address()
+    place = "127.0.0.1" if len(set(hosts)) == 1 else own_address()
     with _listener(place) as listener, _near_listener(name) as near_listener:
         port = listener.getsockname()[1]
         text = json.dumps({"nonce": nonce.hex(), "port": port, "hosts": _hosts(place), "near": name}).encode()

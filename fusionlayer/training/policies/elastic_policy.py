@@ -350,11 +350,8 @@ class ElasticStepPolicy(StepPolicy):
 
 def _is_known_to_all(plan: FusionPlan | None, transport: Transport) -> bool:
     """Return whether all ranks have this plan from the last generation; a newcomer has none."""
-    mine = torch.frombuffer(bytearray(digest(b"" if plan is None else plan.to_bytes())), dtype=torch.uint8)
-    every = torch.empty(transport.size, mine.numel(), dtype=torch.uint8, device="cpu")
     with transport.doing("a comparison of the last generation's plans"):
-        transport.all_gather(mine, every)
-    return bool((every == mine).all())
+        return len(set(transport.all_gather_bytes(digest(b"" if plan is None else plan.to_bytes())))) == 1
 
 
 _live: weakref.WeakSet[ElasticStepPolicy] = weakref.WeakSet()
