@@ -19,7 +19,7 @@ from fusionlayer.base.registry import nearest
 from fusionlayer.codecs import Codec
 from fusionlayer.planning.codec_rules import AUTO, FIDELITIES
 from fusionlayer.transport import C10dTransport
-from fusionlayer.transport._socket_options import SocketOptions
+from fusionlayer.transport.links.socket_options import SocketOptions
 
 __all__ = ["LOCAL", "OVERLAP", "SEPARATOR", "Variant", "codec_presets"]
 

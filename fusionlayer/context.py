@@ -21,8 +21,8 @@ from .launch.last_error import leave_to_launcher
 from .native import libraries
 from .process import forks, interfaces
 from .transport import Transport, local
-from .transport._socket_options import chosen
 from .transport.c10d import C10dTransport, make_default_group
+from .transport.links.socket_options import chosen
 
 __all__ = [
     "init",

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusionlayer.transport._gloo import GlooLink
+from fusionlayer.transport.links.gloo import GlooLink
 
 __all__ = ["Flips"]
 

@@ -40,7 +40,8 @@ from fusionlayer.publishing import folder, frames, greeting, signing, update
 from fusionlayer.publishing.address import Endpoint
 from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.training import checkpoint
-from fusionlayer.transport import _device_memory, star
+from fusionlayer.transport import star
+from fusionlayer.transport.links import device_memory
 from tests.cli.test_trace import step_spans
 from tests.codecs.conformance import encoded
 from tests.synthetic import gradient
@@ -340,7 +341,7 @@ def _messages() -> Iterator[tuple[str, Parser]]:
         ),
     )
     facts = (None, None, None, 0, None, None, 1, b"h" * 66, 512, 1024, False, b"/torch_1_2", 3, b"e" * 64, True)
-    yield "device memory", Parser([_device_memory.pack(5, facts)], _device_memory.unpack, (OSError,))
+    yield "device memory", Parser([device_memory.pack(5, facts)], device_memory.unpack, (OSError,))
     message = encoded(codecs.get("int8"), torch.ones(40))
     yield "header", Parser([message.numpy().tobytes()], Header.unpack, (WireError,))
 

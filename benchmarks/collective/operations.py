@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.transport import Transport
-from fusionlayer.transport._socket_options import SocketOptions
 from fusionlayer.transport.c10d import C10dTransport
+from fusionlayer.transport.links.socket_options import SocketOptions
 
 from .cell import Cell
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fusionlayer.base.errors import TransportError
-from fusionlayer.transport import _gloo
+from fusionlayer.transport.links import gloo as _gloo
 
 if TYPE_CHECKING:
     from .worker import Worker

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer.health import heartbeat
-from fusionlayer.transport import _gloo
+from fusionlayer.transport.links import gloo as _gloo
 
 from .deeds import DEEDS, await_child, set_link
 from .fronts import make_front

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.errors import FusionLayerError
 from ..scheduler.lanes import Job, Worker
 from ..transport import Transport
-from ..transport._base import URGENT
+from ..transport.base import URGENT
 from .work import BackgroundWork, Ticket
 
 __all__ = ["CallQueue"]

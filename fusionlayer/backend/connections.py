@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ..base import config
 from ..transport import Transport
-from ..transport._socket_options import chosen
 from ..transport.c10d import C10dTransport
+from ..transport.links.socket_options import chosen
 
 __all__ = ["connect"]
 

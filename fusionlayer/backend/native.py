@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from ..base.errors import PlanMismatch, TransportError
 from ..native.wire import digest
-from ..transport._gloo_store import GlooStore
-from ..transport._link import LinkError
-from ..transport._proof import prove
+from ..transport.links.base import LinkError
+from ..transport.links.gloo_store import GlooStore
+from ..transport.links.proof import prove
 from .meeting import Meeting
 
 __all__ = ["Native"]

@@ -14,7 +14,7 @@ from ..base.seeds import derive_seed
 from ..codecs import Codec, NativeCodec
 from ..native.libraries import MAX_PEERS
 from ..transport import Transport
-from ..transport._peer_memory import OutOfReach, PeerMemory
+from ..transport.links.peer_memory import OutOfReach, PeerMemory
 from ._base import split_evenly
 from ._pieces import cut
 

@@ -12,7 +12,7 @@ import torch
 
 from ..observe.timeline import carried
 from ..transport import Transport
-from ..transport._base import URGENT
+from ..transport.base import URGENT
 
 __all__ = ["IN_FLIGHT", "Piece", "cut", "pipeline"]
 

@@ -13,7 +13,7 @@ import torch
 from ..base.errors import ConfigError
 from ..observe.timeline import Timeline
 from ..transport import Transport
-from ..transport._base import URGENT
+from ..transport.base import URGENT
 from .execution import OperationPart, execute
 from .operation import Operation
 from .requests import ALL_RANKS

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from ..base.errors import ConfigError
-from ..transport._introduction import is_exhausted
+from ..transport.links.introduction import is_exhausted
 from .address import Endpoint
 from .frames import guard
 

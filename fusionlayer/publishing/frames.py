@@ -15,7 +15,7 @@ from contextlib import suppress
 from hashlib import sha256
 
 from ..base.errors import WireError
-from ..transport._secrets import TAG_BYTES, Keys, Seal
+from ..base.secrets import TAG_BYTES, Keys, Seal
 from .snapshot import Snapshot
 from .update import Update
 

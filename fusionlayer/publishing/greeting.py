@@ -6,7 +6,7 @@ import socket
 import struct
 
 from ..base.errors import ConfigError, TransportError, WireError
-from ..transport._secrets import NONCE_BYTES, PROOF_BYTES, Keys, is_proof, make_nonce, prove
+from ..base.secrets import NONCE_BYTES, PROOF_BYTES, Keys, is_proof, make_nonce, prove
 from .frames import receive
 from .keyring import NAME_BYTES, Keyring, is_name, key
 

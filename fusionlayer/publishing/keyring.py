@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..base.errors import ConfigError, kind_of
-from ..transport._secrets import make_nonce, slow_key
+from ..base.secrets import make_nonce, slow_key
 
 __all__ = ["Keyring", "check_name", "common_of", "is_name", "keyring_of"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..base.errors import WireError
-from ..transport._secrets import TAG_BYTES, Seal
+from ..base.secrets import TAG_BYTES, Seal
 from .frames import BEAT, GONE, HAVE, PREFIX_BYTES, Parcel, check_tag, frame, read_frame
 from .greeting import HELLO_BYTES, Greeting
 from .keyring import Keyring

@@ -21,8 +21,8 @@ from ..process import forks
 from ..process.bounded import settle
 from ..process.clock import Clock, Stamp
 from ..transport import Transport
-from ..transport._base import URGENT
 from ..transport._clocks import measure_clock
+from ..transport.base import URGENT
 from .buffers import Buffer, located
 from .order import SendOrder
 from .plan_controller import StepTimer

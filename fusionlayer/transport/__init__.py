@@ -1,6 +1,6 @@
 """Transports move bytes between ranks: ``c10d`` for any torch process group, ``local`` for ranks that are threads."""
 
-from ._base import Transport
+from .base import Transport
 from .c10d import C10dTransport
 from .local import LocalTransport
 

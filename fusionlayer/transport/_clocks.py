@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ._base import Transport
+from .base import Transport
 
 __all__ = ["measure_clock"]
 

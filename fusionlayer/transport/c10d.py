@@ -19,17 +19,17 @@ from torch import Tensor
 
 from ..base.errors import TransportError, UsageError, require
 from ..process.processes import Identity
-from ._faster import is_faster
-from ._gloo import GlooLink
-from ._link import Link, LinkError
-from ._linked import LinkedTransport
-from ._nccl import NcclLink
-from ._peer_link import PeerLink
-from ._peer_memory import Gather, OutOfReach
-from ._proof import prove, prove_link
-from ._rendezvous import Connecting, Rendezvous
-from ._socket_options import SocketOptions
-from ._sockets import SocketLink
+from .connected import ConnectedTransport
+from .links.base import Link, LinkError
+from .links.faster import is_faster
+from .links.gloo import GlooLink
+from .links.nccl import NcclLink
+from .links.peer import PeerLink
+from .links.peer_memory import Gather, OutOfReach
+from .links.proof import prove, prove_link
+from .links.socket_options import SocketOptions
+from .links.sockets import SocketLink
+from .rendezvous import Connecting, Rendezvous
 
 __all__ = ["C10dTransport"]
 
@@ -62,7 +62,7 @@ class _GroupRendezvous(Rendezvous):
     peers_pay: bool | None = None
 
 
-class C10dTransport(LinkedTransport):
+class C10dTransport(ConnectedTransport):
     """This process's end of a group of processes. All of them make it together.
 
     The transport makes its own connections; the given group only says which processes. CUDA tensors travel by NCCL if

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import TransportError, UsageError
-from ._horovod_link import HorovodLink, import_horovod, load_horovod
-from ._link import Link
-from ._linked import LinkedTransport
-from ._rendezvous import Connecting, Rendezvous
 from ._side_store import open_store
 from ._waiting import wait_until
+from .connected import ConnectedTransport
+from .links.base import Link
+from .links.horovod import HorovodLink, import_horovod, load_horovod
+from .rendezvous import Connecting, Rendezvous
 
 __all__ = ["HorovodTransport", "of_world"]
 
@@ -24,7 +24,7 @@ _store: dist.Store | None = None
 _made = 0
 
 
-class HorovodTransport(LinkedTransport):
+class HorovodTransport(ConnectedTransport):
     """This process's end of all processes of Horovod. All make it together, after ``horovod.torch.init()``.
 
     Everything travels by Horovod's all-to-all of bytes, CUDA tensors through pinned host memory. Horovod has no

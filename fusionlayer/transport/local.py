@@ -16,8 +16,8 @@ from torch import Tensor
 from ..base.errors import ConfigError, TransportError
 from ..health.calls import Call
 from ..observe.timeline import here
-from ._base import Transport
 from ._sum import sum_in_rank_order
+from .base import Transport
 
 __all__ = ["LocalTransport", "alone", "current", "run"]
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import TransportError
-from ._link import Link
-from ._linked import LinkedTransport
-from ._mpi_link import MpiLink, load_mpi
-from ._rendezvous import Connecting, Rendezvous
 from ._side_store import open_store
 from ._waiting import wait_until
+from .connected import ConnectedTransport
+from .links.base import Link
+from .links.mpi import MpiLink, load_mpi
+from .rendezvous import Connecting, Rendezvous
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,7 +60,7 @@ class _MpiRendezvous(Rendezvous):
         return replace(super().narrowed(ranks, name), members=ranks)
 
 
-class MpiTransport(LinkedTransport):
+class MpiTransport(ConnectedTransport):
     """This process's end of an MPI communicator. All its processes make it together.
 
     The transport uses its own communicators and sends bytes only. It adds sums itself, in rank order and in float32.

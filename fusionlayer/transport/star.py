@@ -30,9 +30,9 @@ from ..launch.job_key import shared_secret
 from ..launch.stores import listen
 from ..process.interfaces import is_loopback, own_address, reachable_names
 from ..process.processes import node_name
-from ._base import Transport
-from ._introduction import PATIENCE, Reception, introduce
-from ._link import damaged
+from .base import Transport
+from .links.base import damaged
+from .links.introduction import PATIENCE, Reception, introduce
 
 __all__ = ["Center", "Connection", "connect", "damaged"]
 

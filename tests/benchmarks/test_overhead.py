@@ -63,6 +63,6 @@ def test_the_command_writes_a_row_for_each_case(tmp_path: Path, capsys: pytest.C
     rows = json.loads(result.read_text())["rows"]
     assert len(rows) == 2 * len(overhead.CODECS) * len(overhead.TENSORS)
     for row in rows:
-        linked = "transport/_linked.py" in row["files"]
+        linked = "transport/linked.py" in row["files"]
         assert linked == (row["ranks"] == "gloo") and "transport/local.py" not in row["files"]
     assert "gloo" in capsys.readouterr().out

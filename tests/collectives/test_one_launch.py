@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives, native
 from fusionlayer.native import libraries
-from fusionlayer.transport import C10dTransport, _peer_memory
-from fusionlayer.transport._gloo import GlooLink
-from fusionlayer.transport._link import LinkError
+from fusionlayer.transport import C10dTransport
+from fusionlayer.transport.links import peer_memory
+from fusionlayer.transport.links.base import LinkError
+from fusionlayer.transport.links.gloo import GlooLink
 from tests.harness import run_ranks
 from tests.native.conftest import host_kernels
 from tests.synthetic import gradient
@@ -49,7 +50,7 @@ def kernels_instead(path: str) -> Iterator[None]:
     """Let this process's tensors, which lie in the host's memory, be those of a device for which the kernels are."""
     library = Kernels(path)
     with (
-        mock.patch.object(_peer_memory, "DeviceMemory", Shared),
+        mock.patch.object(peer_memory, "DeviceMemory", Shared),
         mock.patch.object(native, "cpu", lambda: library),
         mock.patch.object(native, "cuda", lambda: library),
         mock.patch.object(native, "most_warps", lambda device: WARPS),
@@ -88,7 +89,7 @@ def mine_alone(rank: int, world: int, path: str) -> tuple[bool, int]:
     """Return whether rank 1, which cannot map the memory of others, keeps all ranks from it, and the calls of a sum."""
     with kernels_instead(path):
         if rank == 1:
-            with mock.patch.object(_peer_memory.DeviceMemory, "reach", side_effect=RuntimeError("no access")):
+            with mock.patch.object(peer_memory.DeviceMemory, "reach", side_effect=RuntimeError("no access")):
                 return _summed(rank)
         return _summed(rank)
 
@@ -99,7 +100,7 @@ def _summed(rank: int) -> tuple[bool, int]:
     for _ in range(2):
         before = transport.sequence
         collectives.get("two_shot")(x, codecs.get("int4").bare, transport, seed=5)
-    (memory,) = transport.__dict__["_peer_memory"].values()
+    (memory,) = transport.__dict__["peer_memory"].values()
     transport.close()
     return memory.is_whole, transport.sequence - before
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fusionlayer import codecs
 from fusionlayer.collectives._unequal import two_shot_by_shares
-from fusionlayer.transport._socket_options import SocketOptions
 from fusionlayer.transport.c10d import C10dTransport
+from fusionlayer.transport.links.socket_options import SocketOptions
 from tests.codecs.variants import defaults, is_kind
 from tests.harness import run_ranks
 from tests.tiers import tiered

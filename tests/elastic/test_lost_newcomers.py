@@ -19,9 +19,9 @@ from torch import nn
 import fusionlayer as fl
 from fusionlayer.elastic import Generation, Members
 from fusionlayer.training.policies import handover
-from fusionlayer.transport._gloo import GlooLink
-from fusionlayer.transport._linked import LinkedTransport
+from fusionlayer.transport import connected
 from fusionlayer.transport.c10d import C10dTransport
+from fusionlayer.transport.links.gloo import GlooLink
 from tests.harness import checkpoint, outcomes_of
 from tests.losses import lose, stop_here
 
@@ -128,7 +128,7 @@ def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[
     elif point == "is a member":
         _before(C10dTransport, "among", end)
     elif point == "has some links":
-        _before(LinkedTransport, "_await_links", end)
+        _before(connected, "await_links", end)
     elif point == "has said what it has":
         _before(handover, "receive_bytes", end)
     elif point == "gets a tensor":

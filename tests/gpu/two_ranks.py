@@ -22,7 +22,7 @@ from torch import nn
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
 from fusionlayer.transport import C10dTransport, c10d
-from fusionlayer.transport._peer_link import PeerLink
+from fusionlayer.transport.links.peer import PeerLink
 from tests.gpu.place import PATIENCE, TensorsOn
 from tests.harness import checkpoint
 from tests.synthetic import gradient

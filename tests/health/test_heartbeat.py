@@ -25,7 +25,7 @@ from fusionlayer.health.inquiry import Inquiry, Processes, Progress
 from fusionlayer.health.root_cause import Cause
 from fusionlayer.health.store import StatusKeys
 from fusionlayer.process.processes import Identity
-from fusionlayer.transport._linked import key_of
+from fusionlayer.transport.linked import key_of
 from tests.loops import looped
 
 pytestmark = pytest.mark.short

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import fusionlayer as fl
+from fusionlayer.base import secrets as _secrets
 from fusionlayer.base.errors import ConfigError, WireError
+from fusionlayer.base.secrets import Keys, Seal
 from fusionlayer.publishing import keyring
 from fusionlayer.publishing.frames import receive
 from fusionlayer.publishing.greeting import Greeting, greet
-from fusionlayer.transport import _secrets
 from fusionlayer.transport._announced import take_in
-from fusionlayer.transport._secrets import Keys, Seal
 from tests.publishing.gateway import Gateway
 from tests.publishing.relay import FalseRelay
 from tests.publishing.states import plain_state, until

@@ -18,7 +18,7 @@ from fusionlayer.publishing import door
 from fusionlayer.publishing.address import parse
 from fusionlayer.publishing.door import Door, Refusals, share
 from fusionlayer.publishing.frames import HAVE, frame
-from fusionlayer.transport._introduction import Reception
+from fusionlayer.transport.links.introduction import Reception
 from tests.publishing.states import plain_state, until
 from tests.publishing.trainer import LONG, Trainer
 

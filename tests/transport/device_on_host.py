@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusionlayer.transport import _capture, _copy_engines, _peer_memory
-from fusionlayer.transport._copy_engines import CopyEngines
-from fusionlayer.transport._link import LinkMessage
-from fusionlayer.transport._peer_link import PeerLink
-from fusionlayer.transport._rendezvous import Connecting
-from fusionlayer.transport._shared_memory import map_memory
+from fusionlayer.transport import _capture
 from fusionlayer.transport.c10d import C10dTransport
+from fusionlayer.transport.links import copy_engines, peer_memory
+from fusionlayer.transport.links.base import LinkMessage
+from fusionlayer.transport.links.copy_engines import CopyEngines
+from fusionlayer.transport.links.peer import PeerLink
+from fusionlayer.transport.links.shared_memory import map_memory
+from fusionlayer.transport.rendezvous import Connecting
 from tests.native.conftest import find_compiler
 
 __all__ = ["Host", "Keeping", "OverPeers", "Shared", "compiled", "device_on_host"]
@@ -112,8 +113,8 @@ def device_on_host(path: str, seed: int = 1, longest: int = 0) -> Iterator[Host]
     host, begin = Host(path, seed, longest), CopyEngines.__init__
     with (
         mock.patch.object(_capture, "DRIVER", path),
-        mock.patch.object(_copy_engines, "DRIVER", path),
-        mock.patch.object(_peer_memory, "DeviceMemory", Shared),
+        mock.patch.object(copy_engines, "DRIVER", path),
+        mock.patch.object(peer_memory, "DeviceMemory", Shared),
         mock.patch.object(torch.cuda, "Event", host.event),
         mock.patch.object(torch.cuda, "current_stream", host.stream),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),

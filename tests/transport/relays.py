@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from fusionlayer.process.interfaces import family_of
-from fusionlayer.transport import _sockets
-from fusionlayer.transport._reconnecting import Keeper
-from fusionlayer.transport._socket_options import SocketOptions
-from fusionlayer.transport._sockets import SocketLink
+from fusionlayer.transport.links import sockets
+from fusionlayer.transport.links.reconnecting import Keeper
+from fusionlayer.transport.links.socket_options import SocketOptions
+from fusionlayer.transport.links.sockets import SocketLink
 
 
 class Relay:
@@ -131,7 +131,7 @@ def links(
         assert not {each for each in made if each._keeper is None}
         for each in made:
             each.cut()
-            assert each in _sockets._live
+            assert each in sockets._live
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fusionlayer.process import interfaces
-from fusionlayer.transport import _socket_options, _sockets
-from fusionlayer.transport._link import LinkError
-from fusionlayer.transport._reconnecting import Keeper
-from fusionlayer.transport._socket_options import Place, SocketOptions, Way, places, ways
+from fusionlayer.transport.links import socket_options, sockets
+from fusionlayer.transport.links.base import LinkError
+from fusionlayer.transport.links.reconnecting import Keeper
+from fusionlayer.transport.links.socket_options import Place, SocketOptions, Way, places, ways
 from tests.loops import looped
 
 from .relays import links
@@ -43,7 +43,7 @@ def test_where_a_rank_listens_if_no_interface_is_named(
     alone: bool, variables: dict[str, str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        for module in (interfaces, _socket_options):
+        for module in (interfaces, socket_options):
             patched.setattr(module, "addresses", lambda: HERE)
         for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
             patched.delenv(name, raising=False)
@@ -102,7 +102,7 @@ def test_a_link_over_ipv6(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = of_this_host()
     if kind not in found:
         pytest.skip(f"this host has no {kind} address of IPv6")
-    monkeypatch.setattr(_sockets, "places", lambda *_: [Place("", (found[kind],))])
+    monkeypatch.setattr(sockets, "places", lambda *_: [Place("", (found[kind],))])
     with links(2, 2, through=False) as (made, _):
         swap(made, 300_000, 1)
         assert made[0].states()[1] == [1, 1]

@@ -18,10 +18,10 @@ import torch
 
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.native import libraries
-from fusionlayer.transport import _introduction, _sockets
-from fusionlayer.transport._link import DamagedMessage, LinkError
-from fusionlayer.transport._socket_options import SocketOptions
-from fusionlayer.transport._sockets import SocketLink
+from fusionlayer.transport.links import introduction, sockets
+from fusionlayer.transport.links.base import DamagedMessage, LinkError
+from fusionlayer.transport.links.socket_options import SocketOptions
+from fusionlayer.transport.links.sockets import SocketLink
 from tests.loops import looped
 
 from .relays import Relay, links, together
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.short
 
 MINE, THEIRS = bytes(range(32)), bytes(range(32, 64))
 HEAD_BYTES = FRAME_BYTES + 2 * TAG_BYTES
-HELLO_BYTES = _introduction._HELLO.size
+HELLO_BYTES = introduction._HELLO.size
 REFUSED = r"was damaged or changed on its way: its authentication tag is wrong"
 
 
@@ -110,7 +110,7 @@ def on_hosts_of_their_own(
 ) -> Iterator[tuple[list[SocketLink], Relay]]:
     """Yield links with the settings that a user gets, as if their ranks were on two hosts, and the relay between."""
     hosts = itertools.count()
-    monkeypatch.setattr(_sockets, "node_name", lambda: f"host {next(hosts)}")
+    monkeypatch.setattr(sockets, "node_name", lambda: f"host {next(hosts)}")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with links(connections=connections) as (made, relays):
         yield made, relays[0]
@@ -168,27 +168,27 @@ def test_a_caller_cannot_be_led_to_another_rank_than_it_calls() -> None:
             end = socket.create_connection(keeper.addresses[0][0])
             keys = None
             with suppress(OSError):
-                keys = _introduction.introduce(end, keeper._secret, 2, time.monotonic() + 180, host)
+                keys = introduction.introduce(end, keeper._secret, 2, time.monotonic() + 180, host)
             assert (keys is not None) == expected
             end.close()
 
 
 def test_both_ends_have_the_same_keys_and_no_two_connections_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        reception = _introduction.Reception([listener], b"secret", [4])
+        reception = introduction.Reception([listener], b"secret", [4])
         seen: set[bytes] = set()
         for _ in range(2):
             ends: list[socket.socket] = [socket.create_connection(listener.getsockname())]
-            call: Callable[[], object] = lambda: _introduction.introduce(ends[0], b"secret", 4, time.monotonic() + 180)  # noqa: B023, E731
+            call: Callable[[], object] = lambda: introduction.introduce(ends[0], b"secret", 4, time.monotonic() + 180)  # noqa: B023, E731
             mine: list[object] = []
             thread = threading.Thread(target=lambda: mine.append(call()))  # noqa: B023
             thread.start()
-            admitted: list[tuple[int, socket.socket, _introduction.Keys]] = []
+            admitted: list[tuple[int, socket.socket, introduction.Keys]] = []
             while not admitted:
                 admitted = reception.admit(1)
             thread.join()
             number, end, theirs = admitted[0]
-            assert number == 4 and mine == [_introduction.Keys(theirs.receiving, theirs.sending)]
+            assert number == 4 and mine == [introduction.Keys(theirs.receiving, theirs.sending)]
             seen |= {theirs.sending, theirs.receiving}
             end.close()
             ends[0].close()
@@ -226,8 +226,8 @@ def test_encrypted_bytes_that_were_changed_end_the_call_and_name_the_peer() -> N
 def test_tls_needs_the_key_of_the_connection_on_both_ends() -> None:
     with links(encrypt=True) as (made, _), socket.create_server(("127.0.0.1", 0)) as listener:
         far = socket.create_connection(listener.getsockname())
-        made[0].add(1, 0, listener.accept()[0].detach(), _introduction.Keys(MINE, THEIRS))
-        made[1].add(0, 0, far.detach(), _introduction.Keys(alter(THEIRS, 5), MINE))
+        made[0].add(1, 0, listener.accept()[0].detach(), introduction.Keys(MINE, THEIRS))
+        made[1].add(0, 0, far.detach(), introduction.Keys(alter(THEIRS, 5), MINE))
 
         def fail(rank: int) -> None:
             with pytest.raises(LinkError, match=f"{REFUSED}|its connections are lost"):
@@ -245,7 +245,7 @@ def test_a_certificate_does_not_stand_in_for_the_key(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with links(encrypt=True) as (made, _), socket.create_server(("127.0.0.1", 0)) as listener:
-        made[1].add(0, 0, socket.create_connection(listener.getsockname()).detach(), _introduction.Keys(MINE, THEIRS))
+        made[1].add(0, 0, socket.create_connection(listener.getsockname()).detach(), introduction.Keys(MINE, THEIRS))
         end = listener.accept()[0]
 
         def pretend() -> None:

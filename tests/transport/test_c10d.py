@@ -25,7 +25,7 @@ from fusionlayer.base.errors import ConfigError, TransportError, UsageError
 from fusionlayer.health.monitor import STORE_PATIENCE
 from fusionlayer.health.store import StatusKeys
 from fusionlayer.launch import stores
-from fusionlayer.transport import C10dTransport, Transport, _linked
+from fusionlayer.transport import C10dTransport, Transport, linked
 from tests.harness import run_ranks
 from tests.tiers import tiered
 
@@ -62,8 +62,8 @@ def conform_from_afar(rank: int, world: int) -> None:
         return [torch.empty_like(x).view(-1).view(torch.uint8).fill_(0xA5).view(x.dtype).view(x.shape) for x in xs]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_linked, "bring", copies)
-        patch.setattr(_linked, "space", room)
+        patch.setattr(linked, "bring", copies)
+        patch.setattr(linked, "space", room)
         conform(rank, world)
 
 

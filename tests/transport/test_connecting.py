@@ -17,8 +17,9 @@ from fusionlayer import context, launch
 from fusionlayer.base.errors import TransportError
 from fusionlayer.health.heartbeat import Heartbeat
 from fusionlayer.launch import stores
-from fusionlayer.transport import _shared_memory, star
+from fusionlayer.transport import star
 from fusionlayer.transport.c10d import C10dTransport
+from fusionlayer.transport.links import shared_memory
 from tests.harness import checkpoint, outcomes_of, stay_last
 from tests.ports import free_port
 from tests.tiers import tiered
@@ -40,8 +41,8 @@ PHASES: dict[str, tuple[object, str, str, int]] = {
     "mesh": (stores.EndingStore, "wait", "gloo/", 0),
     "mesh, half connected": (stores.EndingStore, "get", "gloo/", 1),
     "mesh, at its end": (stores.EndingStore, "wait", "all linked", 0),
-    "invitation": (_shared_memory.Invitation, "accept", "", 0),
-    "welcome": (_shared_memory.Invitation, "welcome", "", 0),
+    "invitation": (shared_memory.Invitation, "accept", "", 0),
+    "welcome": (shared_memory.Invitation, "welcome", "", 0),
     "star": (star, "connect", "", 0),
     "duplicate": (C10dTransport, "duplicate", "", 0),
     "lane's mesh": (stores.EndingStore, "get", "gloo/", 3),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from fusionlayer.transport._device_memory import DeviceMemory, pack, unpack
+from fusionlayer.transport.links.device_memory import DeviceMemory, pack, unpack
 
 pytestmark = pytest.mark.short
 

@@ -21,8 +21,8 @@ from fusionlayer.base.errors import TransportError, UsageError
 from fusionlayer.health import inquiry
 from fusionlayer.process.processes import Identity
 from fusionlayer.transport import C10dTransport
-from fusionlayer.transport._gloo import GlooLink
-from fusionlayer.transport._link import LinkError
+from fusionlayer.transport.links.base import LinkError
+from fusionlayer.transport.links.gloo import GlooLink
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks, stay_last
 from tests.tiers import tiered
 

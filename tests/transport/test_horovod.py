@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.transport._horovod_link import load_horovod
+from fusionlayer.transport.links.horovod import load_horovod
 from tests.mpi import ROOT
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer.transport._exchange_link import WHOLE_BELOW_BYTES, ExchangeLink
-from fusionlayer.transport._link import LinkMessage
-from fusionlayer.transport._rendezvous import Rendezvous
 from fusionlayer.transport._staging import bring
+from fusionlayer.transport.links.base import LinkMessage
+from fusionlayer.transport.links.exchange import WHOLE_BELOW_BYTES, ExchangeLink
+from fusionlayer.transport.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.short
 

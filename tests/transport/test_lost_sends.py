@@ -19,7 +19,7 @@ import torch
 
 from fusionlayer.process.bounded import Aside
 from fusionlayer.transport import C10dTransport
-from fusionlayer.transport._gloo import _LOOK, GlooLink
+from fusionlayer.transport.links.gloo import _LOOK, GlooLink
 from tests.harness import outcomes_of
 from tests.losses import lose, stop_here
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusionlayer.base.errors import ConfigError, TransportError
-from fusionlayer.transport._mpi_link import load_mpi
+from fusionlayer.transport.links.mpi import load_mpi
 from fusionlayer.transport.mpi import _finish
 from tests.mpi import attempt, needs_mpi, start, version
 from tests.tiers import exhaustive, long

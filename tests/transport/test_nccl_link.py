@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from fusionlayer.base.errors import UsageError
-from fusionlayer.transport import _capture, _nccl, _queueing_link
-from fusionlayer.transport._link import DeviceError, LinkError
-from fusionlayer.transport._nccl import NcclLink
+from fusionlayer.transport import _capture
+from fusionlayer.transport.links import nccl, queueing
+from fusionlayer.transport.links.base import DeviceError, LinkError
+from fusionlayer.transport.links.nccl import NcclLink
 
 pytestmark = pytest.mark.short
 
@@ -147,7 +148,7 @@ def test_the_time_of_an_operation_begins_when_the_device_begins_it(
     device: Device, link: NcclLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(_queueing_link, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(queueing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     sum_once(link)
     sum_once(link)
 
@@ -224,7 +225,7 @@ def test_numbers_of_16_bits_which_nccl_does_not_have_are_summed(
 def test_kernels_that_wait_for_others_end_with_the_link(
     device: Device, link: NcclLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_nccl, "_word", lambda: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(nccl, "_word", lambda: torch.zeros(1, dtype=torch.int32))
     words = []
     for _ in range(2):
         with link.launching() as stop:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fusionlayer.base.errors import UsageError
-from fusionlayer.transport import _copy_engines, _peer_memory
-from fusionlayer.transport._copy_engines import CopyEngines
-from fusionlayer.transport._link import DeviceError, Link, LinkError, LinkMessage
-from fusionlayer.transport._peer_link import PeerLink
-from fusionlayer.transport._peer_memory import Counter, Counters, Gather, OutOfReach
+from fusionlayer.transport.links import copy_engines, peer_memory
+from fusionlayer.transport.links.base import DeviceError, Link, LinkError, LinkMessage
+from fusionlayer.transport.links.copy_engines import CopyEngines
+from fusionlayer.transport.links.peer import PeerLink
+from fusionlayer.transport.links.peer_memory import Counter, Counters, Gather, OutOfReach
 from tests.native.conftest import find_compiler
 
 from .conformance import message
@@ -253,7 +253,7 @@ def test_counters_of_devices_are_numbers_of_32_bits_that_never_end(host: Host) -
 
 @pytest.mark.parametrize(
     "where, what",
-    [(_copy_engines.ctypes, "CDLL"), (Shared, "reach"), (_peer_memory, "map_memory"), (CopyEngines, "reach")],
+    [(copy_engines.ctypes, "CDLL"), (Shared, "reach"), (peer_memory, "map_memory"), (CopyEngines, "reach")],
     ids=["driver", "memory", "pages", "registration"],
 )
 def test_all_ranks_hear_which_one_cannot_reach_the_others(
@@ -313,5 +313,5 @@ def test_many_counters_go_to_the_driver_in_several_calls(host: Host) -> None:
 def test_the_driver_is_declared_as_by_cuda() -> None:
     options = ("-xc", "-std=gnu11", "-fsyntax-only", "-Wall", "-Werror", "-DWITH_CUDA_H", f"-I{CUDA}")
     subprocess.run([find_compiler(), *options, str(SOURCE)], check=True)
-    assert ctypes.sizeof(_copy_engines._Operation) == 48
-    assert [getattr(_copy_engines._Operation, n).offset for n in ("address", "value", "flags")] == [8, 16, 24]
+    assert ctypes.sizeof(copy_engines._Operation) == 48
+    assert [getattr(copy_engines._Operation, n).offset for n in ("address", "value", "flags")] == [8, 16, 24]

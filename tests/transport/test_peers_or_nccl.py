@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionlayer.transport import C10dTransport, _faster, c10d
-from fusionlayer.transport._link import LinkMessage
-from fusionlayer.transport._queueing_link import QueueingLink
+from fusionlayer.transport import C10dTransport, c10d
+from fusionlayer.transport.links import faster as _faster
+from fusionlayer.transport.links.base import LinkMessage
+from fusionlayer.transport.links.queueing import QueueingLink
 from tests.harness import run_ranks
 
 from .device_on_host import Keeping, Shared, compiled, device_on_host

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionlayer.transport._nccl import NcclLink
 from fusionlayer.transport.c10d import C10dTransport
+from fusionlayer.transport.links.nccl import NcclLink
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.medium

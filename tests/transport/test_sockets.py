@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.transport import Transport, _faster, _introduction
-from fusionlayer.transport._link import DamagedMessage, LinkError, LinkMessage
-from fusionlayer.transport._socket_options import SocketOptions
-from fusionlayer.transport._sockets import WINDOW_BYTES, SocketLink
+from fusionlayer.transport import Transport
+from fusionlayer.transport.links import faster, introduction
+from fusionlayer.transport.links.base import DamagedMessage, LinkError, LinkMessage
+from fusionlayer.transport.links.socket_options import SocketOptions
+from fusionlayer.transport.links.sockets import WINDOW_BYTES, SocketLink
 from tests.loops import looped
 from tests.ranks import over_threads
 
@@ -224,7 +225,7 @@ def test_strangers_do_no_harm() -> None:
         place = relay._to
         before = len(os.listdir("/proc/self/fd"))
         strangers = []
-        for number in range(2 * _introduction._MOST_STRANGERS):
+        for number in range(2 * introduction._MOST_STRANGERS):
             stranger = socket.create_connection(place)
             stranger.sendall([b"", b"x", b"\0" * 52, b"GET / HTTP/1.1\r\n\r\n" * 99][number % 4])
             if number % 4 == 3:
@@ -233,10 +234,10 @@ def test_strangers_do_no_harm() -> None:
         known = socket.create_connection(place)
         assert made[0]._keeper is not None
         with pytest.raises(OSError):
-            _introduction.introduce(known, made[0]._keeper._secret, 2, time.monotonic() + 180)
+            introduction.introduce(known, made[0]._keeper._secret, 2, time.monotonic() + 180)
         guess = socket.create_connection(place)
         with pytest.raises(OSError):
-            _introduction.introduce(guess, b"guess", 1, time.monotonic() + 180)
+            introduction.introduce(guess, b"guess", 1, time.monotonic() + 180)
         swap(made, MIB, 1)
         assert made[0].states()[1] == made[1].states()[0] == [1, 1]
         for stranger in (*strangers, known, guess):
@@ -254,7 +255,7 @@ def raw(link: SocketLink, index: int) -> Iterator[socket.socket]:
 
 
 # A link adds them only where it is sealed.
-KEYS = _introduction.Keys(bytes(range(32)), bytes(range(32, 64)))
+KEYS = introduction.Keys(bytes(range(32)), bytes(range(32, 64)))
 
 
 NONSENSE = {
@@ -336,10 +337,10 @@ class Timed:
 def test_what_is_faster_for_one_rank_alone_is_not_taken_by_it(
     seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_faster, "_time", lambda link, *_: link.seconds)
+    monkeypatch.setattr(faster, "_time", lambda link, *_: link.seconds)
 
     def body(transport: Transport) -> bool:
         links = Timed(transport, seconds[transport.rank]), Timed(transport, 1.0)
-        return _faster.is_faster(*links, transport.rank, transport.size)  # type: ignore[arg-type]
+        return faster.is_faster(*links, transport.rank, transport.size)  # type: ignore[arg-type]
 
     assert over_threads(2, body) == [sum(seconds) < 2.0 / 1.1] * 2

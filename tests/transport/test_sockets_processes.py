@@ -16,9 +16,9 @@ import fusionlayer as fl
 from fusionlayer.base.config import Config
 from fusionlayer.base.errors import PlanMismatch, TransportError
 from fusionlayer.transport import C10dTransport
-from fusionlayer.transport._gloo import GlooLink
-from fusionlayer.transport._socket_options import SocketOptions
-from fusionlayer.transport._sockets import SocketLink
+from fusionlayer.transport.links.gloo import GlooLink
+from fusionlayer.transport.links.socket_options import SocketOptions
+from fusionlayer.transport.links.sockets import SocketLink
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
@@ -199,12 +199,13 @@ def takes(kind: Any, seconds: float, clock: Any) -> None:
 
 def choose(rank: int, world: int, slow: str) -> list[str]:
     """As if the ranks were on hosts of their own, and one kind of link were slow on one rank."""
-    from fusionlayer.transport import _faster, _sockets
+    from fusionlayer.transport.links import faster
+    from fusionlayer.transport.links import sockets as _sockets
 
     if slow != "alone":
         _sockets.node_name = lambda: f"host {rank}"  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        clock = _faster.time = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)  # type: ignore[assignment]
+        clock = faster.time = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)  # type: ignore[assignment]
         for name, kind in {"gloo": GlooLink, "own": SocketLink}.items():
             takes(kind, 0.05 if name == slow and rank == 1 else 0.001, clock)
     transport = C10dTransport(timeout=TIMEOUT, sockets=SocketOptions(2, only_if_faster=True))

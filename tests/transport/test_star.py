@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import pytest
 
-from fusionlayer.transport import Transport, _introduction, star
+from fusionlayer.transport import Transport, star
+from fusionlayer.transport.links import introduction
 from fusionlayer.transport.star import Center, Connection, connect
 from tests.loops import looped
 from tests.ranks import over_threads
@@ -106,13 +107,13 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
     openings = [
         b"",
         b"x",
-        b"x" * _introduction._HELLO.size,
+        b"x" * introduction._HELLO.size,
         (1).to_bytes(4, "little") + bytes(48),
         b"GET / HTTP/1.1\r\n\r\n" * 99,
     ]
 
     def intrude(self: socket.socket, place: object) -> None:
-        for number in range(4 * _introduction._MOST_STRANGERS):
+        for number in range(4 * introduction._MOST_STRANGERS):
             stranger = socket.socket(self.family)
             original(stranger, place)
             stranger.sendall(openings[number % len(openings)])
@@ -120,14 +121,14 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
         original(self, place)
 
     monkeypatch.setattr(socket.socket, "connect", intrude)
-    accept = _introduction.Reception._accept
+    accept = introduction.Reception._accept
     waiting: list[int] = []
 
-    def count(self: _introduction.Reception, listener: socket.socket) -> None:
+    def count(self: introduction.Reception, listener: socket.socket) -> None:
         accept(self, listener)
         waiting.append(len(self._callers))
 
-    monkeypatch.setattr(_introduction.Reception, "_accept", count)
+    monkeypatch.setattr(introduction.Reception, "_accept", count)
 
     def body(transport: Transport) -> list[int]:
         end = connect(transport)
@@ -138,7 +139,7 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
 
     before = len(os.listdir("/proc/self/fd"))
     assert over_threads(3, body) == [[1, 2], [], []]
-    assert len(strangers) == 8 * _introduction._MOST_STRANGERS and max(waiting) <= _introduction._MOST_STRANGERS + 3
+    assert len(strangers) == 8 * introduction._MOST_STRANGERS and max(waiting) <= introduction._MOST_STRANGERS + 3
     for stranger in strangers:
         stranger.settimeout(180)
         with suppress(ConnectionError):
@@ -150,12 +151,12 @@ def test_strangers_neither_delay_the_ranks_nor_take_their_places(monkeypatch: py
 
 def test_rank_0_must_prove_that_it_is_rank_0() -> None:
     here, there = socket.socketpair()
-    here.sendall(bytes(_introduction.NONCE_BYTES))
+    here.sendall(bytes(introduction.NONCE_BYTES))
     answer = threading.Thread(
-        target=lambda: here.recv(_introduction._HELLO.size) and here.sendall(bytes(_introduction.PROOF_BYTES))
+        target=lambda: here.recv(introduction._HELLO.size) and here.sendall(bytes(introduction.PROOF_BYTES))
     )
     answer.start()
-    assert not _introduction.introduce(there, b"secret", 1, time.monotonic() + 180)
+    assert not introduction.introduce(there, b"secret", 1, time.monotonic() + 180)
     answer.join()
     here.close()
     there.close()

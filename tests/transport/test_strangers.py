@@ -30,7 +30,8 @@ from fusionlayer.elastic.forming import KNOCKS, PATIENCE, ROSTER, TICKETS, Forme
 from fusionlayer.elastic.generation import Generation, Member, Report, encode_member
 from fusionlayer.launch import RankInfo, meeting, stores
 from fusionlayer.process.processes import Identity
-from fusionlayer.transport import Transport, _proof, _reconnecting, c10d, star
+from fusionlayer.transport import Transport, c10d, star
+from fusionlayer.transport.links import proof, reconnecting
 from tests.harness import outcomes_of, run_ranks, stay_last
 from tests.ports import free_port
 from tests.ranks import over_threads
@@ -473,7 +474,7 @@ def train_without_the_key(rank: int, world: int, port: int) -> float:
     """Rank 1 stands for a stranger that gloo has connected: it has all but the key."""
     launched(rank, world, port, KEY)
     if rank == 1:
-        _proof.job_key = type("none", (), {"find": staticmethod(lambda: b"another key that it has guessed")})  # type: ignore[assignment]
+        proof.job_key = type("none", (), {"find": staticmethod(lambda: b"another key that it has guessed")})  # type: ignore[assignment]
     try:
         return train(5.0)
     except TransportError:
@@ -492,7 +493,7 @@ def write_down(rank: int, world: int, port: int, key: str | None) -> tuple[list[
     """Return the secrets of this rank's transport, and all that it has written into stores."""
     launched(rank, world, port, key)
     secrets, written = [], set()
-    keeper, write = _reconnecting.Keeper.__init__, dist.Store.set
+    keeper, write = reconnecting.Keeper.__init__, dist.Store.set
 
     def take(self: Any, *given: Any) -> None:
         secrets.extend(each.hex() for each in given if isinstance(each, bytes))
@@ -503,7 +504,7 @@ def write_down(rank: int, world: int, port: int, key: str | None) -> tuple[list[
         write(self, where, value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_reconnecting.Keeper, "__init__", take)
+        patch.setattr(reconnecting.Keeper, "__init__", take)
         patch.setattr(dist.Store, "set", note)
         train(60.0, sockets=True)
     return secrets, written

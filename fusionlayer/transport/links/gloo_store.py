@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..base.errors import TransportError
+from ...base.errors import TransportError
 
 __all__ = ["GlooStore"]
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from ..process.interfaces import family_of
-from ._introduction import PATIENCE, Keys, Reception, introduce
-from ._link import LinkError
-from ._socket_options import Place, Told, ways
+from ...process.interfaces import family_of
+from .base import LinkError
+from .introduction import PATIENCE, Keys, Reception, introduce
+from .socket_options import Place, Told, ways
 
 __all__ = ["Keeper"]
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..process.bounded import Overdue, bounded
-from ._link import LinkMessage, RowLink
-from ._queueing_link import QueueingLink
+from ...process.bounded import Overdue, bounded
+from .base import LinkMessage, RowLink
+from .queueing import QueueingLink
 
 __all__ = ["NcclLink"]
 

@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ._secrets import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
-from ._secrets import Keys as BothKeys
+from ...base.secrets import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
+from ...base.secrets import Keys as BothKeys
 
 __all__ = ["PATIENCE", "Keys", "Reception", "introduce", "is_exhausted"]
 

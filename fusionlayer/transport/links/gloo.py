@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..process.bounded import Aside, Overdue
-from ._checks import compare, room, seal
-from ._exchange_link import ExchangeLink
-from ._gloo_store import GlooStore
-from ._link import DamagedMessage, LinkError, LinkMessage
-from ._rendezvous import Connecting
-from ._shared_memory import Invitation, SharedMemory
+from ...process.bounded import Aside, Overdue
+from ..rendezvous import Connecting
+from .base import DamagedMessage, LinkError, LinkMessage
+from .checksums import compare, room, seal
+from .exchange import ExchangeLink
+from .gloo_store import GlooStore
+from .shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
 

@@ -17,17 +17,17 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ..launch.job_key import shared_secret
-from ..native import libraries
-from ..process import forks
-from ..process.processes import node_name
-from ._exchange_link import ExchangeLink
-from ._introduction import Keys
-from ._link import DamagedMessage, LinkError, LinkMessage
-from ._reconnecting import Keeper
-from ._rendezvous import Connecting
-from ._socket_options import SocketOptions, places
-from ._waiting import wait_until
+from ...launch.job_key import shared_secret
+from ...native import libraries
+from ...process import forks
+from ...process.processes import node_name
+from .._waiting import wait_until
+from ..rendezvous import Connecting
+from .base import DamagedMessage, LinkError, LinkMessage
+from .exchange import ExchangeLink
+from .introduction import Keys
+from .reconnecting import Keeper
+from .socket_options import SocketOptions, places
 
 __all__ = ["SocketLink"]
 

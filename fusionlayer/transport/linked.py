@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import time
-import weakref
 import zlib
-from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import PlanMismatch, TransportError, UsageError, again
+from ..base.errors import TransportError, UsageError, again
 from ..health.calls import Call
 from ..health.evidence import Diagnosis
 from ..health.heartbeat import Heartbeat
 from ..health.inquiry import Progress
 from ..observe.timeline import here
-from ..process import forks
-from ..process.processes import node_name
-from ._base import Transport
 from ._capture import refuse_capture
-from ._checks import checked_peers
-from ._link import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink, peers
-from ._rendezvous import Connecting, Rendezvous
 from ._staging import bring, bring_back, space
+from .base import Transport
+from .links.base import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink, peers
 
 __all__ = ["LinkedTransport"]
 
@@ -46,62 +35,24 @@ _BYTES = {torch.uint8}
 _MOST_PLANS = 1024
 
 P = ParamSpec("P")
-Self = TypeVar("Self", bound="LinkedTransport")
 
 
 class LinkedTransport(Transport):
     """One process's end of a group of processes, over its own links.
 
     One thread at a time makes calls (see ``Transport``). The monitor's thread looks after the ``Heartbeat``: it closes
-    the links when a call can no longer succeed, which makes the call in flight fail.
+    the links when a call can no longer succeed, which makes the call in flight fail. ``ConnectedTransport`` makes the
+    links.
     """
 
-    _rendezvous: Rendezvous
-
-    def _open(
-        self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None, checksum: bool | None
-    ) -> None:
-        """Make the transport. The constructors of subclasses call it.
-
-        Args:
-            rendezvous: where the processes find each other.
-            timeout: seconds that a call, or making the transport, may wait for other ranks.
-            stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
-            node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
-            checksum: whether messages carry a checksum; None: those between nodes do. Equal on all ranks.
-
-        Raises:
-            TransportError: not all ranks came in time.
-            PlanMismatch: ``checksum`` differs over ranks.
-        """
-        self.rank = rendezvous.rank
-        self.size = rendezvous.size
-        self.timeout = timeout
-        self._rendezvous = rendezvous
-        self._stall_warning = stall_warning
-        self._node = node_name() if node is None else node
-        self._checksum = checksum
-        self._checked: frozenset[int] = frozenset()
-        self._duplicates = 0
-        self._subsets: Counter[tuple[int, ...]] = Counter()
+    def _begin(self, rank: int, size: int, timeout: float) -> None:
+        """Begin without links; with one rank that is all."""
+        self.rank, self.size, self.timeout = rank, size, timeout
         self._failure: TransportError | UsageError | None = None
-        self._is_closed = False
-        self._queues = False
+        self._is_closed = self._queues = False
         self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...], str], _ExchangePlan] = {}
         self._links: dict[str, Link] = {}
         self._watch: Heartbeat | None = None
-        self._dropped: weakref.finalize[..., LinkedTransport] | None = None
-        if self.size > 1:
-            _live.add(self)
-            self._connect()
-
-    @abstractmethod
-    def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
-        """Connect to the other ranks; yield each link with the device type that it serves. All ranks call it together.
-
-        Args:
-            connecting: runs what waits for the other ranks.
-        """
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         link = self._links.get(x.device.type)
@@ -249,36 +200,6 @@ class LinkedTransport(Transport):
         for link in self._links.values():
             link.set_timeout(seconds)
 
-    def duplicate(self: Self) -> Self:
-        self._check_open()
-        self._duplicates += 1
-        return self._another(replace(self._rendezvous, name=f"{self._rendezvous.name}/{self._duplicates}"))
-
-    def subset(self: Self, ranks: Sequence[int]) -> Self:
-        """Return a transport over some of the ranks, including this one, numbered in the order given.
-
-        Those ranks call it together, with the same ``ranks``. Other ranks do not call it.
-        """
-        self._check_open()
-        self._check_member(ranks)
-        chosen = tuple(ranks)
-        self._subsets[chosen] += 1
-        part = f"{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
-        return self._another(self._rendezvous.narrowed(chosen, f"{self._rendezvous.name}/{part}"))
-
-    def begin_child(self) -> None:
-        """Refuse every call from now on: this process was forked, and the connections are its parent's."""
-        for link in self._links.values():
-            forks.keep(link)
-        self._links.clear()
-        self._watch = None
-        self._failure = forks.refuse("the transport belongs to its parent")
-
-    def _another(self: Self, rendezvous: Rendezvous) -> Self:
-        made = type(self).__new__(type(self))
-        made._open(rendezvous, self.timeout, self._stall_warning, self._node, self._checksum)
-        return made
-
     def only_queues(self, device: torch.device) -> bool:
         link = self._links.get(device.type)
         return device.type == "cuda" if self.size == 1 else link is not None and link.only_queues
@@ -318,91 +239,6 @@ class LinkedTransport(Transport):
     def cause(self) -> TransportError | None:
         finding = self._watch and self._watch.because()
         return TransportError(finding.text, finding.ranks) if finding else None
-
-    def _connect(self) -> None:
-        """Find the other ranks through the store and connect to them."""
-        links = self._links
-        connecting = Connecting(
-            self._rendezvous,
-            "a transport",
-            self.timeout,
-            self._stall_warning,
-            is_overdue=lambda: any(link.overdue() for link in links.values()),
-            interrupt=lambda: _close_all(links),
-        )
-        self._watch = watch = connecting.watch
-        try:
-            self._settle(*zip(*connecting.run(self._tell), strict=True))
-            for device, link in self._make_links(connecting):
-                links[device] = link
-                self._queues = self._queues or link.only_queues
-            connecting.run(self._await_links)
-        except (LinkError, RuntimeError) as error:
-            finding = connecting.find_cause(error)
-            failure = connecting.error(finding)
-            self._shut(failure, finding)
-            raise failure from error
-        watch.leave()
-        self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of))
-        # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
-        # its watches itself then.
-        self._dropped = weakref.finalize(self, _abandon, links, watch)
-        self._dropped.atexit = False
-
-    def _common(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks."""
-        return {"checksum": self._checksum}
-
-    def _tell(self, store: dist.Store) -> list[tuple[str, dict[str, object]]]:
-        """Tell the other ranks this one's node and its common settings; return those of all ranks.
-
-        Raises:
-            TransportError: something else stands in the store.
-        """
-        store.set(f"told/{self.rank}", json.dumps([self._node, self._common()]))
-        told = []
-        for rank in range(self.size):
-            text = store.get(f"told/{rank}")
-            try:
-                node, common = json.loads(text)
-                told.append((str(node), {name: common[name] for name in self._common()}))
-            except (ValueError, TypeError, KeyError, RecursionError):
-                raise TransportError(
-                    f"what stands in the store as the settings of rank {rank} makes no sense: {text[:80]!r}; another "
-                    "program or version has written it",
-                    [rank],
-                ) from None
-        return told
-
-    def _await_links(self, store: dist.Store) -> None:
-        """Return once all ranks have their links.
-
-        A rank whose links are complete may end its transport at once. Others are then still connecting among
-        themselves, and for them a connection that closes means that the whole has failed.
-        """
-        if store.add("linked", 1) == self.size:
-            store.set("all linked", "")
-        store.wait(["all linked"])
-
-    def _settle(self, nodes: Sequence[str], commons: Sequence[Mapping[str, object]]) -> None:
-        """Decide whose messages carry a checksum, from what each rank has told: its node and its common settings.
-
-        Raises:
-            PlanMismatch: the settings differ. Every rank raises it, since all know the same.
-        """
-        for name in self._common():
-            values = [common[name] for common in commons]
-            differ = [rank for rank, value in enumerate(values) if value != values[0]]
-            if differ:
-                self.close()
-                settings = ", ".join(f"rank {rank}: {json.dumps(value)}" for rank, value in enumerate(values))
-                raise PlanMismatch(
-                    f"setting {name} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 "
-                    f"({settings}); give every rank the same setting",
-                    ranks=differ,
-                )
-        self._group_by_node(nodes)
-        self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 
     def stages(self, device: torch.device) -> bool:
         return device.type == "cuda" and "cuda" not in self._links
@@ -461,13 +297,9 @@ class LinkedTransport(Transport):
     def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:
         """Make every later call raise ``failure``, and tell the other ranks the finding; None: this rank closed it."""
         self._failure = again(failure)  # not what is raised here: its traceback holds this transport
-        _close_all(self._links)
+        close_all(self._links)
         if self._watch is not None:
             self._watch.end(finding)
-        if self._dropped is not None:
-            # Python may drop the transport in the middle of anything, even of the monitor's own code, and to end the
-            # watch again would wait for the monitor's lock.
-            self._dropped.detach()
 
 
 class _ExchangePlan(NamedTuple):
@@ -497,22 +329,6 @@ def key_of(call: Call, sequence: int) -> int:
     return zlib.crc32(f"{sequence} {call.what} {call.purpose}".encode())
 
 
-def _close_all(links: Mapping[str, Link]) -> None:
+def close_all(links: Mapping[str, Link]) -> None:
     for link in links.values():
         link.close()
-
-
-_live: weakref.WeakSet[LinkedTransport] = weakref.WeakSet()
-
-
-def _begin_child() -> None:
-    for transport in list(_live):
-        transport.begin_child()
-
-
-os.register_at_fork(after_in_child=_begin_child)
-
-
-def _abandon(links: Mapping[str, Link], watch: Heartbeat) -> None:
-    _close_all(links)
-    watch.end()

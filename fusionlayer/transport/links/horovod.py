@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..base.errors import ConfigError, UsageError
-from ._checks import compare, room, seal
-from ._exchange_link import ExchangeLink
-from ._link import LinkError, LinkMessage
-from ._waiting import wait_until
+from ...base.errors import ConfigError, UsageError
+from .._waiting import wait_until
+from .base import LinkError, LinkMessage
+from .checksums import compare, room, seal
+from .exchange import ExchangeLink
 
 __all__ = ["HorovodLink", "import_horovod", "load_horovod"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._capture import DRIVER
+from .._capture import DRIVER
 
 __all__ = ["CopyEngines"]
 

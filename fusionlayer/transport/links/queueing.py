@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ..base.errors import again
-from ._capture import beside_captures
-from ._link import DeviceError, Link, LinkError
+from ...base.errors import again
+from .._capture import beside_captures
+from .base import DeviceError, Link, LinkError
 
 __all__ = ["Pending", "QueueingLink"]
 

@@ -19,7 +19,7 @@ from ..launch.stores import EndingStore
 from ..process import outages
 from ..process.bounded import Overdue, bounded
 from ..process.processes import Identity
-from ._link import LinkError
+from .links.base import LinkError
 
 __all__ = ["Connecting", "Rendezvous"]
 

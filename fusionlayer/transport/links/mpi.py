@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError, UsageError
-from ..process import forks
-from ._checks import compare, room, seal
-from ._exchange_link import ExchangeLink
-from ._link import LinkError, LinkMessage
-from ._waiting import wait_until
+from ...base.errors import ConfigError, UsageError
+from ...process import forks
+from .._waiting import wait_until
+from .base import LinkError, LinkMessage
+from .checksums import compare, room, seal
+from .exchange import ExchangeLink
 
 if TYPE_CHECKING:
     from mpi4py import MPI

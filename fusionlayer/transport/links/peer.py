@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..base.errors import UsageError
-from ._copy_engines import CopyEngines
-from ._link import Link, LinkError, LinkMessage
-from ._peer_memory import Counter, Counters, Gather, OutOfReach, PeerMemory, together
-from ._queueing_link import Pending, QueueingLink
+from ...base.errors import UsageError
+from .base import Link, LinkError, LinkMessage
+from .copy_engines import CopyEngines
+from .peer_memory import Counter, Counters, Gather, OutOfReach, PeerMemory, together
+from .queueing import Pending, QueueingLink
 
 __all__ = ["PeerLink"]
 

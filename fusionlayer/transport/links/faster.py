@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from ._link import Link, LinkMessage
+from .base import Link, LinkMessage
 
 __all__ = ["is_faster"]
 

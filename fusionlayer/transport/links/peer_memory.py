@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ._device_memory import DeviceMemory
-from ._shared_memory import map_memory
+from .device_memory import DeviceMemory
+from .shared_memory import map_memory
 
 __all__ = ["Counter", "Counters", "Gather", "OutOfReach", "PeerMemory", "together"]
 

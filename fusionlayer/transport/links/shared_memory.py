@@ -20,9 +20,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ..process.processes import Identity
-from ._link import LinkError
-from ._sum import sum_in_rank_order
+from ...process.processes import Identity
+from .._sum import sum_in_rank_order
+from .base import LinkError
 
 __all__ = ["Invitation", "SharedMemory", "map_memory"]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._link import Link, LinkMessage, peers
-from ._sum import sum_in_rank_order
+from .._sum import sum_in_rank_order
+from .base import Link, LinkMessage, peers
 
 __all__ = ["ExchangeLink"]
 

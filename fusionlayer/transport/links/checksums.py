@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import native
-from ._link import DamagedMessage
+from ... import native
+from .base import DamagedMessage
 
 __all__ = ["checked_peers", "compare", "room", "seal"]
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..launch import job_key
-from ._gloo import GlooLink
-from ._link import LinkError, LinkMessage
+from ...launch import job_key
+from .base import LinkError, LinkMessage
+from .gloo import GlooLink
 
 __all__ = ["prove", "prove_link"]
 

@@ -1,0 +1,120 @@
+"""Calls of a transport that consist of exchanges, and memory for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..base.errors import PlanMismatch
+from ..native.wire import digest
+
+__all__ = ["Composed"]
+
+# Up to this size all_reduce_max sends the whole tensor to every rank: one exchange instead of two.
+_WHOLE_BYTES = 1 << 12
+
+
+class Composed(ABC):
+    """The part of a transport that needs nothing but ``exchange``. ``Transport`` describes the attributes."""
+
+    rank: int
+    size: int
+    purpose: str = ""
+    why: str = ""
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+        """Send ``sends[j]`` to rank j and receive ``recvs[j]`` from rank j, all at once, both directions busy.
+
+        Both lists hold ``size`` uint8 tensors of any lengths; none of them may overlap a receive buffer. ``recvs[j]``
+        here is as long as ``sends[rank]`` on rank j. The entry of this rank itself is copied. ``sends`` may hold the
+        same tensor more than once.
+        """
+
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order; ``x`` may be this rank's row."""
+        self.exchange([x] * self.size, list(out.unbind(0)))
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Return what each rank passes, in rank order; equally many bytes on all ranks."""
+        x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        out = x.new_empty(self.size, x.numel())
+        self.all_gather(x, out)
+        return [row.numpy().tobytes() for row in out]
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""
+        self.exchange(list(x.unbind(0)), list(out.unbind(0)))
+
+    def all_reduce_max(self, x: Tensor) -> None:
+        """Replace ``x`` (n,) by its elementwise maximum over ranks; a NaN wins. Floats or integers."""
+        if self.size == 1 or not x.numel():
+            return
+        if x.numel() * x.element_size() <= _WHOLE_BYTES:
+            every = x.new_empty(self.size, x.numel())
+            self.all_gather(x.view(torch.uint8), every.view(torch.uint8))
+            x.copy_(every.amax(0))
+            return
+        bounds = [x.numel() * r // self.size for r in range(self.size + 1)]
+        shares = [x[start:stop].view(torch.uint8) for start, stop in pairwise(bounds)]
+        every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
+        self.exchange(shares, [part.view(torch.uint8) for part in every])
+        self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        mine = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8, device="cpu"))
+
+    def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
+        """Return an uninitialised (nbytes,) uint8 tensor, for the current stream.
+
+        It is valid until the next call with the same ``name`` on that stream: whatever other streams do with it, the
+        current one must have waited for. The transport keeps the memory. New memory would cost a page fault for every
+        4 KiB of every message on the CPU, and a search of the allocator's lists on a device.
+        """
+        # Work on one stream comes after what was queued before it, so only there the memory is free again.
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        kept, key = self.__dict__.setdefault("_workspaces", {}), (name, device, stream)
+        if stream is not None and torch.cuda.is_current_stream_capturing():
+            kept = {}  # memory that belongs to the graph
+        if key not in kept or kept[key].numel() < nbytes:
+            # A tensor made in inference mode could not be written during training later.
+            with torch.inference_mode(False):
+                kept[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return cast(Tensor, kept[key][:nbytes])
+
+    @contextmanager
+    def doing(self, purpose: str, why: str = "") -> Iterator[None]:
+        """Let the calls of the block have this ``purpose`` and ``why``: they pair with no call that is for another."""
+        before, self.purpose, self.why = (self.purpose, self.why), purpose, why
+        try:
+            yield
+        finally:
+            self.purpose, self.why = before
+
+    def agree(self, what: str, *facts: object, why: str = "") -> None:
+        """Check that ``facts`` (see ``wire.digest``) and the wire version are equal on all ranks.
+
+        Call it before anything depends on them. ``why`` says what led this rank to the call; a rank that makes another
+        call instead reads it in its error.
+
+        Raises:
+            PlanMismatch: they differ. Every rank raises it; it names the ranks that differ and ``what``.
+        """
+        with self.doing(f"an agreement on {what}", why):
+            every = self.all_gather_bytes(digest(*facts))
+        differ = [rank for rank in range(self.size) if every[rank] != every[0]]
+        if differ:
+            hashes = ", ".join(f"rank {rank}: {each.hex()[:12]}" for rank, each in enumerate(every))
+            raise PlanMismatch(
+                f"{what} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({hashes}); give "
+                "every rank the same model, options and plan, and the same version of fusionlayer",
+                ranks=differ,
+            )

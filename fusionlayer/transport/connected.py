@@ -1,0 +1,169 @@
+"""How processes connect to make a transport: they find each other by a store, and compare settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ..base.errors import PlanMismatch, TransportError
+from ..health.evidence import Diagnosis
+from ..health.heartbeat import Heartbeat
+from ..process import forks
+from ..process.processes import node_name
+from .linked import LinkedTransport, close_all
+from .links.base import Link, LinkError
+from .links.checksums import checked_peers
+from .rendezvous import Connecting, Rendezvous
+from .settings import await_links, check_equal, gather_settings
+
+__all__ = ["ConnectedTransport"]
+
+Self = TypeVar("Self", bound="ConnectedTransport")
+
+
+class ConnectedTransport(LinkedTransport):
+    """A ``LinkedTransport`` whose processes meet at a rendezvous. Subclasses make its links."""
+
+    _rendezvous: Rendezvous
+
+    def _open(
+        self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None, checksum: bool | None
+    ) -> None:
+        """Make the transport. The constructors of subclasses call it.
+
+        Args:
+            rendezvous: where the processes find each other.
+            timeout: seconds that a call, or making the transport, may wait for other ranks.
+            stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+            node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
+            checksum: whether messages carry a checksum; None: those between nodes do. Equal on all ranks.
+
+        Raises:
+            TransportError: not all ranks came in time.
+            PlanMismatch: ``checksum`` differs over ranks.
+        """
+        self._begin(rendezvous.rank, rendezvous.size, timeout)
+        self._rendezvous = rendezvous
+        self._stall_warning = stall_warning
+        self._node = node_name() if node is None else node
+        self._checksum = checksum
+        self._checked: frozenset[int] = frozenset()
+        self._duplicates = 0
+        self._subsets: Counter[tuple[int, ...]] = Counter()
+        self._dropped: weakref.finalize[..., ConnectedTransport] | None = None
+        if self.size > 1:
+            _live.add(self)
+            self._connect()
+
+    @abstractmethod
+    def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
+        """Connect to the other ranks; yield each link with the device type that it serves. All ranks call it together.
+
+        Args:
+            connecting: runs what waits for the other ranks.
+        """
+
+    def duplicate(self: Self) -> Self:
+        self._check_open()
+        self._duplicates += 1
+        return self._another(replace(self._rendezvous, name=f"{self._rendezvous.name}/{self._duplicates}"))
+
+    def subset(self: Self, ranks: Sequence[int]) -> Self:
+        """Return a transport over some of the ranks, including this one, numbered in the order given.
+
+        Those ranks call it together, with the same ``ranks``. Other ranks do not call it.
+        """
+        self._check_open()
+        self._check_member(ranks)
+        chosen = tuple(ranks)
+        self._subsets[chosen] += 1
+        part = f"{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
+        return self._another(self._rendezvous.narrowed(chosen, f"{self._rendezvous.name}/{part}"))
+
+    def begin_child(self) -> None:
+        """Refuse every call from now on: this process was forked, and the connections are its parent's."""
+        for link in self._links.values():
+            forks.keep(link)
+        self._links.clear()
+        self._watch = None
+        self._failure = forks.refuse("the transport belongs to its parent")
+
+    def _another(self: Self, rendezvous: Rendezvous) -> Self:
+        made = type(self).__new__(type(self))
+        made._open(rendezvous, self.timeout, self._stall_warning, self._node, self._checksum)
+        return made
+
+    def _connect(self) -> None:
+        """Find the other ranks through the store and connect to them."""
+        links = self._links
+        connecting = Connecting(
+            self._rendezvous,
+            "a transport",
+            self.timeout,
+            self._stall_warning,
+            is_overdue=lambda: any(link.overdue() for link in links.values()),
+            interrupt=lambda: close_all(links),
+        )
+        self._watch = watch = connecting.watch
+        try:
+            given = self.rank, self.size, self._node, self._common()
+            nodes, every = connecting.run(lambda store: gather_settings(store, *given))
+            self._settle(nodes, every)
+            for device, link in self._make_links(connecting):
+                links[device] = link
+                self._queues = self._queues or link.only_queues
+            connecting.run(lambda store: await_links(store, self.size))
+        except (LinkError, RuntimeError) as error:
+            finding = connecting.find_cause(error)
+            failure = connecting.error(finding)
+            self._shut(failure, finding)
+            raise failure from error
+        watch.leave()
+        self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of))
+        # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
+        # its watches itself then.
+        self._dropped = weakref.finalize(self, _abandon, links, watch)
+        self._dropped.atexit = False
+
+    def _common(self) -> dict[str, object]:
+        """Return the settings that must be equal on all ranks."""
+        return {"checksum": self._checksum}
+
+    def _settle(self, nodes: Sequence[str], every: Sequence[Mapping[str, object]]) -> None:
+        """Compare the settings of all ranks, and decide whose messages carry a checksum."""
+        try:
+            check_equal(self.rank, every)
+        except PlanMismatch:
+            self.close()
+            raise
+        self._group_by_node(nodes)
+        self._checked = checked_peers(self._checksum, self.rank, self.nodes)
+
+    def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:
+        super()._shut(failure, finding)
+        if self._dropped is not None:
+            # Python may drop the transport in the middle of anything, even of the monitor's own code, and to end the
+            # watch again would wait for the monitor's lock.
+            self._dropped.detach()
+
+
+_live: weakref.WeakSet[ConnectedTransport] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    for transport in list(_live):
+        transport.begin_child()
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+def _abandon(links: Mapping[str, Link], watch: Heartbeat) -> None:
+    close_all(links)
+    watch.end()

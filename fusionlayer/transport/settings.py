@@ -1,0 +1,66 @@
+"""What ranks compare before they connect: the node of each, and settings that must be equal on all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from ..base.errors import PlanMismatch, TransportError
+
+__all__ = ["await_links", "check_equal", "gather_settings"]
+
+
+def gather_settings(
+    store: dist.Store, rank: int, size: int, node: str, settings: Mapping[str, object]
+) -> tuple[list[str], list[dict[str, object]]]:
+    """Return node and settings of every rank, in rank order. All ranks call it together.
+
+    Raises:
+        TransportError: something else stands in the store.
+    """
+    store.set(f"told/{rank}", json.dumps([node, settings]))
+    nodes, every = [], []
+    for peer in range(size):
+        text = store.get(f"told/{peer}")
+        try:
+            name, theirs = json.loads(text)
+            every.append({key: theirs[key] for key in settings})
+            nodes.append(str(name))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise TransportError(
+                f"what stands in the store as the settings of rank {peer} makes no sense: {text[:80]!r}; another "
+                "program or version has written it",
+                [peer],
+            ) from None
+    return nodes, every
+
+
+def check_equal(rank: int, every: Sequence[Mapping[str, object]]) -> None:
+    """Compare the settings of all ranks on ``rank``.
+
+    Raises:
+        PlanMismatch: they differ. Every rank raises it, since all know the same.
+    """
+    for name in every[0]:
+        values = [settings[name] for settings in every]
+        differ = [peer for peer, value in enumerate(values) if value != values[0]]
+        if differ:
+            shown = ", ".join(f"rank {peer}: {json.dumps(value)}" for peer, value in enumerate(values))
+            raise PlanMismatch(
+                f"setting {name} differs over ranks (this is rank {rank}): {differ} differ from rank 0 "
+                f"({shown}); give every rank the same setting",
+                ranks=differ,
+            )
+
+
+def await_links(store: dist.Store, size: int) -> None:
+    """Return once all ranks have their links.
+
+    A rank whose links are complete may end its transport at once. Others are then still connecting among themselves,
+    and for them a connection that closes means that the whole has failed.
+    """
+    if store.add("linked", 1) == size:
+        store.set("all linked", "")
+    store.wait(["all linked"])
