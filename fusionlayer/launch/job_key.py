@@ -7,12 +7,12 @@ key numbers are the secrets themselves, and values are stored as they are.
 
 from __future__ import annotations
 
-import hmac
 import os
 import stat
 from collections.abc import Mapping
 
 from ..base.errors import ConfigError, TransportError
+from ..base.secrets import PROOF_BYTES, is_proof, prove
 
 __all__ = ["FILE", "KEY", "find", "looks_secret", "seal", "shared_secret", "unseal"]
 
@@ -20,7 +20,6 @@ KEY, FILE = "FUSIONLAYER_JOB_KEY", "FUSIONLAYER_JOB_KEY_FILE"
 
 _LEAST_BYTES = 16
 _SEAL = b"fusionlayer-sealed:"
-_PROOF_BYTES = 32
 
 # What stands in the names of variables whose values are secret.
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "COOKIE")
@@ -72,14 +71,14 @@ def shared_secret(purpose: str, nonce: bytes, environ: Mapping[str, str] = os.en
     Without a job key it is ``nonce`` itself: a process that can read it counts as a member then.
     """
     key = find(environ)
-    return nonce if key is None else hmac.digest(key, b"secret:" + purpose.encode() + b":" + nonce, "sha256")
+    return nonce if key is None else prove(key, b"secret:", purpose.encode() + b":" + nonce)
 
 
 def seal(place: str, value: bytes | str, environ: Mapping[str, str] = os.environ) -> bytes:
     """Return a value for a store, with the proof that a process with the job key has written it for ``place``."""
     data = value.encode() if isinstance(value, str) else bytes(value)
     key = find(environ)
-    return data if key is None else _SEAL + _prove(key, place, data) + data
+    return data if key is None else _SEAL + prove(key, b"seal:", _sealed(place, data)) + data
 
 
 def unseal(place: str, value: bytes, environ: Mapping[str, str] = os.environ) -> bytes:
@@ -94,16 +93,16 @@ def unseal(place: str, value: bytes, environ: Mapping[str, str] = os.environ) ->
         return value
     if key is None:
         raise TransportError(f"{place!r} in the store has a job key's seal, and this process has none; {_ALIKE}")
-    proof, data = value[len(_SEAL) :][:_PROOF_BYTES], value[len(_SEAL) + _PROOF_BYTES :]
-    if not is_sealed or not hmac.compare_digest(proof, _prove(key, place, data)):
+    proof, data = value[len(_SEAL) :][:PROOF_BYTES], value[len(_SEAL) + PROOF_BYTES :]
+    if not is_sealed or not is_proof(proof, key, b"seal:", _sealed(place, data)):
         why = "is not sealed with this job's key" if is_sealed else "has no seal of this job's key"
         raise TransportError(f"{place!r} in the store {why}: another program has written it, or else: {_ALIKE}")
     return data
 
 
-def _prove(key: bytes, place: str, data: bytes) -> bytes:
+def _sealed(place: str, data: bytes) -> bytes:
     name = place.encode(errors="surrogateescape")
-    return hmac.digest(key, b"seal:%d:" % len(name) + name + data, "sha256")
+    return b"%d:" % len(name) + name + data
 
 
 _ALIKE = f"give all processes of a job the same {KEY} or {FILE}, or none of them"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import Callable, Sequence
 
 from ..base.errors import WireError
+from ..base.secrets import PROOF_BYTES, is_proof, prove
 
 __all__ = ["SIGNED_BYTES", "checks", "seal", "sign"]
 
 _MAGIC = b"FLS1"
-_PROOF_BYTES = 32
-SIGNED_BYTES = len(_MAGIC) + _PROOF_BYTES
+SIGNED_BYTES = len(_MAGIC) + PROOF_BYTES
 """Bytes that stand before a signed update."""
 
 
 def sign(secret: bytes, facts: Sequence[object]) -> str:
     """Return the signature of the content of ``newest.json``."""
-    return hmac.digest(secret, b"newest" + json.dumps(facts).encode(), "sha256").hex()
+    return prove(secret, b"newest", json.dumps(facts).encode()).hex()
 
 
 def seal(secret: bytes, front: bytes | memoryview) -> bytes:
@@ -28,7 +27,7 @@ def seal(secret: bytes, front: bytes | memoryview) -> bytes:
         secret: of the publisher and its followers.
         front: the update up to the end of its header, which has the digests of all that follows.
     """
-    return _MAGIC + hmac.digest(secret, b"update" + bytes(front), "sha256")
+    return _MAGIC + prove(secret, b"update", bytes(front))
 
 
 def checks(secret: bytes, mark: bytes) -> Callable[[bytes], None]:
@@ -41,7 +40,7 @@ def checks(secret: bytes, mark: bytes) -> Callable[[bytes], None]:
         raise WireError("it is not signed, and this follower has a secret: give publish the same secret")
 
     def check(front: bytes) -> None:
-        if not hmac.compare_digest(mark, seal(secret, front)):
+        if not is_proof(mark[len(_MAGIC) :], secret, b"update", bytes(front)):
             raise WireError("its signature is of another secret: give publisher and followers the same one")
 
     return check

@@ -307,8 +307,6 @@ def _has_memory(x: Tensor) -> bool:
     return plain and x.layout is torch.strided and not x.is_quantized and not x.is_meta
 
 
-
-
 def _gathered_digests(named: Mapping[str, Tensor], transport: Transport) -> list[list[int]]:
     """Return the digests of each tensor, those of all ranks; ranks have equally many tensors."""
     mine = struct.pack(f"<{len(named)}Q", *(digest_of([x]) for x in named.values()))

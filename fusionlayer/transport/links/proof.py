@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...base import secrets as proofs
 from ...launch import job_key
 from .base import LinkError, LinkMessage
 from .gloo import GlooLink
@@ -39,11 +39,11 @@ def prove(gather: Callable[[Tensor], list[Tensor]], rank: int, place: str) -> No
 
     nonces = b"".join(told(secrets.token_bytes(_BYTES)))
 
-    def proof(of: int) -> bytes:
-        return hmac.digest(key, f"connection:{of}:{place}:".encode() + nonces, "sha256")
+    def role(of: int) -> bytes:
+        return f"connection:{of}:{place}:".encode()
 
-    for peer, shown in enumerate(told(proof(rank))):
-        if not hmac.compare_digest(shown, proof(peer)):
+    for peer, shown in enumerate(told(proofs.prove(key, role(rank), nonces))):
+        if not proofs.is_proof(shown, key, role(peer), nonces):
             raise LinkError(peer, f"what is connected as rank {peer} is no process of this job: it has no job key")
 
 
