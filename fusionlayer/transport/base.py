@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from typing import cast
+from abc import abstractmethod
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError, PlanMismatch, TransportError
-from ..native.wire import digest
+from ..base.errors import ConfigError, TransportError
+from .composed import Composed
+from .queueing import Queueing
 
-__all__ = ["URGENT", "Transport"]
+__all__ = ["URGENT", "Transport", "check_subset", "group_by_node"]
 
 URGENT = -1
 """Priority of a stream that carries messages. Kernels of backward that are queued already must not hold up a message:
 other ranks wait for it."""
 
-# Up to this size all_reduce_max sends the whole tensor to every rank: one exchange instead of two.
-_WHOLE_BYTES = 1 << 12
 
-
-class Transport(ABC):
+class Transport(Composed, Queueing):
     """One rank's end of a group of ranks.
 
     One thread at a time may use a transport, and every rank must make the same calls in the same order; a second thread
@@ -49,24 +43,11 @@ class Transport(ABC):
             same on all ranks.
     """
 
-    rank: int
-    size: int
     timeout: float
     bytes_sent: int = 0
     sequence: int = 0
-    purpose: str = ""
-    why: str = ""
     peer_bytes: int = 0
     _nodes: tuple[tuple[int, ...], ...] | None = None
-
-    @abstractmethod
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        """Send ``sends[j]`` to rank j and receive ``recvs[j]`` from rank j, all at once, both directions busy.
-
-        Both lists hold ``size`` uint8 tensors of any lengths; none of them may overlap a receive buffer. ``recvs[j]``
-        here is as long as ``sends[rank]`` on rank j. The entry of this rank itself is copied. ``sends`` may hold the
-        same tensor more than once.
-        """
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> None:
@@ -106,83 +87,9 @@ class Transport(ABC):
         Work that calls have only queued on a device is cut off in the middle: ``finish`` waits for it.
         """
 
-    def finish(self) -> None:
-        """Close the group after all calls have ended, on devices too. What fails meanwhile is logged."""
-        self.close()
-
-    def only_queues(self, device: torch.device) -> bool:
-        """Return whether calls with tensors on ``device`` only queue work on its current stream.
-
-        They wait for no other rank then, and any thread may make them in its turn.
-        """
-        return False
-
-    def can_launch(self, device: torch.device) -> bool:
-        """Return whether ``launch`` works on ``device``."""
-        return False
-
-    def launch(self, what: str, device: torch.device, kernel: Callable[[Tensor], None]) -> None:
-        """Let ``kernel`` queue one kernel on the current stream that waits for the like of it on all other ranks.
-
-        All ranks call it together. ``what`` says for errors what the kernel does, with all that must be equal. It gets
-        (1,) int32 in memory that the device reads: not 0 once the transport is closed, and the kernel has to end.
-        """
-        raise NotImplementedError
-
-    def drain(self) -> None:  # noqa: B027 - most calls end with their work
-        """Wait until devices have done the work of all calls that have returned; at most for ``timeout`` seconds.
-
-        What was received is whole then. After an orderly ``close`` it does nothing.
-
-        Raises:
-            TransportError: this transport has failed, perhaps in work that was queued.
-        """
-
-    def all_gather(self, x: Tensor, out: Tensor) -> None:
-        """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order; ``x`` may be this rank's row."""
-        self.exchange([x] * self.size, list(out.unbind(0)))
-
-    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Return what each rank passes, in rank order; equally many bytes on all ranks."""
-        x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        out = x.new_empty(self.size, x.numel())
-        self.all_gather(x, out)
-        return [row.numpy().tobytes() for row in out]
-
-    def all_to_all(self, x: Tensor, out: Tensor) -> None:
-        """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""
-        self.exchange(list(x.unbind(0)), list(out.unbind(0)))
-
-    def all_reduce_max(self, x: Tensor) -> None:
-        """Replace ``x`` (n,) by its elementwise maximum over ranks; a NaN wins. Floats or integers."""
-        if self.size == 1 or not x.numel():
-            return
-        if x.numel() * x.element_size() <= _WHOLE_BYTES:
-            every = x.new_empty(self.size, x.numel())
-            self.all_gather(x.view(torch.uint8), every.view(torch.uint8))
-            x.copy_(every.amax(0))
-            return
-        bounds = [x.numel() * r // self.size for r in range(self.size + 1)]
-        shares = [x[start:stop].view(torch.uint8) for start, stop in pairwise(bounds)]
-        every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
-        self.exchange(shares, [part.view(torch.uint8) for part in every])
-        self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
-
     def cause(self) -> TransportError | None:
         """Return why this process leaves, if a transport of it over these ranks has failed; else None."""
         return None
-
-    def _check_member(self, ranks: Sequence[int]) -> None:
-        """Raise ``ConfigError`` unless ``ranks`` are different ranks of this transport and include this one."""
-        if len(set(ranks)) != len(ranks) or self.rank not in ranks or not all(0 <= r < self.size for r in ranks):
-            raise ConfigError(
-                f"subset {list(ranks)} on rank {self.rank} of {self.size}; give different ranks from 0 to "
-                f"{self.size - 1}, and call it only on those"
-            )
-
-    def stages(self, device: torch.device) -> bool:
-        """Return whether messages of ``device`` travel from the host's memory, to which they are copied first."""
-        return False
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -192,61 +99,19 @@ class Transport(ABC):
         """
         return self._nodes or (tuple(range(self.size)),)
 
-    def _group_by_node(self, names: Sequence[object]) -> None:
-        """Note the name of every rank's node. Without this call all ranks are on one node."""
-        found: dict[object, list[int]] = {}
-        for rank, name in enumerate(names):
-            found.setdefault(name, []).append(rank)
-        self._nodes = tuple(map(tuple, found.values()))
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        mine = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8, device="cpu"))
+def check_subset(ranks: Sequence[int], rank: int, size: int) -> None:
+    """Raise ``ConfigError`` unless ``ranks`` are different ranks of ``size`` and include ``rank``."""
+    if len(set(ranks)) != len(ranks) or rank not in ranks or not all(0 <= r < size for r in ranks):
+        raise ConfigError(
+            f"subset {list(ranks)} on rank {rank} of {size}; give different ranks from 0 to {size - 1}, and call it "
+            "only on those"
+        )
 
-    def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
-        """Return an uninitialised (nbytes,) uint8 tensor, for the current stream.
 
-        It is valid until the next call with the same ``name`` on that stream: whatever other streams do with it, the
-        current one must have waited for. The transport keeps the memory. New memory would cost a page fault for every
-        4 KiB of every message on the CPU, and a search of the allocator's lists on a device.
-        """
-        # Work on one stream comes after what was queued before it, so only there the memory is free again.
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        kept, key = self.__dict__.setdefault("_workspaces", {}), (name, device, stream)
-        if stream is not None and torch.cuda.is_current_stream_capturing():
-            kept = {}  # memory that belongs to the graph
-        if key not in kept or kept[key].numel() < nbytes:
-            # A tensor made in inference mode could not be written during training later.
-            with torch.inference_mode(False):
-                kept[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return cast(Tensor, kept[key][:nbytes])
-
-    @contextmanager
-    def doing(self, purpose: str, why: str = "") -> Iterator[None]:
-        """Let the calls of the block have this ``purpose`` and ``why``: they pair with no call that is for another."""
-        before, self.purpose, self.why = (self.purpose, self.why), purpose, why
-        try:
-            yield
-        finally:
-            self.purpose, self.why = before
-
-    def agree(self, what: str, *facts: object, why: str = "") -> None:
-        """Check that ``facts`` (see ``wire.digest``) and the wire version are equal on all ranks.
-
-        Call it before anything depends on them. ``why`` says what led this rank to the call; a rank that makes another
-        call instead reads it in its error.
-
-        Raises:
-            PlanMismatch: they differ. Every rank raises it; it names the ranks that differ and ``what``.
-        """
-        with self.doing(f"an agreement on {what}", why):
-            every = self.all_gather_bytes(digest(*facts))
-        differ = [rank for rank in range(self.size) if every[rank] != every[0]]
-        if differ:
-            hashes = ", ".join(f"rank {rank}: {each.hex()[:12]}" for rank, each in enumerate(every))
-            raise PlanMismatch(
-                f"{what} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({hashes}); give "
-                "every rank the same model, options and plan, and the same version of fusionlayer",
-                ranks=differ,
-            )
+def group_by_node(names: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    """Return ``Transport.nodes`` for the name of every rank's node."""
+    found: dict[object, list[int]] = {}
+    for rank, name in enumerate(names):
+        found.setdefault(name, []).append(rank)
+    return tuple(map(tuple, found.values()))

@@ -16,6 +16,7 @@ from ..health.evidence import Diagnosis
 from ..health.heartbeat import Heartbeat
 from ..process import forks
 from ..process.processes import node_name
+from .base import check_subset, group_by_node
 from .linked import LinkedTransport, close_all
 from .links.base import Link, LinkError
 from .links.checksums import checked_peers
@@ -80,7 +81,7 @@ class ConnectedTransport(LinkedTransport):
         Those ranks call it together, with the same ``ranks``. Other ranks do not call it.
         """
         self._check_open()
-        self._check_member(ranks)
+        check_subset(ranks, self.rank, self.size)
         chosen = tuple(ranks)
         self._subsets[chosen] += 1
         part = f"{hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]}/{self._subsets[chosen]}"
@@ -142,7 +143,7 @@ class ConnectedTransport(LinkedTransport):
         except PlanMismatch:
             self.close()
             raise
-        self._group_by_node(nodes)
+        self._nodes = group_by_node(nodes)
         self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 
     def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:

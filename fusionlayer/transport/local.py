@@ -17,7 +17,7 @@ from ..base.errors import ConfigError, TransportError
 from ..health.calls import Call
 from ..observe.timeline import here
 from ._sum import sum_in_rank_order
-from .base import Transport
+from .base import Transport, check_subset, group_by_node
 
 __all__ = ["LocalTransport", "alone", "current", "run"]
 
@@ -103,7 +103,7 @@ class LocalTransport(Transport):
         self.size = group.size
         self.timeout = group.timeout
         self._group = group
-        self._group_by_node([group.node_of(each) for each in range(group.size)])
+        self._nodes = group_by_node([group.node_of(each) for each in range(group.size)])
         self._duplicates = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._meetings = 0
@@ -169,7 +169,7 @@ class LocalTransport(Transport):
         return LocalTransport(self._group.duplicate(self, self._duplicates), self.rank)
 
     def subset(self, ranks: Sequence[int]) -> LocalTransport:
-        self._check_member(ranks)
+        check_subset(ranks, self.rank, self.size)
         chosen = tuple(ranks)
         self._subsets[chosen] += 1
         return LocalTransport(self._group.subset(self, chosen, self._subsets[chosen]), chosen.index(self.rank))
