@@ -18,18 +18,48 @@ from ..process import outages
 from ..process.interfaces import allowed_address, family_of, is_loopback
 from . import job_key
 
-__all__ = ["EndingStore", "SealedStore", "dial", "listen", "mark", "open_store", "serve"]
+__all__ = ["EndingStore", "SealedStore", "WrappedStore", "dial", "listen", "mark", "open_store", "serve"]
 
 _TOKEN = "fusionlayer/token"
 _POLL = 0.01
 _BACKLOG = 1024
 
 
-class SealedStore(dist.Store):
+class WrappedStore(dist.Store):
+    """A store whose values are those of another one; subclasses say how they are written and read.
+
+    torch sees only the methods that are written here, and C++ does not keep the Python part of a store: keep it as long
+    as a library has it.
+
+    Args:
+        store: where the values are.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until there are such keys."""
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether there are such keys."""
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key; return the sum."""
+        return self._store.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        return self._store.delete_key(key)
+
+
+class SealedStore(WrappedStore):
     """A store whose values carry a proof of the job key, where there is one (see ``job_key``).
 
-    Counters are as they are: the store itself adds to them. torch sees only the methods that are written here, and C++
-    does not keep the Python part of a store: keep it as long as a library has it.
+    Counters are as they are: the store itself adds to them.
 
     Args:
         store: where the values are.
@@ -37,8 +67,8 @@ class SealedStore(dist.Store):
     """
 
     def __init__(self, store: dist.Store, place: str) -> None:
-        super().__init__()
-        self._store, self._place = store, place
+        super().__init__(store)
+        self._place = place
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
@@ -61,22 +91,6 @@ class SealedStore(dist.Store):
         where = f"{self._place}/{key}"
         wanted: Any = job_key.seal(where, value)
         return job_key.unseal(where, self._store.compare_set(key, "", wanted))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until there are such keys."""
-        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether there are such keys."""
-        return self._store.check(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key; return the sum."""
-        return self._store.add(key, amount)
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key."""
-        return self._store.delete_key(key)
 
 
 class EndingStore(SealedStore):

@@ -8,13 +8,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...base.errors import TransportError
+from ...launch.stores import WrappedStore
 
 __all__ = ["GlooStore"]
 
 _LENGTH = struct.Struct("<Q")
 
 
-class GlooStore(dist.Store):
+class GlooStore(WrappedStore):
     """A store that refuses what no gloo has written: its parts have other lengths than in what this rank writes.
 
     A rank writes its host's name and its address, each behind a length, and a number for each rank. Where this rank's
@@ -26,8 +27,8 @@ class GlooStore(dist.Store):
     """
 
     def __init__(self, store: dist.Store, size: int) -> None:
-        super().__init__()
-        self._store, self._size = store, size
+        super().__init__(store)
+        self._size = size
         self._own: int | None = None
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -50,18 +51,6 @@ class GlooStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
         self._store.wait(keys)
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether there are such keys."""
-        return self._store.check(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key; return the sum."""
-        return self._store.add(key, amount)
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key."""
-        return self._store.delete_key(key)
 
     def _address_bytes(self, value: bytes) -> int | None:
         """Return how many bytes an address takes in a value of gloo; None if the value has another form."""
