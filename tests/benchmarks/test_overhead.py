@@ -14,8 +14,8 @@ from tests.harness import run_ranks
 from tests.loops import looped
 from tests.tiers import exhaustive
 
-MOST_FILES = 25
-MOST_CALLS = {"submit": 39, "lane": 114, "step": 11}
+MOST_FILES = 22
+MOST_CALLS = {"submit": 39, "lane": 76, "step": 11}
 """Of one tensor of int8 among four ranks; a call more is a decision, not an accident. The thread that submits also ends
 the step, and with it finds out which parameters no rank has used."""
 MOST_OVER_GLOO = {2: (164, 32), 4: (239, 32)}
