@@ -34,7 +34,7 @@ PHASES = {
 }
 """Spans of the training thread, and what the breakdown calls them (SAFusion, figure 15)."""
 
-NETWORK, LATE, CODEC, PACKING, OTHER = KINDS = ("network", "late ranks", "codec", "packing", "other")
+NETWORK, LATE, CODEC, PACKING, OTHER = KINDS = ("network", "stragglers", "codec", "packing", "other")
 """What a communication thread does. Where two of them overlap, as when pieces are pipelined, the first one counts."""
 
 _PARTS = {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["GREY", "PALETTE", "SIZE", "figure", "name_bars", "name_lines", "save", "style"]
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's colours, which people with any kind of colour vision can tell apart; yellow would be hard to see."""
+"""Okabe and Ito's colours, which people with any kind of colour vision can distinguish; yellow would be hard to see."""
 
 GREY = "#999999"
 """For what a picture only compares with."""

@@ -64,7 +64,7 @@ _REFUSED = {
     "--config-file": _Flag(1, "give flags here; settings go into the file that FUSIONLAYER_CONFIG names"),
     "--host-discovery-script": _Flag(
         1,
-        "torchrun is told of hosts by whoever starts an agent on them: give all hosts that may take part with -H and "
+        "hosts join when an agent of torchrun starts on them: give all hosts that may take part with -H and "
         "--min-np, or start 'torchrun --rdzv-endpoint ...', which --verbose shows, on a new host",
     ),
     "--slots-per-host": _Flag(1, "say the slots of each host: -H node1:4,node2:4"),

@@ -35,7 +35,7 @@ class ProgressLine:
         total: how much there is to do, in any unit.
         shown: false on all ranks but one.
         lines: lines that stay, on a terminal too, because the work prints lines of its own.
-        phases: the first word of what ``at`` is told names a phase.
+        phases: the first word of ``doing`` names a phase.
         file: where to; None: standard error.
         clock: seconds, never going back.
     """

@@ -69,7 +69,7 @@ def page(report: Report, now: float | None = None) -> None:
         for finding in report.findings:
             print_text(f"! {finding.text}")
     elif report.life == "runs":
-        print_text("Nobody is late.")
+        print_text("No rank is behind.")
     if report.past:
         print()
         for at, line in report.past[-_SHOWN:]:

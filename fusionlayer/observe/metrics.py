@@ -57,7 +57,7 @@ METRICS: Mapping[str, Metric] = {
     "followers": Metric("gauge", "", "followers that are connected to publishers of this process"),
     "callers_refused": Metric("counter", "", "callers of publishers that did not become followers"),
     "ranks": Metric("gauge", "", "ranks of the job that is watched"),
-    "ranks_to_blame": Metric("gauge", "", "of these, those that are late, stopped, failed or in another call now"),
+    "ranks_to_blame": Metric("gauge", "", "of these, those that straggle, are stopped, failed or in another call now"),
 }
 """All metrics by name."""
 

@@ -190,8 +190,8 @@ def _one_shot(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[
 def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Selections go to the owners of regions, and the sums that pass go from these to all ranks.
 
-    Boundaries, sizes and histograms are exchanged in between. The codec ``oktopk`` keeps what boundaries and histograms
-    tell for so many sums that these cost next to nothing.
+    Boundaries, sizes and histograms are exchanged in between. The codec ``oktopk`` keeps boundaries and histograms
+    for so many sums that these cost next to nothing.
     """
     numbers = exchange_phases(cluster, 8)
     histogram = _relay(cluster, 2 * _share(cluster) * _HISTOGRAM_BYTES, 2 * (cluster.workers - 1), transports_own=True)

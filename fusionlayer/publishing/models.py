@@ -72,8 +72,8 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
     problems += _untied(targets, tensors)
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        told = ", ".join(sorted(problems)[:_SHOWN])
-        raise ConfigError(f"{what} does not fit the model: {told}{more}; load it into a model like the publisher's")
+        shown = ", ".join(sorted(problems)[:_SHOWN])
+        raise ConfigError(f"{what} does not fit the model: {shown}{more}; load it into a model like the publisher's")
     with torch.no_grad():
         for name, x in targets.items():
             x.copy_(tensors[name])

@@ -35,7 +35,7 @@ class Peer:
         end: its socket, which never waits.
         place: where it calls from.
         has: digest of the version that it has, or None.
-        told: number of the version that was sent to it last, or None.
+        announced: number of the version that was sent to it last, or None.
         update: what is on its way to it, until it says that it has it; or None.
         since: when it began to wait for a newer version; None: it does not wait.
         sent: bytes that it has taken.
@@ -48,7 +48,7 @@ class Peer:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.has: str | None = None
-        self.told: int | None = None
+        self.announced: int | None = None
         self.update: Parcel | None = None
         self.since: float | None = None
         self.sent = 0
@@ -67,7 +67,7 @@ class Peer:
     @property
     def known(self) -> bool:
         """Whether it has proved to be a follower, and has asked for a version."""
-        return self.since is not None or self.told is not None
+        return self.since is not None or self.announced is not None
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Peer:
 
     def send(self, update: Parcel) -> None:
         """Begin to send an update; it waits no longer."""
-        self.update, self.told, self.since = update, update.target.version, None
+        self.update, self.announced, self.since = update, update.target.version, None
         self._put(update.records(self._mine))
 
     def end_of_all(self) -> None:

@@ -99,7 +99,7 @@ class TcpOutlet(Outlet):
     def _is_out(self) -> bool:
         newest = self._newest
         peers = list(self._peers.values())
-        return newest is None or all(peer.told == newest.version and peer.since is not None for peer in peers)
+        return newest is None or all(peer.announced == newest.version and peer.since is not None for peer in peers)
 
     def _wake(self) -> None:
         with suppress(BlockingIOError, OSError):  # it is awake, or has ended
@@ -284,12 +284,12 @@ class TcpOutlet(Outlet):
         for peer in self._peers.values():
             known = {*self._kept, update.target.digest}
             fits = peer.has == update.base or (update.base is None and peer.has not in known)
-            if peer.since is not None and fits and (peer.told is None or peer.told < update.target.version):
+            if peer.since is not None and fits and (peer.announced is None or peer.announced < update.target.version):
                 peer.send(update)
 
     def _order(self, newest: Snapshot) -> None:
         """Have the update made for which a follower has waited longest."""
-        waiting = [peer for peer in self._peers.values() if peer.since is not None and peer.told != newest.version]
+        waiting = [peer for peer in self._peers.values() if peer.since is not None and peer.announced != newest.version]
         on_their_way = {id(peer.update) for peer in self._peers.values() if peer.update is not None}
         # Each that is on its way takes memory: where all are slow, the next one waits for one of them.
         if waiting and not self._making and len(on_their_way) < self._keep + 2:

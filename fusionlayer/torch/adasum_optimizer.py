@@ -29,14 +29,14 @@ def adasum_optimizer(
     """Return ``optimizer``, changed so that ``step`` moves every parameter by the Adasum of all ranks' steps.
 
     It is the same object. Each rank takes the step of the wrapped optimizer with its own gradients. The changes of the
-    parameters travel, so momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1).
+    parameters are sent, so momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1).
     Parameters without a gradient count as not moved. The learning rate is that of one rank. Parameters may be unfrozen
     or added later, on all ranks before the same step.
 
     Args:
         optimizer: any optimizer.
         named_parameters: ``model.named_parameters()``.
-        compression: pair of functions that the changes travel by, such as ``Compression.fp16``.
+        compression: pair of functions that encode the changes, such as ``Compression.fp16``.
 
     Raises:
         ConfigError: the number of ranks is not a power of two, or ``compression`` is a codec.

@@ -41,7 +41,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 ) -> Optimizer:
     """Return ``optimizer``, changed so that its gradients are reduced over ranks during backward, fused and compressed.
 
-    It is the same object and keeps its state. Gradients travel by a plan that ranks compare once, so steps do not
+    It is the same object and keeps its state. Gradients are sent by a plan that ranks compare once, so steps do not
     negotiate. Arguments of ``fusionlayer.DistributedOptimizer`` may be given too; its documentation says more.
 
     Args:
@@ -54,7 +54,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         gradient_predivide_factor: with ``Average``, gradients are divided by it before the sum. The rest of the
             division by the number of ranks follows after the sum.
         num_groups: deprecated name for an integer ``groups``.
-        groups: number of buckets, or lists of the tensors that travel together.
+        groups: number of buckets, or lists of the tensors that are sent together.
         sparse_as_dense: make sparse gradients dense. If False, gradients that are sparse in the first step on any rank
             are gathered in every step. ``plan``, ``overlap_forward`` and planning by costs cannot be
             combined with that. Gradients that become sparse later are made dense.
@@ -104,7 +104,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
 
 def _by_name(process_set: ProcessSet, op: ReduceOp, optimizer: Optimizer) -> ByName:
-    """Return what an optimizer uses operations by name for: to tell joined ranks of steps, to send sparse gradients."""
+    """Return the optimizer's operations by name: to notify joined ranks of steps, to send sparse gradients."""
     here = session()
     key = enlist(number_of(process_set), optimizer)
 

@@ -87,7 +87,7 @@ def test_phases_add_up_to_the_step() -> None:
 def test_what_waits_for_a_late_rank_does_not_wait_for_the_network() -> None:
     late = {(step, 1, 0): 1000.0 * step + 690 for step in range(5)}
     found = break_down(whole_steps(5), 1, "t", late)
-    assert microseconds(found.exposed) == {"late ranks": 60, "network": 40, "codec": 25, "other": 65}
+    assert microseconds(found.exposed) == {"stragglers": 60, "network": 40, "codec": 25, "other": 65}
 
 
 @pytest.mark.short
@@ -221,7 +221,7 @@ def test_ranks_of_hosts_with_other_clocks_are_put_on_one(tmp_path: Path, capsys:
     both = tmp_path / "both.json"
     assert main(["trace", str(tmp_path / "x"), "--json", "--merge", str(both)]) == 0
     first, second = json.loads(capsys.readouterr().out)["ranks"]
-    assert microseconds(first["exposed"])["late ranks"] == 60 and "late ranks" not in microseconds(second["exposed"])
+    assert microseconds(first["exposed"])["stragglers"] == 60 and "stragglers" not in microseconds(second["exposed"])
     starts = {event["pid"]: event["ts"] for event in json.loads(both.read_text()) if event["name"] == "FORWARD"}
     assert starts[0] == starts[1] == 5000
     write(tmp_path / "x.1", 1, None, later)
