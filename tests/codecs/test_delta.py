@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs, native
+from fusionlayer import native
 from fusionlayer.base.errors import ConfigError, FusionLayerError, WireError
 from fusionlayer.codecs.lossless.delta import Delta
 from tests.codecs.conformance import as_bits, same_bits
@@ -272,9 +272,3 @@ def test_the_core_refuses_what_it_does_not_know() -> None:
             native.delta_encode(params.spec(8, x.dtype), [0, 128], x, None, payload)
         with pytest.raises(FusionLayerError, match=said):
             native.delta_decode(params.spec(8, x.dtype), [0, 128], payload, None, x)
-
-
-def test_it_is_registered_and_exact_without_a_base() -> None:
-    x = gradient(1000, 4)
-    codec = codecs.get("delta")
-    assert codec.lossless and codec.zips and same_bits(codec.decompress(codec.compress(x), 1000), x)

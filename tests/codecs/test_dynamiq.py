@@ -15,7 +15,6 @@ from fusionlayer.codecs.research._widths import allocate, deal, pack_widths
 from fusionlayer.codecs.research.dynamiq import DynamiQ
 from fusionlayer.native import dynamiq_stats, dynamiq_widths
 from fusionlayer.transport import Transport
-from tests import samples
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
@@ -89,17 +88,6 @@ def test_the_energetic_part_of_a_message_is_the_exact_one() -> None:
     lost = (DynamiQ().decompress(DynamiQ().compress(x), x.shape) - x).view(64, 256).norm(dim=1)
     relative = lost / x.view(64, 256).norm(dim=1)
     assert relative[:16].max() < 0.02 < 0.05 < relative[16:].min()
-
-
-@looped("option", ["nonuniform", "hierarchical", "variable"])
-def test_each_ingredient_pays_at_four_bits(option: str) -> None:
-    (x,) = samples.skewed(1, 1 << 16)
-
-    def error(codec: DynamiQ) -> float:
-        lost = [codec.decompress(codec.compress(x, seed), x.shape) - x for seed in range(4)]
-        return float(torch.stack(lost).square().mean())
-
-    assert error(DynamiQ(4)) < 0.99 * error(DynamiQ(4, **{option: False}))  # type: ignore[arg-type]
 
 
 def test_values_have_their_expectation_at_every_width() -> None:
