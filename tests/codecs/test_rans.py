@@ -159,6 +159,12 @@ def test_a_table_adds_up_whatever_occurs() -> None:
             assert int(CODEC.wire(x.numel(), BF16).views(payload)[1][:512].view(torch.int16).sum()) == 4096
 
 
+def test_what_rounding_leaves_goes_to_the_smallest_of_equal_symbols() -> None:
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=BF16).repeat(1 << 14)
+    table = CODEC.wire(x.numel(), BF16).views(encoded(CODEC, x))[1][:512].view(torch.int16)
+    assert table[127:130].tolist() == [1366, 1365, 1365]
+
+
 def test_a_message_that_contradicts_itself_is_refused() -> None:
     n = 70_001
     good = encoded(CODEC, gaussian(n))

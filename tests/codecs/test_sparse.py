@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -111,8 +111,9 @@ SPARSIFIERS = [make(name) for name in NAMES]
 SPARSIFIERS += [make(name, density=0.05, values="bf16", slack=1.5, reuse=4) for name in NAMES if name != "randomk"]
 
 
-@pytest.mark.parametrize("codec", SPARSIFIERS, ids=str)
+@settings(max_examples=250)
 @given(
+    codec=st.sampled_from(SPARSIFIERS),
     n=st.sampled_from([1, 2, 255, 256, 257, 3000, 65_537]),
     dtype=st.sampled_from(DTYPES),
     scale=st.sampled_from([1.0, 0.25, -3.0, 1 / 3]),
@@ -225,7 +226,7 @@ def test_randomk_draws_by_seed_and_number_alone() -> None:
 
 
 def test_randomk_sends_exactly_k_and_each_element_as_often() -> None:
-    draws = 400
+    draws = 200
     for n, density in ((50, 0.01), (400, 0.05), (9000, 0.3)):
         codec, often = make("randomk", density=density), torch.zeros(n)
         k = codec.target(n)

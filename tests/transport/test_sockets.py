@@ -139,6 +139,13 @@ def test_messages_wait_for_the_call_that_wants_them_up_to_the_window() -> None:
             send(made[0], torch.zeros(2 * WINDOW_BYTES + 16 * MIB, dtype=torch.uint8), 4, 1)
 
 
+def test_early_messages_leave_the_window_when_they_are_received() -> None:
+    with links() as (made, _):
+        for key in range(4):
+            send(made[0], torch.full((WINDOW_BYTES // 2,), key, dtype=torch.uint8), key, 1)
+            assert (receive(made[1], WINDOW_BYTES // 2, key, 0) == key).all()
+
+
 @looped("at", [20, FRAME_BYTES + 5, FRAME_BYTES + 99_999])
 def test_damage_is_told(at: int) -> None:
     """A flipped bit in a frame, or in what follows it."""
