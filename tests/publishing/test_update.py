@@ -155,6 +155,8 @@ def test_no_memory_is_taken_for_more_than_the_bytes_can_hold() -> None:
     for codec in ("zip", "raw"):
         with pytest.raises(WireError, match=f"in {left} bytes of '{codec}'"):
             received(forged(tensors=[["w", "float32", [1 << 40], codec, left, "0" * 32]]))
+    with pytest.raises(WireError, match="a size of a tensor is no whole number up to"):  # and is not multiplied
+        received(forged(tensors=[["w", "float32", [10**4000], "raw", 0, "0" * 32]]))
 
 
 def test_a_digest_tells_types_and_shapes_apart() -> None:
