@@ -14,8 +14,8 @@ from tests.harness import run_ranks
 from tests.loops import looped
 from tests.tiers import exhaustive
 
-MOST_FILES = 22
-MOST_CALLS = {"submit": 39, "lane": 76, "step": 11}
+MOST_FILES = 19
+MOST_CALLS = {"submit": 25, "lane": 75, "step": 4}
 """Of one tensor of int8 among four ranks; a call more is a decision, not an accident. The thread that submits also ends
 the step, and with it finds out which parameters no rank has used."""
 MOST_OVER_GLOO = {2: (164, 32), 4: (239, 32)}
@@ -34,7 +34,7 @@ def test_one_gradient_takes_no_more_calls_than_it_did() -> None:
 @pytest.mark.short
 def test_each_tensor_of_a_bucket_adds_calls_to_its_submission_alone() -> None:
     one, many = (overhead._on_threads(2, "raw", tensors, 1)["calls"] for tensors in (1, 20))
-    assert many["submit"] - one["submit"] <= 19 * 5
+    assert many["submit"] - one["submit"] <= 19 * 3
     assert many["lane"] - one["lane"] <= 5
     assert many["step"] == one["step"]
 
