@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .training import checkpoint, ddp
     from .training.distributed import Distributed
     from .training.optimizer import DistributedOptimizer
+    from .training.planning_options import Planning
     from .training.policies.local import Local
     from .training.policies.onebit_adam import OneBitAdam
     from .training.publication import Publisher, publish
@@ -74,6 +75,7 @@ __all__ = [
     "Local",
     "OneBitAdam",
     "PlanMismatch",
+    "Planning",
     "Publisher",
     "ReduceOp",
     "ReplicaMismatch",
@@ -141,6 +143,7 @@ _HOMES = {
     "training": "checkpoint ddp",
     "training.distributed": "Distributed",
     "training.optimizer": "DistributedOptimizer",
+    "training.planning_options": "Planning",
     "training.policies.local": "Local",
     "training.policies.onebit_adam": "OneBitAdam",
     "training.publication": "Publisher publish",

@@ -81,13 +81,16 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
     return codecs.get(codec, **options)
 
 
-def refuse_unknown(front: Callable[..., Any], codec: str | Codec | None, options: Mapping[str, Any]) -> None:
+def refuse_unknown(
+    front: Callable[..., Any], codec: str | Codec | None, options: Mapping[str, Any], more: Iterable[str] = ()
+) -> None:
     """Refuse a misspelt argument, which a function that takes a codec's options as keywords would take for an option.
 
     Args:
         front: the function or class that a user has called.
         codec: the codec that the user gave; None is the configured one.
         options: the keywords that are no arguments of ``front``.
+        more: keywords that ``front`` understands without naming them.
 
     Raises:
         ConfigError: the codec has no such option. It names the nearest argument or option.
@@ -104,7 +107,7 @@ def refuse_unknown(front: Callable[..., Any], codec: str | Codec | None, options
         own = [p.name for p in inspect.signature(front).parameters.values() if p.kind is not p.VAR_KEYWORD]
         raise ConfigError(
             f"{front.__name__}() has no argument {unknown[0]!r}, and codec {name!r} no such option; "
-            f"{nearest(unknown[0], [*own, *known])}"
+            f"{nearest(unknown[0], [*own, *more, *known])}"
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fusionlayer import context
 from fusionlayer.base import config
-from fusionlayer.base.config import Config, Planning, load
+from fusionlayer.base.config import Config, PlanningSettings, load
 from fusionlayer.base.errors import ConfigError
 from tests.loops import looped
 
@@ -121,7 +121,7 @@ def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None
 
 
 def test_planning_stands_below_its_key_or_at_the_top(tmp_path: Path) -> None:
-    wanted = Config(planning=Planning(planner="wfbp", replan=False))
+    wanted = Config(planning=PlanningSettings(planner="wfbp", replan=False))
     for text in (
         "planning: {planner: wfbp, replan: false}",
         "planner: wfbp\nreplan: false",
@@ -140,12 +140,12 @@ def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) ->
     settings = from_file(tmp_path, text, **{f"FUSIONLAYER_{key}": value for key, value in variables.items()})
     # The file's options, policy and plan are of other codecs.
     assert settings == Config(
-        "int4", planning=Planning(replan=False, planner_options={"cap": 9}), lanes=None, threads=2
+        "int4", planning=PlanningSettings(replan=False, planner_options={"cap": 9}), lanes=None, threads=2
     )
     for given in ("eth0,eth1", "[eth0, eth1]"):
         assert from_file(tmp_path, text, FUSIONLAYER_INTERFACES=given).interfaces == ("eth0", "eth1")
     mine = from_file(tmp_path, text, FUSIONLAYER_PLANNER="wfbp", FUSIONLAYER_PLAN="mine.yaml", FUSIONLAYER_REPLAN="off")
-    assert mine.planning == Planning(planner="wfbp", plan="mine.yaml", policy="p.yaml", replan=False)
+    assert mine.planning == PlanningSettings(planner="wfbp", plan="mine.yaml", policy="p.yaml", replan=False)
     assert {f"FUSIONLAYER_{name.upper()}" for name in config.flat(Config())} < set(config.VARIABLES)
 
 

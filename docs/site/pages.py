@@ -95,7 +95,7 @@ def configuration() -> str:
         table(head, _settings(config.Config())),
         "### Planning",
         "These keys stand below `planning`, or at the top. Each has a variable: `FUSIONLAYER_PLANNER`.",
-        table(head, _settings(config.Planning())),
+        table(head, _settings(config.PlanningSettings())),
         "### Keys that depend on each other",
         "`FUSIONLAYER_CODEC` replaces the `codec_options`, `policy` and `plan` of the file too, `FUSIONLAYER_POLICY`\n"
         "its `plan`, and `FUSIONLAYER_PLANNER` its `planner_options` and `plan`. A plan takes precedence over a\n"
@@ -124,7 +124,7 @@ def configuration() -> str:
     )
 
 
-def _settings(defaults: config.Config | config.Planning) -> Iterator[list[str]]:
+def _settings(defaults: config.Config | config.PlanningSettings) -> Iterator[list[str]]:
     for field in fields(defaults):
         kind, default = str(field.type).replace(" | None", " or null"), getattr(defaults, field.name)
         if field.name == "planning":

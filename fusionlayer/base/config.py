@@ -21,7 +21,7 @@ __all__ = [
     "TRANSPORTS",
     "VARIABLES",
     "Config",
-    "Planning",
+    "PlanningSettings",
     "blame",
     "flat",
     "load",
@@ -37,7 +37,7 @@ def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
 
 
 @dataclass(frozen=True)
-class Planning:
+class PlanningSettings:
     """The settings of the key `planning`: how an optimizer fuses gradients and chooses their codecs."""
 
     ahead: bool | None = _setting(
@@ -80,8 +80,8 @@ class Config:
         "chooses by codec and number of ranks",
         None,
     )
-    planning: Planning = _setting(
-        "how gradients are fused into buckets and which codecs they get: see below", factory=Planning
+    planning: PlanningSettings = _setting(
+        "how gradients are fused into buckets and which codecs they get: see below", factory=PlanningSettings
     )
     error_feedback: bool | None = _setting(
         "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
@@ -201,17 +201,11 @@ REMOVED: Mapping[str, str] = {
 }
 """Settings and arguments that were removed: why, or what to use instead."""
 
-_PLANNING = tuple(f.name for f in fields(Planning))
-_HINTS = typing.get_type_hints(Config) | typing.get_type_hints(Planning)
-_KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in (*fields(Config), *fields(Planning)) if f.name != "planning"}
-VARIABLES: Mapping[str, str] = {
-    **_OTHERS,
-    **{
-        f"FUSIONLAYER_{f.name.upper()}": f.metadata["help"]
-        for f in (*fields(Config), *fields(Planning))
-        if f.name != "planning"
-    },
-}
+_PLANNING = tuple(f.name for f in fields(PlanningSettings))
+_HINTS = typing.get_type_hints(Config) | typing.get_type_hints(PlanningSettings)
+_FIELDS = [f for f in (*fields(Config), *fields(PlanningSettings)) if f.name != "planning"]
+_KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in _FIELDS}
+VARIABLES: Mapping[str, str] = {**_OTHERS, **{f"FUSIONLAYER_{f.name.upper()}": f.metadata["help"] for f in _FIELDS}}
 """The environment variables of fusionlayer, and what each does. Every setting has one."""
 
 # A variable takes the place of these keys of the file too: they would not fit what it names, or would hide it.

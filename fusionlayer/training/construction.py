@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from .. import codecs, collectives, context
-from ..base.config import Config, blame
-from ..base.config import Planning as PlanningSettings
+from ..base.config import Config, PlanningSettings, blame
 from ..base.errors import ConfigError, require
 from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
@@ -25,8 +24,9 @@ from ..process.clock import clock_of
 from ..scheduler import LANES, Engine, Memory, PlanController, Scaling, planners
 from ..scheduler.planners import Planner
 from ..transport import Transport
+from .planning_options import Planning
 
-__all__ = ["Arrange", "GradientOptions", "Planning", "as_it_is", "make_engine", "make_planning"]
+__all__ = ["Arrange", "GradientOptions", "EnginePlanning", "as_it_is", "make_engine", "make_planning"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -38,19 +38,13 @@ class GradientOptions:
     codec: str | Codec | None = None
     codec_options: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str | None = None
-    ahead: bool | None = None
-    planner: str | Planner | None = None
-    plan: FusionPlan | str | Path | None = None
-    profile: Profile | str | Path | None = None
-    policy: CodecRules | str | Path | None = None
-    fidelity: str | None = None
-    replan: bool | None = None
+    planning: Planning = field(default_factory=Planning)
     error_feedback: bool | None = None
     feedback_bits: int | None = None
 
 
 @dataclass(frozen=True)
-class Planning:
+class EnginePlanning:
     """By what an engine makes its plans; the attributes are arguments of ``Engine``. Some depend on the tensors."""
 
     codec: Codec | Mapping[str, Codec]
@@ -61,11 +55,11 @@ class Planning:
     plan_controller: PlanController | None
 
 
-Arrange = Callable[[Planning, Sequence[TensorInfo], int], Planning]
+Arrange = Callable[[EnginePlanning, Sequence[TensorInfo], int], EnginePlanning]
 """Returns a planning made from another one, for these tensors and this number of ranks."""
 
 
-def as_it_is(planning: Planning, tensors: Sequence[TensorInfo], size: int) -> Planning:
+def as_it_is(planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
     """Return ``planning``: an ``Arrange`` that changes nothing."""
     return planning
 
@@ -93,9 +87,14 @@ def make_engine(
         ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
     """
     settings = context.settings()
-    for name in ("ahead", "error_feedback", "replan"):
-        if getattr(options, name) not in (None, True, False):
-            raise ConfigError(f"{name}={getattr(options, name)!r}; expected True, False or None")
+    switches = {
+        "ahead": options.planning.ahead,
+        "error_feedback": options.error_feedback,
+        "replan": options.planning.replan,
+    }
+    for name, value in switches.items():
+        if value not in (None, True, False):
+            raise ConfigError(f"{name}={value!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
     planning = arrange(planning, tensors, transport.size)
     own = transport.duplicate()
@@ -121,7 +120,7 @@ def make_engine(
     )
 
 
-def _say_where_shares_count(planning: Planning, transport: Transport) -> None:
+def _say_where_shares_count(planning: EnginePlanning, transport: Transport) -> None:
     """Warn on rank 0 if no gradient travels by the collective that takes shares."""
     if planning.plan is not None:
         used = {bucket.algorithm for bucket in planning.plan.buckets}
@@ -148,7 +147,7 @@ def make_planning(
     *,
     idle: Collection[str] = (),
     changed: bool = False,
-) -> Planning:
+) -> EnginePlanning:
     """Return by what ``options`` and the job's settings plan the steps of these tensors.
 
     Args:
@@ -166,9 +165,13 @@ def make_planning(
     settings = context.settings()
     codec = _codec(options, settings)
     algorithm = options.algorithm if options.algorithm is not None else settings.algorithm
-    ahead = options.ahead if options.ahead is not None else settings.planning.ahead
-    planner = _planner(options.planner, settings)
-    plan = FusionPlan.from_yaml(options.plan) if isinstance(options.plan, (str, Path)) else options.plan
+    ahead = options.planning.ahead if options.planning.ahead is not None else settings.planning.ahead
+    planner = _planner(options.planning.planner, settings)
+    plan = (
+        FusionPlan.from_yaml(options.planning.plan)
+        if isinstance(options.planning.plan, (str, Path))
+        else options.planning.plan
+    )
     if plan is not None:
         require(plan, FusionPlan, "plan", "a fusionlayer.FusionPlan, or the path of a file with one")
     if plan is None and settings.planning.plan is not None:
@@ -178,7 +181,9 @@ def make_planning(
     if plan is not None and idle:
         plan = plan.without(idle)
     first = codec if isinstance(codec, Codec) else _by_rules(codec, tensors)
-    with blame(settings, *(key for key in ("algorithm", "ahead") if getattr(options, key) is None)):
+    with blame(
+        settings, *(k for k, v in (("algorithm", options.algorithm), ("ahead", options.planning.ahead)) if v is None)
+    ):
         for each in [first] if isinstance(first, Codec) else first.values():
             collectives.choose(each, size, algorithm, ahead=ahead)
     by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
@@ -187,7 +192,7 @@ def make_planning(
             f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, which choose both for each "
             "codec; leave them out"
         )
-    replan = settings.planning.replan if options.replan is None else options.replan
+    replan = settings.planning.replan if options.planning.replan is None else options.planning.replan
     plan_controller: PlanController | None = None
     if plan is None and by_costs:
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
@@ -204,13 +209,13 @@ def make_planning(
             local_size=context.local_size(),
             clock=clock_of(device),
         )
-        profile = options.profile if options.profile is not None else settings.planning.profile
+        profile = options.planning.profile if options.planning.profile is not None else settings.planning.profile
         if profile is not None and not changed:
-            with blame(settings, *([] if options.profile is not None else ["profile"])):
+            with blame(settings, *([] if options.planning.profile is not None else ["profile"])):
                 measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
                 require(measured, Profile, "profile", "the path of a file that `fusionlayer profile` has written")
                 plan = by_measuring.plan_by(measured)
-    return Planning(
+    return EnginePlanning(
         codec=first,
         algorithm=algorithm,
         ahead=ahead,
@@ -222,7 +227,7 @@ def make_planning(
 
 def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
     """Return the codec of all gradients, or the rules that give each gradient a codec."""
-    policy, fidelity = options.policy, options.fidelity
+    policy, fidelity = options.planning.policy, options.planning.fidelity
     if options.codec is None and policy is None:
         policy = settings.planning.policy
     elif options.codec is not None and policy is not None:
@@ -230,7 +235,7 @@ def _codec(options: GradientOptions, settings: Config) -> Codec | CodecRules:
     if policy is not None:
         if options.codec_options or fidelity is not None:
             raise ConfigError("codec options and fidelity stand in the policy's file; leave them out of the arguments")
-        with blame(settings, *([] if options.policy is not None else ["policy"])):
+        with blame(settings, *([] if options.planning.policy is not None else ["policy"])):
             rules = CodecRules.from_yaml(policy) if isinstance(policy, (str, Path)) else policy
             require(rules, CodecRules, "policy", "a fusionlayer.CodecRules, or the path of a file with rules")
             return _in_every_step(rules)

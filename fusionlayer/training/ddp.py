@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives, context
-from ..base.config import Planning, blame
+from ..base.config import PlanningSettings, blame
 from ..base.errors import ConfigError, UsageError, kind_of
 from ..base.plan import Bucket, plain_name
 from ..codecs import Codec, CodecOptions
@@ -22,6 +22,7 @@ from .comm_hook import CommHook, registered
 from .construction import GradientOptions, make_engine
 from .live import refuse_twice
 from .parameters import describe, one_device
+from .planning_options import Planning
 from .replicas import Replicas, check_interval
 
 if TYPE_CHECKING:
@@ -131,9 +132,8 @@ def register(
     options = GradientOptions(
         codec=chosen,
         algorithm=algorithm,
-        ahead=ahead,
         # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
-        planner=Planning.planner,
+        planning=Planning(planner=PlanningSettings.planner, ahead=ahead),
         error_feedback=error_feedback,
         feedback_bits=feedback_bits,
     )

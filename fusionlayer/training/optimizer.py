@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from numbers import Integral, Real
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .. import context
-from ..base.deprecations import deprecated
 from ..base.errors import ConfigError, require
-from ..base.plan import FusionPlan
 from ..codecs import Codec, CodecOptions
 from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
-from ..planning.codec_rules import CodecRules
-from ..planning.profile import Profile
 from ..process.clock import clock_of
-from ..scheduler.planners import Planner
 from . import overlap
 from .averaging import refuse_averaged, refuse_wrapper
 from .connection import Connection
@@ -29,6 +23,7 @@ from .distributed import Distributed
 from .enrolment import Roster
 from .live import refuse_twice
 from .parameters import replicated_by
+from .planning_options import PLANNING, Planning, PlanningOptions, separate
 from .policies.elastic_local import ElasticLocalStepPolicy
 from .policies.elastic_policy import ElasticStepPolicy, check_elastic
 from .policies.local import Local, check_sync
@@ -52,27 +47,19 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
     codec: str | Codec | None = None,
     algorithm: str | None = None,
-    planner: str | Planner | None = None,
-    plan: FusionPlan | str | Path | None = None,
+    planning: Planning | None = None,
     error_feedback: bool | None = None,
     feedback_bits: int | None = None,
     op: ReduceOp = Average,
     backward_passes_per_step: int = 1,
     gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     overlap_forward: nn.Module | None = None,
-    ahead: bool | None = None,
     group: Group = None,
-    profile: Profile | str | Path | None = None,
-    policy: CodecRules | str | Path | None = None,
-    fidelity: str | None = None,
-    replan: bool | None = None,
     broadcast: bool = True,
     check_replicas: bool | int | None = None,
     sync: Local | None = None,
-    **codec_options: Unpack[CodecOptions],
+    **options: Unpack[PlanningOptions],
 ) -> Distributed:
     """Return ``optimizer``, which now averages gradients over ranks during backward, fused and compressed.
 
@@ -104,10 +91,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             first steps, in which gradients travel as they are. Then it chooses one codec for all gradients, or one for
             each, by the predicted time of the step; the log says why.
         algorithm: name of a collective; None chooses by codec and number of ranks.
-        planner: name or planner that fuses gradients into buckets; None takes the configured one. A planner that needs
-            costs begins with the plan of ``tapered``, measures the first steps and then makes its own plan (CPU only).
-        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs. It may have parameters
-            that are frozen at present, and must have those that are not.
+        planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.
         feedback_bits: bits that an element of the error feedback takes between two steps: 32, or 8, a byte and 1/32 of
@@ -115,8 +99,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: number of backward passes that accumulate gradients before they are reduced.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
-        num_groups: deprecated name for an integer ``groups``.
-        groups: number of buckets with about equally many tensors, or lists of tensors; each list is one bucket.
         sparse_as_dense: make sparse gradients dense; without it they are refused.
         overlap_forward: the model. Its next forward may begin while results are still under way: ``step`` returns at
             once, and each module's parameters are updated just before it runs, to the same values. This pays off where
@@ -125,15 +107,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             call it between ``backward`` and ``step``. Every parameter must be used
             in the forward of the module that owns it. The optimizer must be one of torch's that updates each parameter
             independently of the others.
-        ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does
-            what ``algorithm`` needs, or without one what is best for the codec: ahead for those that sparsify.
         group: process group or transport to reduce over; None means all ranks. For a DTensor model whose parameters
             are sharded by tensor parallelism: the ranks that hold the same parts.
-        profile: measured costs of this model, or a file with them, for ``codec="auto"`` and planners that need costs.
-            With it, no steps are measured first.
-        policy: rules that give each gradient a codec, or a file with them, in place of ``codec``.
-        fidelity: for ``codec="auto"``: "lossless", "near_lossless" or "aggressive"; None takes the configured one.
-        replan: measure and plan again after drift, if the plan depends on costs; None takes the configured value.
         broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already does not
             travel. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves
             parameters as they are; if they differ in the first step or later, a warning names them once.
@@ -141,7 +116,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             difference over ranks is found within this many steps. False: never; None takes the configured number.
         sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average how far they have come every so many
             steps; gradients do not travel. None: average gradients in each step.
-        codec_options: options of a codec given by name.
+        options: options of a codec given by name; the attributes of ``Planning`` by their own names, such as
+            ``planner="wfbp"``; and Horovod's ``num_groups``, a deprecated name for an integer ``groups``.
 
     Raises:
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
@@ -154,14 +130,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     refuse_wrapper(optimizer)
     require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")
     check_op(op)
+    planning, codec_options = separate(planning, options)
     if sync is not None:
-        named_plan = plan if plan is not None else context.settings().planning.plan
+        named_plan = planning.plan if planning.plan is not None else context.settings().planning.plan
         sync = check_sync(sync, optimizer, op, named_plan, overlap_forward)
-        if codec is plan is policy is None:
+        if codec is planning.plan is planning.policy is None:
             codec, codec_options = sync.codec, cast(CodecOptions, {**sync.codec_options, **dict(codec_options)})
         if error_feedback is None:
             error_feedback = sync.error_feedback
-    refuse_unknown(DistributedOptimizer, codec, codec_options)
+    refuse_unknown(DistributedOptimizer, codec, codec_options, PLANNING)
     require(gradient_predivide_factor, Real, "gradient_predivide_factor", "a number above 0")
     require(backward_passes_per_step, Integral, "backward_passes_per_step", "a whole number, at least 1")
     if gradient_predivide_factor != 1.0 and op is not Average:
@@ -170,9 +147,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor}; expected a number above 0")
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}; expected at least 1")
-    if num_groups:
-        deprecated("num_groups", "give groups=<number>")
-        groups = groups if groups is not None else num_groups
     if not isinstance(broadcast, bool):
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
     roster = Roster(optimizer.param_groups, named_parameters, group)
@@ -193,35 +167,22 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             group=group,
             sync=sync,
             overlap_forward=overlap_forward,
-            plan=plan or context.settings().planning.plan,
-            policy=policy or context.settings().planning.policy,
+            plan=planning.plan or context.settings().planning.plan,
+            policy=planning.policy or context.settings().planning.policy,
             codec=codec or context.settings().codec,
         )
-    options = GradientOptions(
-        codec=codec,
-        codec_options=codec_options,
-        algorithm=algorithm,
-        ahead=ahead,
-        planner=planner,
-        plan=plan,
-        profile=profile,
-        policy=policy,
-        fidelity=fidelity,
-        replan=replan,
-        error_feedback=error_feedback,
-        feedback_bits=feedback_bits,
-    )
+    gradients = GradientOptions(codec, codec_options, algorithm, planning, error_feedback, feedback_bits)
     frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
     replicated = {**roster.by_name(), **frozen}
     replicas = Replicas(replicated, broadcast, check_interval(check_replicas), buffers, (f"sync={sync}",))
     own = optimizer if isinstance(optimizer, SendsItsOwn) else None
     if own is not None:
-        _check_own(optimizer, op, sync, plan)
+        _check_own(optimizer, op, sync, planning.plan)
     steps = _policy(own, sync, elastic, roster)
     if isinstance(steps, ElasticStepPolicy):
-        steps.facts = (options, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
+        steps.facts = (gradients, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
     connection = Connection(
-        options, steps, roster, replicas, op, gradient_predivide_factor, groups, group, overlap_forward
+        gradients, steps, roster, replicas, op, gradient_predivide_factor, planning.groups, group, overlap_forward
     )
     if own is not None or sync is not None and sync.after:
         # What is used later is refused now if it is wrong.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base.errors import UsageError
 from ..base.plan import FusionPlan, TensorInfo
 from ..observe.timeline import PROFILER_STATE
-from .construction import GradientOptions, Planning
+from .construction import EnginePlanning, GradientOptions
 from .overlap import ForwardOverlap
 from .standing_in import stand_in
 from .step_state import WITH_RESULTS, StepState
@@ -63,7 +63,7 @@ class StepPolicy:
         """Return what is sent besides one tensor for each parameter, which ``tensors`` describe."""
         return []
 
-    def arrange(self, planning: Planning, tensors: Sequence[TensorInfo], size: int) -> Planning:
+    def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
         """Return the planning of these steps, from that of steps that send ``tensors`` over ``size`` ranks."""
         return planning
 

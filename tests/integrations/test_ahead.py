@@ -94,5 +94,5 @@ def test_the_configuration_and_the_argument_decide(monkeypatch: pytest.MonkeyPat
         return local.run(rank_main, 2)[0]
 
     assert ahead() == {True} and ahead(ahead=False) == {False}
-    monkeypatch.setattr(context, "settings", lambda: fl.config.Config(planning=fl.config.Planning(ahead=False)))
+    monkeypatch.setattr(context, "settings", lambda: fl.config.Config(planning=fl.config.PlanningSettings(ahead=False)))
     assert ahead() == {False} and ahead(ahead=True) == {True}

@@ -53,6 +53,13 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (optimizer, {"codec": "int44"}, "unknown codec 'int44'; did you mean 'int4'"),
     (optimizer, {"codec": "int8", "bits": 9}, "bits=9; expected 2, 3, 4 or 8"),
     (optimizer, {"codce": "int8"}, "DistributedOptimizer.. has no argument 'codce'.* did you mean 'codec'"),
+    (optimizer, {"planer": "wfbp"}, "DistributedOptimizer.. has no argument 'planer'.* did you mean 'planner'"),
+    (optimizer, {"planning": "wfbp"}, "planning: got a str; expected a fusionlayer.Planning"),
+    (
+        optimizer,
+        {"planning": fl.Planning(planner="wfbp"), "planner": "single"},
+        "planner=... is given, and planning has",
+    ),
     (optimizer, {"codec": "int8", "bit": 4}, "no argument 'bit', and codec 'int8' no such option; did you mean 'bits'"),
     (optimizer, {"codec": "int8", "algorithm": "rong"}, "unknown collective 'rong'; did you mean 'ring'"),
     (optimizer, {"codec": "topk", "algorithm": "ring"}, "'ring' encodes partial sums anew.* cannot use topk"),

@@ -131,6 +131,24 @@ def test_plan_that_cannot_be_used_is_refused_when_it_is_given(broken: str, tmp_p
     assert ("no_such" if broken in ("codec", "algorithm") else "plan") in message
 
 
+def test_planning_in_one_argument_is_that_by_single_names() -> None:
+    def rank_main(rank: int) -> list[list[list[str]]]:
+        found = []
+        for options in (
+            {"planner": "wfbp"},
+            {"planning": fl.Planning(planner="wfbp")},
+            {"planning": fl.Planning(groups=2)},
+        ):
+            model = make_model()
+            optimizer: Any = fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+            train(model, optimizer, rank, range(2))
+            found.append([[*bucket.names] for bucket in optimizer.fusion_plan.buckets])
+        return found
+
+    by_name, together, groups = local.run(rank_main, 2)[0]
+    assert by_name == together and len(by_name) > len(groups) == 2
+
+
 def test_groups_become_buckets() -> None:
     def rank_main(rank: int) -> list[list[list[str]]]:
         found = []

@@ -28,7 +28,8 @@ def test_the_fronts_say_what_they_take_and_return() -> None:
     fronts = (fl.DistributedOptimizer, fl.ddp.register, fl.all_reduce, fl.all_gather, fl.reduce_scatter, fl.all_to_all)
     for front in (*fronts, fl.moe.Dispatcher, fl.tensor_parallel.Channel):
         *_, last = inspect.signature(front).parameters.values()
-        assert (last.kind, last.annotation) == (last.VAR_KEYWORD, "Unpack[CodecOptions]"), front
+        options = "PlanningOptions" if front is fl.DistributedOptimizer else "CodecOptions"
+        assert (last.kind, last.annotation) == (last.VAR_KEYWORD, f"Unpack[{options}]"), front
     for parameter in inspect.signature(fl.deepspeed.initialize).parameters.values():
         assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.annotation
 

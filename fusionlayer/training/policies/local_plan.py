@@ -9,13 +9,13 @@ from ... import codecs
 from ...base.errors import ConfigError
 from ...base.plan import FusionPlan, TensorInfo
 from ...scheduler.fusing import fuse
-from ..construction import Planning
+from ..construction import EnginePlanning
 from .local import Local, state_tensors
 
 __all__ = ["planned_syncs"]
 
 
-def planned_syncs(sync: Local, planning: Planning, tensors: Sequence[TensorInfo], size: int) -> Planning:
+def planned_syncs(sync: Local, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
     """Return the planning of syncs of ``tensors`` over ``size`` ranks, from that of steps which average gradients.
 
     Raises:
@@ -41,7 +41,7 @@ def planned_syncs(sync: Local, planning: Planning, tensors: Sequence[TensorInfo]
     return replace(planning, plan=plan)
 
 
-def _plan_of_fragments(sync: Local, planning: Planning, tensors: Sequence[TensorInfo], size: int) -> FusionPlan:
+def _plan_of_fragments(sync: Local, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> FusionPlan:
     """Return the planner's plan, or one with a bucket for each fragment if that has fewer buckets."""
 
     def fused(ordered: Sequence[TensorInfo]) -> FusionPlan:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...base.errors import FusionLayerError, UsageError, again
 from ...base.plan import FusionPlan, TensorInfo
 from ...scheduler import Engine
-from ..construction import GradientOptions, Planning
+from ..construction import EnginePlanning, GradientOptions
 from ..own_state import check_place
 from ..parameters import all_finite, local_part
 from ..reducer import Reducer
@@ -64,7 +64,7 @@ class LocalStepPolicy(StepPolicy):
         """Return the states of the wrapped optimizer that sync too."""
         return [] if self.averages else [*chain.from_iterable(state_tensors(self.local.sync, tensors).values())]
 
-    def arrange(self, planning: Planning, tensors: Sequence[TensorInfo], size: int) -> Planning:
+    def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
         """Return the planning of syncs, unless steps still average."""
         return planning if self.averages else planned_syncs(self.local.sync, planning, tensors, size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,17 +14,6 @@ from ..step_policy import StepPolicy
 
 __all__ = ["OwnSends"]
 
-_OF_ANOTHER_CODEC: Mapping[str, Any] = {
-    "codec_options": {},
-    "algorithm": None,
-    "ahead": None,
-    "plan": None,
-    "profile": None,
-    "policy": None,
-    "fidelity": None,
-}
-"""What options lack while an optimizer names a codec by itself: these belong to the codec that was given."""
-
 
 class OwnSends(StepPolicy):
     """Averages what a ``SendsItsOwn`` puts in the place of its gradients, by the codec that it names."""
@@ -36,7 +24,11 @@ class OwnSends(StepPolicy):
     def options(self, options: GradientOptions) -> GradientOptions:
         """Return options with the codec that the optimizer names."""
         codec = self._sent[1]
-        return options if codec is None else replace(options, **_OF_ANOTHER_CODEC, codec=codec)
+        if codec is None:
+            return options
+        # These belong to the codec that the caller named.
+        planning = replace(options.planning, ahead=None, plan=None, profile=None, policy=None, fidelity=None)
+        return replace(options, codec=codec, codec_options={}, algorithm=None, planning=planning)
 
     def attach(self, reducer: Reducer) -> None:
         """Begin with what the optimizer sends now."""

@@ -1,0 +1,86 @@
+"""The arguments of ``DistributedOptimizer`` that only concern planning, in one object or by their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from ..base.deprecations import deprecated
+from ..base.errors import ConfigError, require
+from ..base.plan import FusionPlan
+from ..codecs import CodecOptions
+from ..planning.codec_rules import CodecRules
+from ..planning.profile import Profile
+from ..scheduler.planners import Planner
+
+__all__ = ["PLANNING", "Planning", "PlanningOptions", "separate"]
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How an optimizer fuses gradients into buckets and chooses their codecs; None takes the configured value.
+
+    Attributes:
+        planner: name or planner that fuses gradients into buckets. A planner that needs costs begins with the plan of
+            ``tapered``, measures the first steps and then makes its own plan (CPU only).
+        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs. It may have parameters
+            that are frozen at present, and must have those that are not.
+        profile: measured costs of this model, or a file with them, for ``codec="auto"`` and planners that need costs.
+            With it, no steps are measured first.
+        policy: rules that give each gradient a codec, or a file with them, instead of ``codec``.
+        fidelity: for ``codec="auto"``: "lossless", "near_lossless" or "aggressive".
+        replan: measure and plan again after drift, if the plan depends on costs.
+        ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does
+            what ``algorithm`` needs, or without one what is best for the codec: ahead for those that sparsify.
+        groups: number of buckets with about equally many tensors, or lists of tensors; each list is one bucket.
+    """
+
+    planner: str | Planner | None = None
+    plan: FusionPlan | str | Path | None = None
+    profile: Profile | str | Path | None = None
+    policy: CodecRules | str | Path | None = None
+    fidelity: str | None = None
+    replan: bool | None = None
+    ahead: bool | None = None
+    groups: int | Sequence[Sequence[Tensor]] | None = None
+
+
+PLANNING = tuple(field.name for field in fields(Planning))
+
+
+class PlanningOptions(CodecOptions, total=False):
+    """The keywords of ``DistributedOptimizer``: those of ``Planning``, Horovod's ``num_groups``, options of codecs."""
+
+    planner: str | Planner | None
+    plan: FusionPlan | str | Path | None
+    profile: Profile | str | Path | None
+    policy: CodecRules | str | Path | None
+    fidelity: str | None
+    replan: bool | None
+    ahead: bool | None
+    groups: int | Sequence[Sequence[Tensor]] | None
+    num_groups: int
+
+
+def separate(planning: Planning | None, options: PlanningOptions) -> tuple[Planning, CodecOptions]:
+    """Return ``planning`` with those ``options`` that belong to it, and the options of the codec.
+
+    Raises:
+        ConfigError: ``planning`` is no ``Planning``, or a value is given in both.
+    """
+    require(planning, (Planning, type(None)), "planning", "a fusionlayer.Planning")
+    planning = planning or Planning()
+    rest: dict[str, Any] = {**options}
+    if rest.pop("num_groups", 0):
+        deprecated("num_groups", "give groups=<number>")
+        rest.setdefault("groups", options["num_groups"])
+    given = {name: rest.pop(name) for name in PLANNING if name in rest}
+    for name, value in given.items():
+        if value is not None and getattr(planning, name) is not None:
+            raise ConfigError(f"{name}=... is given, and planning has it too; give it once")
+    chosen = replace(planning, **{name: value for name, value in given.items() if value is not None})
+    return chosen, cast(CodecOptions, rest)
