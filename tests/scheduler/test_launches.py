@@ -145,7 +145,7 @@ def test_a_sparse_step_waits_for_nothing(
 ) -> None:
     numels = [3000, 2000, 1000]
     called: list[str] = []
-    monkeypatch.setattr(native, "_call", lambda verb, *_: called.append(verb))
+    monkeypatch.setattr(native, "call", lambda verb, *_: called.append(verb))
 
     def body(transport: Transport) -> None:
         codec = codecs.get(name, header=False, **options)
@@ -187,7 +187,7 @@ def test_the_messages_of_all_ranks_are_decoded_by_one_launch_into_memory_that_is
     collective: Callable[..., None], verbs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(native, "_call", lambda verb, *_: called.append(verb.removeprefix("fl_")))
+    monkeypatch.setattr(native, "call", lambda verb, *_: called.append(verb.removeprefix("fl_")))
     transport = Eight(None, True)  # type: ignore[arg-type]
     x, every = torch.empty(4096, device=DEVICE), torch.empty(8, 4096, device=DEVICE)
     launches = Launches()
