@@ -28,10 +28,10 @@ from fusionlayer.base.plan import FusionPlan, TensorInfo
 from fusionlayer.cli import main
 from fusionlayer.coordination import requests
 from fusionlayer.elastic import generation
-from fusionlayer.health import call_state, report
+from fusionlayer.health import report
 from fusionlayer.health.calls import Call
 from fusionlayer.health.judge import judge
-from fusionlayer.health.state import Channel, Noted, State
+from fusionlayer.health.state import Channel, Finding, State, decode_finding
 from fusionlayer.health.state import decode as decode_state
 from fusionlayer.health.state import encode as encode_state
 from fusionlayer.native.wire import Header
@@ -222,7 +222,7 @@ def _folders(place: Path) -> Iterator[tuple[str, Parser]]:
             return page(found)
 
     report.write(
-        report.Report(1, "train.py", 2, Identity.own(), 5.0, 6.0, states=_rank_states(), past=((5.5, "a line"),)),
+        report.Report(2, "train.py", 2, Identity.own(), 5.0, 6.0, states=_rank_states(), past=((5.5, "a line"),)),
         place / "status.json",
     )
 
@@ -255,8 +255,8 @@ def _silence() -> Iterator[None]:
 
 
 def _rank_states() -> tuple[State, ...]:
-    recent = (Noted(7, "all_reduce of (10) float32", "train.py:3"), Noted(8, "barrier"))
-    channels = {"group 0": Channel((0, 1), 8, 7, "barrier", recent, {"0": 17})}
+    recent = ((7, Call("all_reduce of (10) float32", where="train.py:3")), (8, Call("barrier")))
+    channels = {"group 0": Channel((0, 1), 8, 7, Call("barrier"), recent, {"0": 17})}
     return tuple(
         State(rank, Identity.own(), 3, waits=bool(rank), channels=channels, counts={"steps": 5.0, "bytes_sent": 1e9})
         for rank in range(2)
@@ -268,15 +268,14 @@ def _stores() -> Iterator[tuple[str, Parser]]:
 
     def compare(data: bytes) -> object:
         state = decode_state(data, 1, 2)
-        return None if state is None else judge({0: mine, 1: state}, {}, 2)
+        return None if state is None else judge({0: mine, 1: state}, {})
 
     yield "state of a watcher", Parser([encode_state(other).encode()], compare)
     call = Call("all_gather", (3, 4), (3, 4), None, "a step", "")
-    more = {"state": "failed", "heard": True, "ranks": [1], "text": "lost", "because": {"ranks": [0], "text": "why"}}
-    states = [call_state.encode_state(3, 4, call, ((3, call),), more).encode()]
-    yield "state of a transport", Parser(states, lambda data: call_state.decode_state(data, 2))
-    cause = call_state.encode_cause([1], "it was lost").encode()
-    yield "cause", Parser([cause], lambda data: call_state.decode_cause(data, 2))
+    lost, channel = Finding("gone", (1,), "lost"), Channel((), 4, 3, call, ((3, call),))
+    state = State(1, Identity.own(), 3, "failed", channels={"": channel}, finding=lost, leaving=lost, heard=True)
+    yield "state of a transport", Parser([encode_state(state).encode()], lambda data: decode_state(data, 1, 2))
+    yield "cause", Parser([encode_state(lost).encode()], lambda data: decode_finding(data, 2))
     identity = Identity.own().encode().encode()
     yield "identity", Parser([identity], lambda data: Identity.decode(data).trouble(Identity.own()))
 

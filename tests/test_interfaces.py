@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from fusionlayer import context
 from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import desk, members
+from fusionlayer.health.processes import is_refused
 from fusionlayer.launch import stores
 from fusionlayer.launch.meeting import HorovodBoard
 from fusionlayer.process import interfaces
@@ -73,7 +74,7 @@ def test_what_is_opened_for_other_hosts_is_at_the_interfaces_that_are_named_alon
     assert interfaces.allowed_address("no.such.name.invalid") == interfaces.allowed_address("\0" * 99) == ""
     kept, where = desk.open_store(False, 5.0)
     assert listens(where.port) == {"127.0.0.1"} and where.names == ("127.0.0.1",)
-    assert desk.reach(where, 5.0).check(["x"]) is False and not desk.is_refused(where)
+    assert desk.reach(where, 5.0).check(["x"]) is False and not is_refused(desk.names(where), where.port)
     side = _side_store.open_store(0, 5.0, lambda _: None)
     assert isinstance(side, TCPStore) and listens(side.port) == {"127.0.0.1"}
     store = stores.open_store("127.0.0.1", 0, 0, 1, 5.0, serve_it=True)

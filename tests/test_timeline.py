@@ -263,15 +263,3 @@ def test_torchs_profiler_sees_what_is_done_for_which_bucket(
     names = [event["name"] for event in events if event["name"].startswith("fusionlayer")]
     of_bucket = [f"fusionlayer: {what} bucket 3" for what in ("all-reduce", "encode", "wire", "decode")]
     assert sorted(names) == sorted([*of_bucket, *of_bucket, "fusionlayer: encode"])
-
-
-def test_a_disabled_timeline_does_nothing_and_asks_nothing_of_its_details() -> None:
-    class Unprintable:
-        def __str__(self) -> str:
-            raise AssertionError
-
-    timeline = Timeline(None, rank=0)
-    assert not timeline.enabled
-    with timeline.span("SPAN", codec=Unprintable()) as entered:
-        assert entered is None
-    timeline.record("RECORD", 0, 1, codec=Unprintable())

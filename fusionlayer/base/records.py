@@ -26,7 +26,7 @@ import yaml
 from .errors import ConfigError, require
 from .registry import nearest
 
-__all__ = ["build", "check", "load", "parse", "read", "save"]
+__all__ = ["build", "check", "load", "parse", "plain", "read", "save"]
 
 T = TypeVar("T")
 
@@ -207,7 +207,13 @@ def _value(hint: Any, data: object, where: str) -> Any:
     if isinstance(data, Mapping):
         return {str(key): _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
     if _shape(hint) is Sequence:
-        items = typing.cast(Sequence[object], data)
+        items = typing.cast(Sequence[Any], data)
+        if (
+            args == (int, Ellipsis)
+            and {*map(type, items)} == {int}
+            and -_LARGEST <= min(items) <= max(items) <= _LARGEST
+        ):
+            return tuple(items)  # quick, as some have a number for each rank of a job
         kinds = args if _length(hint) else (args[0],) * len(items)
         return tuple(
             _value(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, items, strict=True))
@@ -271,7 +277,7 @@ _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("ta
 def save(record: object, path: str | Path, comment: str = "") -> None:
     """Write a record to a YAML file that begins with a comment. Fields that have their default are left out."""
     head = "".join(f"# {line}\n" for line in comment.splitlines())
-    text = yaml.dump(_plain(record), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
+    text = yaml.dump(plain(record), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
     Path(path).write_text(head + text)
 
 
@@ -282,17 +288,17 @@ def _number(value: float) -> str:
     return text if "." in text else text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as a string
 
 
-def _plain(value: Any) -> Any:
-    """Return ``value`` as mappings, lists and scalars."""
+def plain(value: Any) -> Any:
+    """Return ``value`` as mappings, lists and scalars. Fields that have their default are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         if _shape(type(value)) is Sequence:
-            return _plain(getattr(value, fields[0].name))
-        return {f.name: _plain(getattr(value, f.name)) for f in fields if not _is_default(value, f)}
+            return plain(getattr(value, fields[0].name))
+        return {f.name: plain(getattr(value, f.name)) for f in fields if not _is_default(value, f)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

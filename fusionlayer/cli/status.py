@@ -110,7 +110,7 @@ def _word(state: State, kind: str | None) -> str:
 
 
 def _does(state: State) -> str:
-    call = next((channel.call for channel in state.channels.values() if channel.call), "")
+    call = next((channel.call.text for channel in state.channels.values() if channel.call), "")
     return state.error or state.place.replace(state.where, _last_part(state.where)) + (
         f", {call}" if call and state.waits else ""
     )

@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..health.judge import overdue
 from ..transport.star import Center, damaged
-from .matching import Matcher, Stall
+from .matching import Matcher
 from .requests import READY, Reader, Reason, Request, Response, read_farewell, write_response
 
 __all__ = ["Coordinator", "Patience"]
@@ -192,23 +193,15 @@ class Coordinator:
     def _look_for_stalls(self) -> None:
         warning, limit = self._patience.warning, self._patience.limit
         now = time.monotonic()
-        if limit is not None and (overdue := self._matcher.stalls(limit, now)):
-            # Name the others too, also those that wait for a shorter time: the missing ranks may wait in one of them.
-            stalls = self._matcher.stalls(0.0, now)
-            # Where one rank calls in another order than the rest, all wait: those are behind that most ranks wait for.
-            overdue = [stall for stall in overdue if stall.is_late] or overdue
-            late = sorted({rank for stall in overdue for rank in stall.missing})
-            self._end(Reason(f"waited longer than {limit:g} s: {_tell(stalls)}", tuple(late)))
-        elif warning is not None and now >= self._next_warning and (stalls := self._matcher.stalls(warning, now)):
-            self._next_warning = now + warning
-            _logger.warning(
-                "stalled for more than %g s: %s; if a rank does not call these operations at all, or calls others "
-                "first and waits for them, the job hangs",
-                warning,
-                _tell(stalls),
-            )
-
-
-def _tell(stalls: Sequence[Stall]) -> str:
-    shown = [f"{stall.name} (ranks {list(stall.missing)} missing for {stall.seconds:.0f} s)" for stall in stalls[:8]]
-    return "; ".join(shown) + (f"; and {len(stalls) - 8} more" if len(stalls) > 8 else "")
+        if limit is not None and (found := overdue(self._matcher.stalls(0.0, now), limit)):
+            self._end(Reason(f"waited longer than {limit:g} s: {found.text}", found.ranks))
+        elif warning is not None and now >= self._next_warning:
+            found = overdue(self._matcher.stalls(warning, now), warning)
+            if found is not None:
+                self._next_warning = now + warning
+                _logger.warning(
+                    "stalled for more than %g s: %s; if a rank does not call these operations at all, or calls others "
+                    "first and waits for them, the job hangs",
+                    warning,
+                    found.text,
+                )

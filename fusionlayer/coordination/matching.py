@@ -7,10 +7,11 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..health.judge import Stall
 from .central import compute
 from .requests import ALL_RANKS, Begun, Item, Key, Reason, Request, Response, Signature, flatten, unflatten
 
-__all__ = ["Matcher", "Stall", "differing"]
+__all__ = ["Matcher", "differing"]
 
 # Kinds of operations in which a rank that has joined takes part without a tensor of its own.
 _WITHOUT_TENSOR = ("allreduce", "allgather", "broadcast", "barrier")
@@ -42,23 +43,6 @@ class _Ready:
     nbytes: int
     result: int | None = None
     is_here: bool = False
-
-
-@dataclass(frozen=True)
-class Stall:
-    """An operation that waits for ranks.
-
-    Attributes:
-        name: readable name of the operation.
-        seconds: seconds since the first rank requested it.
-        missing: ranks that have not requested it.
-        is_late: whether most ranks of its process set have requested it, so the missing ones are behind.
-    """
-
-    name: str
-    seconds: float
-    missing: tuple[int, ...]
-    is_late: bool
 
 
 class Matcher:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from ..process.interfaces import own_address, reachable_names
 from ..process.processes import node_name
 from .generation import Address
 
-__all__ = ["DistantStore", "is_reachable", "is_refused", "open_store", "reach", "sealed"]
+__all__ = ["DistantStore", "is_reachable", "names", "open_store", "reach", "sealed"]
 
 Result = TypeVar("Result")
 
@@ -36,8 +35,8 @@ def open_store(loopback: bool, patience: float) -> tuple[TCPStore, Address]:
     """
     place = _LOOPBACK if loopback else own_address()
     store = serve(place, patience)
-    names = (place,) if place else tuple(reachable_names())
-    return store, Address(node_name(), names, store.port, mark(store))
+    found = (place,) if place else tuple(reachable_names())
+    return store, Address(node_name(), found, store.port, mark(store))
 
 
 class DistantStore:
@@ -91,16 +90,16 @@ def reach(address: Address, patience: float) -> TCPStore:
         TransportError: nobody answers there, or another program does.
         RuntimeError: it takes longer than ``patience`` seconds, and a second for each of the host's names.
     """
-    end = time.monotonic() + patience + _KNOCK * len(_names(address))
+    end = time.monotonic() + patience + _KNOCK * len(names(address))
     return bounded(partial(_connect, address, patience), end, name=_REQUEST)
 
 
 def _connect(address: Address, patience: float) -> TCPStore:
-    for name in _names(address):
+    for name in names(address):
         store = dial(name, address.port, address.token, patience, _KNOCK)
         if store is not None:
             return store
-    raise TransportError(f"nobody answers at port {address.port} of {', '.join(_names(address))}")
+    raise TransportError(f"nobody answers at port {address.port} of {', '.join(names(address))}")
 
 
 def is_reachable(address: Address, patience: float) -> bool:
@@ -112,21 +111,6 @@ def is_reachable(address: Address, patience: float) -> bool:
     return True
 
 
-def is_refused(address: Address) -> bool:
-    """Return whether the host of a store is there and says that nobody listens: the process has ended."""
-    answers = []
-    for name in _names(address):
-        try:
-            socket.create_connection((name, address.port), _KNOCK).close()
-        except ConnectionRefusedError:
-            answers.append(True)
-        except OSError:
-            continue
-        else:
-            answers.append(False)
-    return bool(answers) and all(answers)
-
-
-def _names(address: Address) -> tuple[str, ...]:
+def names(address: Address) -> tuple[str, ...]:
     """Return by which names to try a store: where it is on this host and on all addresses, by loopback alone."""
     return (_LOOPBACK,) if address.node == node_name() and len(address.names) > 1 else address.names

@@ -17,9 +17,9 @@ from dataclasses import replace
 from torch.distributed import Store
 
 from ..base.errors import TransportError
+from ..health.processes import Ends
 from ..process import outages
-from ..process.processes import Identity
-from .desk import DistantStore, is_reachable, is_refused
+from .desk import DistantStore, is_reachable, names
 from .generation import Address, Generation, Member, Report, decode_member, encode_member
 
 __all__ = ["Final", "Former", "ask_to_join"]
@@ -55,8 +55,7 @@ class Former:
         self._desk = desk
         self._timeout = timeout
         self._open_next = open_next
-        self._own = Identity.own()
-        self._probed: dict[str, tuple[float, bool]] = {}
+        self._ends = Ends()
         self._handled: set[int] = set()
         self._heard = 0
 
@@ -243,14 +242,7 @@ class Former:
 
     def _is_gone(self, member: Member) -> bool:
         """Return whether the process of a member has ended, as far as can be seen from here."""
-        if member.process.trouble(self._own) == "gone":
-            return True
-        # It may run and have left the job, or be on another host.
-        at, gone = self._probed.get(member.id, (0.0, False))
-        if not gone and time.monotonic() > at:
-            gone = is_refused(member.desk)
-            self._probed[member.id] = (time.monotonic() + _PROBE, gone)
-        return gone
+        return self._ends.has_ended(member.process, names(member.desk), member.desk.port)
 
     def _excluded(self, newest: Generation) -> TransportError:
         return Final(

@@ -1,4 +1,4 @@
-"""Descriptions of transport calls. Two ranks compare theirs to see whether the calls can complete together."""
+"""Descriptions of collective calls and messages: two ranks compare theirs to see whether they can complete together."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from ..base.errors import ConfigError
 
 __all__ = ["Call"]
 
+# Operations of torch for which every rank must give tensors of the same shape and type. Others may differ, such as an
+# uneven all-to-all or a gather: of these only the operation is compared.
+_ALIKE = {"all_reduce", "broadcast", "reduce", "barrier", "all_reduce_sparse"}
+_ALIKE |= {"_reduce_scatter_base", "_all_gather_base"}
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -25,6 +30,7 @@ class Call:
         partner: the other rank of a send or a receive; None for a collective call.
         purpose: what the transport's user does with a collective call, if it has said so (``Transport.purpose``).
         why: what led this rank to the call, for the errors of other ranks; it may differ between ranks.
+        where: line of the program that has made it, such as "train.py:31"; "" if it was not looked up.
     """
 
     what: str
@@ -33,6 +39,18 @@ class Call:
     partner: int | None = None
     purpose: str = ""
     why: str = ""
+    where: str = ""
+
+    @property
+    def text(self) -> str:
+        """What the call does, for people."""
+        return self.purpose or self.what
+
+    @property
+    def common(self) -> str:
+        """The part of a call that torch has recorded that must be equal on all ranks."""
+        operation = self.what.partition(" of ")[0]
+        return self.what if operation in _ALIKE else operation
 
     @classmethod
     def exchange(

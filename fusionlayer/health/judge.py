@@ -1,111 +1,182 @@
-"""Which rank is to blame, from where all of them are: pure functions of what they have written."""
+"""Which ranks are at fault: pure functions of evidence, of the states of ranks, and of operations that wait."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from .state import BLOCK, Channel, Noted, State
+from .calls import Call
+from .state import BLOCK, Channel, Finding, State
 
-__all__ = ["Finding", "judge"]
+__all__ = ["EVIDENT", "Evidence", "Stall", "judge", "overdue", "verdict"]
 
-# Seconds for which calls in a circle last before anybody is told: one of the ranks has waited for long by then.
+# What can be wrong with a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
+# one. What a rank states itself comes first: it left after it had found that out.
+_CAUSES_FIRST = ("failed", "gone", "conflict", "stopped", "ended", "silent", "late", "disconnected")
+# With one of these the cause is certain, so there is no need to wait for the answers of other ranks.
+EVIDENT = _CAUSES_FIRST[:4]
+# Seconds for which calls in a circle last before they are reported: one of the ranks has waited for long by then.
 _LASTING = 3.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong with a job.
-
-    Attributes:
-        kind: "gone", "stopped", "silent", "failed", "ended", "conflict", "late", "stuck" or "slow".
-        ranks: those to blame; empty if there is no evidence against any.
-        text: what is wrong, as a clause that names them and their places.
-        calls: where ranks differ, the channel and its first and last call in question, as ``Recorder`` reads it.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    text: str
-    calls: str = ""
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """What stays the same while the trouble lasts."""
-        return self.kind, self.ranks
-
-
-def judge(states: Mapping[int, State], trouble: Mapping[int, str], size: int) -> list[Finding]:
-    """Return what is wrong, the causes first; empty while the job is well.
-
-    Args:
-        states: the last that each rank has written.
-        trouble: "gone", "stopped" or "silent" for ranks whose process is so.
-        size: number of ranks.
-    """
-    conflicts = _conflicts(states)
-    # A wrong shape or type makes torch raise, on this rank or on another one: the calls tell which is odd.
-    failed = [
-        Finding("failed", (rank,), f"rank {rank} failed: {state.error}{' at ' if state.where else ''}{state.where}")
-        for rank, state in sorted(states.items())
-        if state.life == "failed" and not is_consequence(state.error)
-    ]
-    lost = [
-        Finding(kind, (rank,), f"rank {rank} {_TROUBLE[kind]}{_last_seen(states.get(rank))}")
-        for rank, kind in sorted(trouble.items())
-        if rank not in states or states[rank].life == "runs"
-    ]
-    if conflicts or failed or lost:
-        return [*failed, *conflicts, *lost]
-    torn = {rank: state for rank, state in states.items() if state.life == "failed"}
-    left = [rank for rank, state in states.items() if state.life == "ended"]
-    if torn and left:
-        who = min(torn)
-        ended = f"{_ranks(sorted(left))} ended while {_ranks(sorted(torn))} needed {'it' if len(left) == 1 else 'them'}"
-        return [
-            Finding("ended", tuple(sorted(left)), f"{ended} at {torn[who].where}; last, it {states[left[0]].place}")
-        ]
-    if torn:
-        return [
-            Finding("failed", (rank,), f"rank {rank} lost its connection: {state.error} at {state.where}")
-            for rank, state in sorted(torn.items())
-        ]
-    return _late(states, size)
-
-
 # What torch says on a rank when another one has gone or has failed.
 _CONSEQUENCE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]ead error|[Ww]rite error|[Tt]imed out|[Tt]imeout|NCCL error|"
     r"Application timeout|remote process exited|DistNetworkError|Socket"
 )
+_Call = TypeVar("_Call", bound=Hashable)
+_TROUBLE = {"gone": "is gone", "stopped": "is stopped", "silent": "gives no sign of life"}
 
 
-def is_consequence(error: str) -> bool:
-    """Return whether an exception only says that another rank does not answer."""
-    return bool(_CONSEQUENCE.search(error))
+# ---- a call that does not end ---------------------------------------------------------------------------------------
 
 
-_TROUBLE = {
-    "gone": "is gone",
-    "stopped": "is stopped",
-    "silent": "gives no sign of life",
-}
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A piece of evidence about one rank, found out by a rank that waits for it.
+
+    Attributes:
+        rank: the rank.
+        kind: that of a ``Finding``, or "alike": the rank makes the same call as this one, so nothing speaks against it.
+        text: the evidence, as a clause.
+        ranks: those that the rank names, or that differ.
+        call: the call of a rank that differs from this one; of one that has failed, the call if it is this rank's too.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
+    call: Call | None = None
+
+
+def verdict(evidence: Iterable[Evidence], call: Call | None) -> Finding | None:
+    """Return the finding that follows from the evidence, or None if there is none.
+
+    Args:
+        evidence: about the other ranks.
+        call: the call that does not end.
+    """
+    evidence = list(evidence)
+    if call is not None and call.partner is not None:
+        evidence = [each for each in evidence if each.rank == call.partner] or evidence
+    for kind in _CAUSES_FIRST:
+        found = [each for each in evidence if each.kind == kind]
+        if found and kind == "failed":
+            return Finding(kind, found[0].ranks, found[0].text)
+        if found and kind == "conflict":
+            return Finding(kind, _differing(found, evidence), found[0].text)
+        if found:
+            return Finding(kind, tuple(each.rank for each in found), "; ".join(each.text for each in found))
+    return None
+
+
+def _differing(conflicts: list[Evidence], evidence: Iterable[Evidence]) -> tuple[int, ...]:
+    """Return the ranks whose calls differ from those of most; without a majority the two that were compared first."""
+    first = conflicts[0]
+    calls: dict[int, Hashable] = {rank: None for rank in first.ranks if rank != first.rank}
+    alike = (each for each in evidence if each.kind == "alike" or (each.kind == "disconnected" and each.call))
+    calls |= {each.rank: None for each in alike}
+    for each in conflicts:
+        fits = first.call and each.call and not first.call.conflict(first.rank, each.call, each.rank)
+        calls[each.rank] = "as first" if fits or each is first else each.rank
+    return _odd(calls) or first.ranks
+
+
+def _odd(calls: Mapping[int, _Call], before: Mapping[_Call, int] | None = None) -> tuple[int, ...]:
+    """Return the ranks whose call differs from that of most; () without a majority.
+
+    Args:
+        calls: by rank; equal values are equal calls.
+        before: how many ranks have made each call before, which decides between two that equally many make now.
+    """
+    votes = Counter(calls.values())
+    if len(votes) == 1:
+        return ()
+    weights = {call: (count, before[call] if before else 0) for call, count in votes.items()}
+    most, second, *_ = sorted(weights, key=lambda call: weights[call], reverse=True)
+    if weights[most] == weights[second]:
+        return ()
+    return tuple(rank for rank, call in calls.items() if call != most)
+
+
+# ---- operations by name ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stall:
+    """An operation that waits for ranks.
+
+    Attributes:
+        name: readable name of the operation.
+        seconds: seconds since the first rank requested it.
+        missing: ranks that have not requested it.
+        is_late: whether most ranks of its process set have requested it, so the missing ones are stragglers.
+    """
+
+    name: str
+    seconds: float
+    missing: tuple[int, ...]
+    is_late: bool
+
+
+def overdue(stalls: Sequence[Stall], limit: float) -> Finding | None:
+    """Return which ranks keep operations waiting for longer than ``limit`` seconds, or None."""
+    late = [stall for stall in stalls if stall.seconds > limit]
+    if not late:
+        return None
+    # Where one rank calls in another order than the rest, all wait: those are stragglers that most ranks wait for.
+    late = [stall for stall in late if stall.is_late] or late
+    # The other operations are named too: the missing ranks may wait in one of them.
+    shown = [f"{stall.name} (ranks {list(stall.missing)} missing for {stall.seconds:.0f} s)" for stall in stalls[:8]]
+    text = "; ".join(shown) + (f"; and {len(stalls) - 8} more" if len(stalls) > 8 else "")
+    return Finding("late", tuple(sorted({rank for stall in late for rank in stall.missing})), text)
+
+
+# ---- a job, from the states of its ranks ----------------------------------------------------------------------------
+
+
+def judge(states: Mapping[int, State], trouble: Mapping[int, str]) -> list[Finding]:
+    """Return what is wrong, the causes first; empty while the job is well.
+
+    Args:
+        states: the last that each rank has written.
+        trouble: "gone", "stopped" or "silent" for ranks whose process is so.
+    """
+    # A wrong shape or type makes torch raise, on this rank or on another one: the calls show which is odd.
+    failed = [
+        Finding("failed", (rank,), f"rank {rank} failed: {state.error}{' at ' if state.where else ''}{state.where}")
+        for rank, state in sorted(states.items())
+        if state.life == "failed" and not _CONSEQUENCE.search(state.error)
+    ]
+    dead = [
+        Finding(kind, (rank,), f"rank {rank} {_TROUBLE[kind]}{_last_seen(states.get(rank))}")
+        for rank, kind in sorted(trouble.items())
+        if rank not in states or states[rank].life == "runs"
+    ]
+    causes = [*failed, *_conflicts(states), *dead]
+    torn = {rank: state for rank, state in sorted(states.items()) if state.life == "failed"}
+    left = sorted(rank for rank, state in states.items() if state.life == "ended")
+    if causes or not torn:
+        return causes or _waiting(states)
+    if left:
+        ended = f"{_ranks(left)} ended while {_ranks(sorted(torn))} needed {'it' if len(left) == 1 else 'them'}"
+        text = f"{ended} at {next(iter(torn.values())).where}; last, it {states[left[0]].place}"
+        return [Finding("ended", tuple(left), text)]
+    return [
+        Finding("disconnected", (rank,), f"rank {rank} lost its connection: {state.error} at {state.where}")
+        for rank, state in torn.items()
+    ]
 
 
 def _last_seen(state: State | None) -> str:
-    if state is None:
-        return ""
-    return f" ({state.process}); last seen, it {_past(state)}"
+    return "" if state is None else f" ({state.process}); last seen, it {_past(state)}"
 
 
 def _past(state: State) -> str:
-    waits = next((channel.call for channel in state.channels.values() if channel.call), "")
-    return state.place + (f" ({waits})" if waits else "")
-
-
-# ---- different calls ------------------------------------------------------------------------------------------------
+    call = next((channel.call for channel in state.channels.values() if channel.call), None)
+    return state.place + (f" ({call.text})" if call else "")
 
 
 def _conflicts(states: Mapping[int, State]) -> list[Finding]:
@@ -120,20 +191,24 @@ def _conflicts(states: Mapping[int, State]) -> list[Finding]:
 
 
 def _differ(name: str, channels: Mapping[int, Channel]) -> Finding | None:
-    calls = {rank: {call.number: call for call in channel.recent} for rank, channel in channels.items()}
+    calls = {rank: dict(channel.recent) for rank, channel in channels.items()}
     for number in sorted(set().union(*calls.values())):
-        made = {rank: noted[number] for rank, noted in sorted(calls.items()) if number in noted}
+        made = {rank: recent[number] for rank, recent in sorted(calls.items()) if number in recent}
         kinds = {rank: call.common for rank, call in made.items()}
         if len(set(kinds.values())) > 1:
-            odd = _odd(kinds, calls)
+            before = {
+                kind: sum(any(call.common == kind for call in recent.values()) for recent in calls.values())
+                for kind in kinds.values()
+            }
+            odd = _odd(kinds, before) or tuple(kinds)
             rest = [rank for rank in made if rank not in odd]
             sides = [*((rank, [rank]) for rank in odd), *([(rest[0], rest)] if rest else [])]
-            told = "; ".join(f"{_ranks(group)} in {_shown(made[rank])}" for rank, group in sides)
-            return Finding("conflict", odd, f"ranks differ in call {number}: {told}", f"{name} {number} {number}")
+            shown = "; ".join(f"{_ranks(group)} in {_shown(made[rank])}" for rank, group in sides)
+            return Finding("conflict", odd, f"ranks differ in call {number}: {shown}", f"{name} {number} {number}")
     return None
 
 
-def _shown(call: Noted) -> str:
+def _shown(call: Call) -> str:
     return f"{call.what}{' at ' if call.where else ''}{call.where}"
 
 
@@ -141,31 +216,33 @@ def _blocks_differ(name: str, channels: Mapping[int, Channel]) -> Finding | None
     for block in sorted(set().union(*(channel.blocks for channel in channels.values())), key=int):
         sums = {rank: channel.blocks[block] for rank, channel in sorted(channels.items()) if block in channel.blocks}
         if len(set(sums.values())) > 1:
-            odd, first = _odd(sums, {}), BLOCK * int(block)
+            odd, first = _odd(sums) or tuple(sums), BLOCK * int(block)
             text = f"{_ranks(odd)} made other calls than the rest from {first} to {first + BLOCK - 1} of {name}"
             return Finding("conflict", odd, text, f"{name} {first} {first + BLOCK - 1}")
     return None
 
 
-def _odd(kinds: Mapping[int, object], calls: Mapping[int, Mapping[int, Noted]]) -> tuple[int, ...]:
-    """Return the ranks that differ from most; all, if there is no majority.
+def _waiting(states: Mapping[int, State]) -> list[Finding]:
+    """Return the stragglers, ranks that wait for each other, slow links, or a call that is stuck."""
+    awaited, stuck = _awaited(states)
+    # A straggler that is in a call itself waits for others, unless all of them wait in a circle.
+    first = [rank for rank in awaited if rank not in states or not _is_in_call(states[rank])]
+    if awaited and not first and all(states[rank].idle > _LASTING for rank in awaited):
+        return [_circle(states, sorted(awaited))]
+    if awaited:
+        return [_straggler(states, rank, awaited[rank]) for rank in sorted(first)]
+    slow = _slow(states)
+    if slow:
+        return slow
+    return [
+        Finding("stuck", (), f"{_ranks(ranks)} are in one call of {name}, and no data arrive: {states[ranks[0]].place}")
+        for name, ranks in stuck.items()
+        if len(ranks) > 1
+    ][:1]
 
-    Where as many ranks make one call as make the other, the one counts that more ranks have made before.
-    """
-    votes = Counter(kinds.values())
-    before = {kind: sum(any(c.common == kind for c in own.values()) for own in calls.values()) for kind in votes}
-    if len(votes) == 1:
-        return tuple(kinds)
-    (most, second, *_) = sorted(votes, key=lambda kind: (votes[kind], before[kind]), reverse=True)
-    if votes[most] == votes[second] and before[most] == before[second]:
-        return tuple(kinds)
-    return tuple(rank for rank, kind in kinds.items() if kind != most)
 
-
-# ---- ranks that others wait for -------------------------------------------------------------------------------------
-
-
-def _late(states: Mapping[int, State], size: int) -> list[Finding]:
+def _awaited(states: Mapping[int, State]) -> tuple[dict[int, dict[int, str]], dict[str, list[int]]]:
+    """Return which ranks others wait for, in which calls; and the channels in whose call all are, with those ranks."""
     awaited: dict[int, dict[int, str]] = {}
     stuck: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
@@ -180,33 +257,52 @@ def _late(states: Mapping[int, State], size: int) -> list[Finding]:
             others = {
                 other: theirs.channels.get(name)
                 for other, theirs in states.items()
-                if other != rank and _is_member(other, name, channel, theirs)
+                if other != rank and (other in channel.ranks if channel.ranks else name in theirs.channels)
             }
             behind = [other for other, theirs in others.items() if theirs is None or theirs.entered < channel.entered]
             if not behind and len(others) + 1 >= (len(channel.ranks) or 2):
                 stuck.setdefault(name, []).append(rank)
             for other in behind:
-                awaited.setdefault(other, {})[rank] = f"call {channel.entered}{_of(channel)}"
-    # Who is awaited and is in a call itself is late because of others, unless all of them wait in a circle.
-    first = [rank for rank in awaited if rank not in states or not _is_in_call(states[rank])]
-    if awaited and not first and all(states[rank].idle > _LASTING for rank in awaited):
-        return [_circle(states, sorted(awaited))]
-    if awaited:
-        return [_awaited(states, rank, awaited[rank]) for rank in sorted(first)]
-    slow = _slow(states)
-    if slow:
-        return slow
-    return [
-        Finding("stuck", (), f"{_ranks(ranks)} are in one call of {name}, and no data arrive: {states[ranks[0]].place}")
-        for name, ranks in stuck.items()
-        if len(ranks) > 1
-    ][:1]
+                call = f", {channel.call.text}" if channel.call else ""
+                awaited.setdefault(other, {})[rank] = f"call {channel.entered}{call}"
+    return awaited, stuck
+
+
+def _is_in_call(state: State) -> bool:
+    # The last state of a rank that has ended may be older than the end of its last call.
+    return state.life == "runs" and bool(_open_calls(state))
+
+
+def _open_calls(state: State) -> list[tuple[str, int]]:
+    """Return the calls that a rank is in: channels and numbers."""
+    peer = [] if state.peer is None else [(f"{state.doing} {state.peer}", 0)]
+    return [*peer, *((name, each.entered) for name, each in state.channels.items() if each.entered > each.done)]
+
+
+def _straggler(states: Mapping[int, State], rank: int, waiting: Mapping[int, str]) -> Finding:
+    """Return the finding against a rank; ``waiting``: the ranks that need it, and their calls."""
+    state, first = states.get(rank), min(waiting)
+    ended = state is not None and state.life == "ended"
+    life = "has not come" if state is None else "has ended" if ended else f"is late: it {state.place}"
+    waits = "waits" if len(waiting) == 1 else "wait"
+    lasts = max(states[each].idle for each in waiting)
+    at = f" at {states[first].where}" if states[first].where else ""
+    text = f"rank {rank} {life}; {_ranks(sorted(waiting))} {waits} for it {lasts:.0f} s in {waiting[first]}{at}"
+    return Finding("ended" if ended else "late", (rank,), text)
+
+
+def _circle(states: Mapping[int, State], ranks: Collection[int]) -> Finding:
+    """Return the finding for ranks that all wait for each other; the odd ones are those in another call than most."""
+    odd = _odd({rank: next(iter(_open_calls(states[rank])), ("", 0)) for rank in ranks}) or tuple(ranks)
+    rest = [rank for rank in ranks if rank not in odd]
+    shown = "; ".join(f"rank {rank} {_past(states[rank])}" for rank in [*odd, *rest])
+    return Finding("conflict", odd, f"ranks wait for each other in different calls: {shown}")
 
 
 def _slow(states: Mapping[int, State]) -> list[Finding]:
-    """Return the links that have become slow, and who is to blame for them.
+    """Return the links that have become slow, and which ranks cause that.
 
-    That is a rank which all of them have in common. Where there is one link, it is the end at which other connections
+    It is a rank which all of them have in common. Where there is one link, it is the end at which other connections
     wait too: acknowledgements leave by the interface that is slow. Else both ends are.
     """
     owner = {end: rank for rank, state in states.items() for end in state.ends}
@@ -229,51 +325,11 @@ def _slow(states: Mapping[int, State]) -> list[Finding]:
     )
     most = max(waiting[rank] for rank in ends)
     ranks = tuple(sorted(rank for rank in ends if waiting[rank] == most))
-    told = "; ".join(
+    shown = "; ".join(
         f"from rank {a} to rank {b} {link.rate / 1e6:.3g} MB/s, before {link.before / 1e6:.3g} MB/s"
         for (a, b), link in list(pairs.items())[:4]
     )
-    return [Finding("slow", ranks, f"links of {_ranks(ranks)} are slow: {told}")]
-
-
-def _is_in_call(state: State) -> bool:
-    # The last state of a rank that has ended may be older than the end of its last call.
-    return state.life == "runs" and bool(_open_calls(state))
-
-
-def _awaited(states: Mapping[int, State], rank: int, waiting: Mapping[int, str]) -> Finding:
-    """Return the finding against a rank; ``waiting``: the ranks that need it, and their calls."""
-    state, who = states.get(rank), min(waiting)
-    ended = state is not None and state.life == "ended"
-    life = "has not come" if state is None else "has ended" if ended else f"is late: it {state.place}"
-    waits = "waits" if len(waiting) == 1 else "wait"
-    lasts = max(states[each].idle for each in waiting)
-    at = f" at {states[who].where}" if states[who].where else ""
-    text = f"rank {rank} {life}; {_ranks(sorted(waiting))} {waits} for it {lasts:.0f} s in {waiting[who]}{at}"
-    return Finding("ended" if ended else "late", (rank,), text)
-
-
-def _is_member(rank: int, name: str, channel: Channel, state: State) -> bool:
-    return rank in channel.ranks if channel.ranks else name in state.channels
-
-
-def _of(channel: Channel) -> str:
-    return f", {channel.call}" if channel.call else ""
-
-
-def _circle(states: Mapping[int, State], ranks: Sequence[int]) -> Finding:
-    """Return the finding for ranks that all wait for each other; the odd ones are those in another call than most."""
-    calls = {rank: next(iter(_open_calls(states[rank])), ("", 0)) for rank in ranks}
-    odd = _odd(calls, {})
-    rest = [rank for rank in ranks if rank not in odd]
-    told = "; ".join(f"rank {rank} {_past(states[rank])}" for rank in [*odd, *rest])
-    return Finding("conflict", odd, f"ranks wait for each other in different calls: {told}")
-
-
-def _open_calls(state: State) -> list[tuple[str, int]]:
-    """Return the calls that a rank is in: channels and numbers."""
-    peer = [] if state.peer is None else [(f"{state.doing} {state.peer}", 0)]
-    return [*peer, *((name, each.entered) for name, each in state.channels.items() if each.entered > each.done)]
+    return [Finding("slow", ranks, f"links of {_ranks(ranks)} are slow: {shown}")]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

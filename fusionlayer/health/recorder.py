@@ -12,15 +12,19 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from . import stack
+from .calls import Call
 from .monitor import monitor
-from .state import BLOCK, Channel, Noted
+from .state import BLOCK, Channel
 
 __all__ = ["Recorder"]
+
+_Numbered = tuple[int, Call]
 
 _TAIL = 32
 # The types of torch whose names in C++ are others.
@@ -41,7 +45,7 @@ class Recorder:
         self._dumps: list[Callable[..., bytes]] = [dump for dump in found if dump is not None]
         self._names: dict[tuple[int, str], str] = {}
         self._next_names, self._patience = 0.0, 1.0
-        self._kept: dict[str, tuple[Noted, ...]] = {}
+        self._kept: dict[str, tuple[_Numbered, ...]] = {}
 
     def progress(self, *, anew: bool = False) -> dict[str, Channel]:
         """Return how far each channel is; it does not look at single calls.
@@ -66,10 +70,8 @@ class Recorder:
                 entered, done = status["last_enqueued_collective"], status["last_completed_collective"]
                 if name in groups and (entered > 0 or done > 0):
                     channels[f"group {name}"] = Channel(groups[name], entered, done)
-        for name, sequence, call in monitor.calls():
-            text = "" if call is None else f"{call.purpose or call.what}"
-            channels[name] = Channel((), sequence, sequence - (call is not None), text)
-        return channels
+        # The calls of transports are compared by their heartbeats.
+        return channels | {name: replace(channel, recent=()) for name, channel in monitor.channels().items()}
 
     def detailed(self, channels: Mapping[str, Channel], *, stacks: bool, asked: str = "") -> dict[str, Channel]:
         """Return the channels with their last calls.
@@ -79,7 +81,7 @@ class Recorder:
             stacks: add the lines of the program that have made the calls.
             asked: a channel and two numbers of calls between which all are wanted, now and later.
         """
-        calls: dict[str, list[Noted]] = {}
+        calls: dict[str, list[_Numbered]] = {}
         for kind, dump in enumerate(self._dumps):
             calls |= self._read(kind, dump, stacks=stacks)
         found = dict(channels)
@@ -88,25 +90,21 @@ class Recorder:
             if asked.startswith(f"{name} "):
                 self._kept[name] = tuple(_between(noted, asked))
             if noted and not name.startswith(_OURS):
-                last = {each.number: each for each in noted}.get(channel.entered)
-                lasts = last.what if last is not None and channel.entered > channel.done else ""
-                found[name] = Channel(
-                    channel.ranks,
-                    channel.entered,
-                    channel.done,
-                    lasts,
-                    (*self._kept.get(name, ()), *noted[-_TAIL:]),
-                    _blocks(noted),
+                found[name] = replace(
+                    channel,
+                    call=dict(noted).get(channel.entered) if channel.entered > channel.done else None,
+                    recent=(*self._kept.get(name, ()), *noted[-_TAIL:]),
+                    blocks=_blocks(noted),
                 )
         return found
 
-    def _read(self, kind: int, dump: Callable[..., bytes], *, stacks: bool) -> dict[str, list[Noted]]:
-        calls: dict[str, list[Noted]] = defaultdict(list)
+    def _read(self, kind: int, dump: Callable[..., bytes], *, stacks: bool) -> dict[str, list[_Numbered]]:
+        calls: dict[str, list[_Numbered]] = defaultdict(list)
         for entry in _load(dump(True, stacks, False)).get("entries", []):
             name = entry["process_group"][0]
             self._names[kind, str(entry["pg_id"])] = name
             if not entry["is_p2p"]:
-                calls[name].append(Noted(entry["collective_seq_id"], _describe(entry), _line(entry)))
+                calls[name].append((entry["collective_seq_id"], Call(_describe(entry), where=_line(entry))))
         return calls
 
 
@@ -125,12 +123,12 @@ def _load(dumped: bytes) -> dict[str, Any]:
     return loaded
 
 
-def _between(noted: list[Noted], asked: str) -> list[Noted]:
+def _between(noted: list[_Numbered], asked: str) -> list[_Numbered]:
     """Return the calls between two numbers, at most ``BLOCK``, at the end of a text that others have written."""
     ends = asked.split(" ")[-2:]
     if not all(end.isdecimal() and len(end) < 19 for end in ends):
         return []
-    return [call for call in noted if int(ends[0]) <= call.number <= int(ends[1])][:BLOCK]
+    return [each for each in noted if int(ends[0]) <= each[0] <= int(ends[1])][:BLOCK]
 
 
 def _describe(entry: Mapping[str, Any]) -> str:
@@ -145,12 +143,12 @@ def _line(entry: Mapping[str, Any]) -> str:
     return stack.of_frames((frame["filename"], frame["line"]) for frame in entry.get("frames", ()))
 
 
-def _blocks(noted: list[Noted]) -> dict[str, int]:
+def _blocks(noted: list[_Numbered]) -> dict[str, int]:
     """Return a checksum, equal on all ranks of a right program, for each whole block of consecutive calls."""
     sums: dict[int, int] = {}
     counts: dict[int, int] = defaultdict(int)
-    for call in noted:
-        block = call.number // BLOCK
+    for number, call in noted:
+        block = number // BLOCK
         sums[block] = zlib.crc32(call.common.encode(), sums.get(block, 0))
         counts[block] += 1
     return {str(block): each for block, each in sums.items() if counts[block] == BLOCK}

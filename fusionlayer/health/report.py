@@ -1,4 +1,4 @@
-"""The file in which the rank that compares keeps the state of the job, for `fusionlayer status`.
+"""The file in which the reporter keeps the state of the job, for `fusionlayer status`.
 
 A file and no socket: it takes no port and no secret, reading it costs the job nothing, a process that hangs can neither
 refuse it nor keep its reader waiting, and it stays when the job has failed. It appears whole, by a rename.
@@ -20,12 +20,11 @@ from pathlib import Path
 from ..base import files, records
 from ..base.errors import ConfigError
 from ..process.processes import Identity
-from .judge import Finding
-from .state import State
+from .state import Finding, State
 
 __all__ = ["Report", "folder", "forget_old", "read", "reports", "write"]
 
-VERSION = 1
+VERSION = 2
 _WEEK = 7 * 86400.0
 _MOST_BYTES = 1 << 28
 _LATEST = 253_370_764_800.0
@@ -33,7 +32,7 @@ _LATEST = 253_370_764_800.0
 
 @dataclass(frozen=True)
 class Report:
-    """A job as its first living rank sees it.
+    """A job as the first rank alive sees it.
 
     Attributes:
         version: of the file.
@@ -89,7 +88,7 @@ def _is_own(place: Path) -> bool:
 def write(report: Report, path: Path) -> None:
     """Replace the file; only this user may read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Once more, as another user may have made it meanwhile; from now on nobody else can exchange it.
+    # Once more, as another user may have made it meanwhile; from now on no other user can exchange it.
     if path.parent == _place() and not _is_own(path.parent):
         raise PermissionError(errno.EPERM, "its folder is not of this user alone", str(path))
     with files.whole(path) as file:

@@ -1,25 +1,25 @@
 """Compares the ranks of a job, logs what is wrong with it, and keeps the file of its state.
 
-Every rank has a reporter: that of the first rank which is alive tells, and the others are ready to.
+Every rank has a reporter: that of the first rank alive reports, and the others are ready to take over.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ..base.errors import printable
 from ..process.processes import Identity
-from . import report as file
-from .judge import Finding, judge
-from .state import State, decode
+from . import report
+from .judge import judge
+from .state import Finding, State
+from .store import StatusKeys
 
 __all__ = ["Reporter"]
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger("fusionlayer")
 
 # Seconds after which a rank that has written nothing is silent: it writes every three.
 _SILENT = 10.0
-# Seconds in which a rank that runs writes its state and the first rank reads it, and the first rank's share of these.
+# Seconds in which a rank that runs writes its state and the reporter reads it, and the reporter's share of these.
 _FRESH, _READING = 5.0, 1.0
 # Seconds between two files.
 _KEEP = 1.0
@@ -35,61 +35,73 @@ _KEEP = 1.0
 _LINES = 3.0
 # Lines that the file keeps.
 _KEPT = 200
-# What is over as soon as the job goes on, and no cause of its end.
-_PASSING = ("late", "stuck", "stopped", "silent", "slow")
+
+_Key = tuple[str, tuple[int, ...]]
 
 
 class Reporter:
-    """What this rank knows of the others. One thread uses it; any thread may read the attributes.
+    """What this rank knows of the others. One thread uses it; any thread may read the properties.
 
     Args:
         rank: this rank.
         size: number of ranks.
         process: this process.
         path: file for the job's state.
-
-    Attributes:
-        findings: what is wrong now; empty while the job is well.
-        lines: what was logged so far.
-        told: how often something new was told.
     """
 
     def __init__(self, rank: int, size: int, process: Identity, path: Path) -> None:
-        self.findings: tuple[Finding, ...] = ()
-        self.lines: list[str] = []
-        self.told = 0
         self._rank, self._size, self._process, self._path = rank, size, process, path
+        # Guards the next three, which other threads read.
+        self._lock = threading.Lock()
+        self._findings: tuple[Finding, ...] = ()
+        self._past: tuple[tuple[float, str], ...] = ()
+        self._count = 0
         self._states: dict[int, State] = {}
         self._heard: dict[int, float] = {}
-        self._since: dict[tuple[str, tuple[int, ...]], float] = {}
-        self._without_lines: set[tuple[str, tuple[int, ...]]] = set()
-        self._past: list[tuple[float, str]] = []
+        self._since: dict[_Key, tuple[Finding, float]] = {}
+        self._without_lines: set[_Key] = set()
         self._started = time.time()
         self._kept_at = -1e9
         self._asked_at: float | None = None
         self._file_lost = False
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong now; empty while the job is well."""
+        with self._lock:
+            return self._findings
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines that were logged last."""
+        with self._lock:
+            return [text for _, text in self._past]
+
+    @property
+    def count(self) -> int:
+        """How often something new was wrong."""
+        with self._lock:
+            return self._count
 
     def move(self, rank: int, size: int) -> None:
         """Go on as another rank, or of another number of ranks: nothing is known of them yet."""
         self._rank, self._size = rank, size
         self._states, self._heard, self._since = {}, {}, {}
         self._without_lines.clear()
-        self.findings, self._asked_at = (), None
+        self._asked_at = None
+        with self._lock:
+            self._findings = ()
 
     def hear(self, state: State, now: float) -> None:
-        """Take what a rank has written last."""
+        """Note what a rank has written last."""
         known = self._states.get(state.rank)
         if known is None or known.serial != state.serial or state.rank == self._rank:
             self._states[state.rank], self._heard[state.rank] = state, now
 
-    def read(self, store: dist.Store, ranks: Iterable[int], now: float) -> None:
+    def read(self, keys: StatusKeys, ranks: Iterable[int], now: float) -> None:
         """Read what other ranks have written; raise RuntimeError if the store does not answer."""
-        keys = {f"at/{rank}": rank for rank in ranks if rank != self._rank}
-        here = list(keys) if keys and store.check(list(keys)) else [key for key in keys if store.check([key])]
-        for key, text in zip(here, store.multi_get(here) if here else [], strict=True):
-            state = decode(text, keys[key], self._size)
-            if state is not None:
-                self.hear(state, now)
+        for state in keys.read(rank for rank in ranks if rank != self._rank).values():
+            self.hear(state, now)
 
     @property
     def is_first(self) -> bool:
@@ -99,7 +111,7 @@ class Reporter:
 
     @property
     def knows_lower(self) -> bool:
-        """Whether all lower ranks have written who they are, as one has to know that is to tell in their place."""
+        """Whether all lower ranks have written a state, which a rank has to know that is to report instead of them."""
         return all(rank in self._states for rank in range(self._rank))
 
     @property
@@ -125,59 +137,68 @@ class Reporter:
                 found = "silent"
             if found is not None:
                 trouble[state.rank] = found
-        return judge(self._states, trouble, self._size)
+        return judge(self._states, trouble)
 
-    def tell(self, now: float, store: dist.Store | None) -> None:
-        """Compare, log what is new and what is over, and keep the file; ``store``: None if it does not answer."""
+    def report(self, now: float, keys: StatusKeys | None) -> None:
+        """Compare, log what is new and what is over, and keep the file; ``keys``: None if the store does not answer."""
         findings = self.compare(now)
         for finding in findings:
-            lacks_lines = bool(finding.calls) and self._lacks_lines
-            if finding.key in self._since:
-                if finding.key in self._without_lines and not lacks_lines:  # on a busy host lines may take long
-                    self._without_lines.remove(finding.key)
-                    self._say(finding.text)
-                continue
-            if finding.calls and store is not None:
-                asked_at = self._ask(finding.calls, now, store)
-                if lacks_lines and now - asked_at <= _LINES:
-                    continue
-            if finding.kind == "late" and self._predates_wait(finding.ranks, now):
-                continue
-            self._since[finding.key] = now
-            if lacks_lines:
-                self._without_lines.add(finding.key)
-            self.told += 1
-            self._say(finding.text)
-        for key in [key for key in self._since if key not in {finding.key for finding in findings}]:
-            since = self._since.pop(key)
+            self._note(finding, now, keys)
+        found = {finding.key for finding in findings}
+        for key in [key for key in self._since if key not in found]:
+            finding, since = self._since.pop(key)
             self._without_lines.discard(key)
-            if key[0] in _PASSING:
+            if not finding.final:
                 names = ", ".join(map(str, key[1]))
                 who = f"ranks {names} go" if len(key[1]) > 1 else f"rank {names} goes" if names else "the job goes"
-                self._say(f"{who} on, {now - since:.0f} s after that")
+                self._log(f"{who} on, {now - since:.0f} s after that")
         changed = tuple(findings) != self.findings
-        self.findings = tuple(findings)
+        with self._lock:
+            self._findings = tuple(findings)
         if changed or now - self._kept_at >= _KEEP:
             self._keep(now, "failed" if {"failed", "gone"} & {finding.kind for finding in findings} else "runs")
 
+    def _note(self, finding: Finding, now: float, keys: StatusKeys | None) -> None:
+        """Log a finding if it is new, or if the lines of its calls are."""
+        lacks_lines = bool(finding.calls) and self._lacks_lines
+        if finding.key in self._since:
+            if finding.key in self._without_lines and not lacks_lines:  # on a busy host lines may take long
+                self._without_lines.remove(finding.key)
+                self._log(finding.text)
+            return
+        if finding.calls and keys is not None:
+            asked_at = self._ask(finding.calls, now, keys)
+            if lacks_lines and now - asked_at <= _LINES:
+                return
+        if finding.kind == "late" and self._predates_wait(finding.ranks, now):
+            return
+        self._since[finding.key] = finding, now
+        if lacks_lines:
+            self._without_lines.add(finding.key)
+        with self._lock:
+            self._count += 1
+        self._log(finding.text)
+
     def conclude(self, has_failed: bool) -> None:
-        """Tell what the job has died of, and leave the file; remove the file of one that has ended well."""
+        """Log why the job has failed, and leave the file; remove the file of one that has ended well."""
         now = time.monotonic()
-        self.findings = tuple(finding for finding in self.compare(now) if finding.kind not in _PASSING)
-        for finding in self.findings:
+        findings = tuple(finding for finding in self.compare(now) if finding.final)
+        with self._lock:
+            self._findings = findings
+        for finding in findings:
             if finding.key not in self._since:
-                self._say(finding.text)
-        if self.findings or has_failed:
+                self._log(finding.text)
+        if findings or has_failed:
             self._keep(now, "failed")
         else:
             with suppress(OSError):
                 self._path.unlink()
 
-    def _ask(self, calls: str, now: float, store: dist.Store) -> float:
+    def _ask(self, calls: str, now: float, keys: StatusKeys) -> float:
         """Ask all ranks, once, for these calls and their last ones, with the program's lines; return when that was."""
         if self._asked_at is None:
             self._asked_at = now
-            store.set("ask", calls)
+            keys.ask(calls)
         return self._asked_at
 
     @property
@@ -185,7 +206,7 @@ class Reporter:
         """Whether a rank that runs has written no line of the program for any of its calls."""
         return any(
             state.life == "runs"
-            and not any(call.where for channel in state.channels.values() for call in channel.recent)
+            and not any(call.where for channel in state.channels.values() for _, call in channel.recent)
             for state in self._states.values()
         )
 
@@ -198,16 +219,16 @@ class Reporter:
         ages = [now - self._heard[rank] for rank in ranks if rank in self._heard]
         return any(waiting - _READING < age < _FRESH for age in ages)
 
-    def _say(self, text: str) -> None:
-        text = printable(text)  # ranks have written parts of it, or others who reach the store
-        self.lines.append(text)
-        self._past = [*self._past, (time.time(), text)][-_KEPT:]
+    def _log(self, text: str) -> None:
+        text = printable(text)  # in one line
+        with self._lock:
+            self._past = (*self._past, (time.time(), text))[-_KEPT:]
         _logger.warning("fusionlayer watch, %s: %s", datetime.now().strftime("%H:%M:%S"), text)
 
     def _keep(self, now: float, life: str) -> None:
         self._kept_at = now
-        report = file.Report(
-            version=file.VERSION,
+        found = report.Report(
+            version=report.VERSION,
             command=" ".join(sys.argv)[:200],
             size=self._size,
             writer=self._process,
@@ -216,10 +237,10 @@ class Reporter:
             life=life,
             states=tuple(self._states[rank] for rank in sorted(self._states)),
             findings=self.findings,
-            past=tuple(self._past),
+            past=self._past,
         )
         try:
-            file.write(report, self._path)
+            report.write(found, self._path)
         except OSError as error:
             if not self._file_lost:
                 _logger.warning("status %s cannot be written: %s", self._path, error.strerror)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "line_of", "of_frames", "of_thread"]
+__all__ = ["Line", "line_of", "of_frames", "of_thread"]
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -24,12 +24,13 @@ _COLLECTIVES = tuple(
 )
 _LOADER = _TORCH + "utils/data/dataloader.py"
 _BACKWARD = _TORCH + "autograd/graph.py"
+_HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 # Functions of these files that every call passes, and that say nothing.
 _HELPERS = ("wrapper", "inner", "_coalescing_manager", "__exit__")
 
 
-class Place(NamedTuple):
-    """Where a thread is.
+class Line(NamedTuple):
+    """Where a thread is in the program.
 
     Attributes:
         doing: what it does, as a clause.
@@ -42,11 +43,11 @@ class Place(NamedTuple):
     peer: int | None = None
 
 
-def of_thread(thread: int) -> Place:
-    """Return where the thread with this identifier is; an empty place if it has ended."""
+def of_thread(thread: int) -> Line:
+    """Return where the thread with this identifier is; an empty line if it has ended."""
     frames = _frames(thread)
     if not frames:
-        return Place("", "")
+        return Line("", "")
     doing, peer = "is", None
     for each in frames:  # the outermost call counts: broadcast_object_list, and not the broadcast within it
         file, name = each.f_code.co_filename, each.f_code.co_name
@@ -57,7 +58,7 @@ def of_thread(thread: int) -> Place:
             doing = "waits for data"
         elif file == _BACKWARD and doing == "is":
             doing = "is in backward"
-    return Place(doing, of_frames((each.f_code.co_filename, each.f_lineno) for each in frames), peer)
+    return Line(doing, of_frames((each.f_code.co_filename, each.f_lineno) for each in frames), peer)
 
 
 def of_frames(frames: Iterable[tuple[str, int]]) -> str:
@@ -92,8 +93,11 @@ def _frames(thread: int) -> list[FrameType]:
 
     The thread may run. Each step makes an object for a frame of the interpreter, under the GIL. In Python 3.11, to
     make an object can begin a collection of garbage. Its destructors can release the GIL, the thread returns from the
-    frame, and the new object refers to memory that is free. So nothing is collected meanwhile.
+    frame, and the new object refers to memory that is free. So nothing is collected meanwhile. Without the GIL nothing
+    keeps the thread in its frames, so they are not read.
     """
+    if not _HAS_GIL:
+        return []
     collects = gc.isenabled()
     gc.disable()
     try:

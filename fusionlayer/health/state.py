@@ -1,56 +1,55 @@
-"""What a rank writes into the store about itself, for the rank that compares: whoever reaches the store can write."""
+"""The one format of what a rank writes into a store about itself: any process that reaches the store can write it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from ..base import records
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, printable
 from ..process.processes import Identity
+from .calls import Call
 
-__all__ = ["BLOCK", "Channel", "Link", "Noted", "State", "decode", "encode"]
+__all__ = ["BLOCK", "Channel", "Finding", "Link", "State", "decode", "decode_finding", "encode"]
 
 BLOCK = 64
 """Calls whose checksums are compared together."""
 
-# Calls for which every rank must give tensors of the same shape and type. Others may differ, such as an uneven
-# all-to-all or a gather: of these only the operation is compared.
-_ALIKE = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "barrier",
-    "_reduce_scatter_base",
-    "_all_gather_base",
-    "all_reduce_sparse",
-)
-
-# A longer text is not read. A state takes a few KB.
-_MOST_BYTES = 1 << 20
+_PASSING = ("stopped", "silent", "late", "slow", "stuck", "store")
 _MOST = 1e24
 
 
 @dataclass(frozen=True)
-class Noted:
-    """A collective call that a rank has made.
+class Finding:
+    """What is wrong with a job, or why a call does not end.
 
     Attributes:
-        number: of the call in its channel.
-        what: operation, shapes and types, such as "all_reduce of (10) float32".
-        where: line of the program that has made it, such as "train.py:31"; "" where nobody has looked for it.
+        kind: "failed", "gone", "conflict", "stopped", "ended", "silent", "late", "disconnected", "slow" or "stuck";
+            "missing": ranks did not come; "store": a store does not answer; "unknown".
+        ranks: those that caused it; empty if there is no evidence against any.
+        text: what is wrong, as a clause that names them.
+        calls: where ranks differ, the channel and its first and last call in question, as ``Recorder`` reads it.
     """
 
-    number: int
-    what: str
-    where: str = ""
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    calls: str = ""
+
+    def __post_init__(self) -> None:
+        # Other ranks have written parts of the text, or others that reach the store.
+        object.__setattr__(self, "text", printable(self.text, lines=True))
 
     @property
-    def common(self) -> str:
-        """What must be equal on all ranks."""
-        operation = self.what.partition(" of ")[0]
-        return self.what if operation in _ALIKE else operation
+    def final(self) -> bool:
+        """Whether waiting longer is useless: the job does not recover from it."""
+        return self.kind not in _PASSING
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What stays the same while the trouble lasts."""
+        return self.kind, self.ranks
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,16 @@ class Channel:
         ranks: its members; empty: all ranks that have it.
         entered: number of its last collective call.
         done: number of the last one that has ended.
-        call: the one that lasts; "" if none does, or nobody has looked.
-        recent: the last calls.
+        call: the one that lasts, or a message; None if none does, or it was not looked up.
+        recent: the last calls, with their numbers.
         blocks: a checksum for every 64 calls, by number, so that those are compared which are no longer in ``recent``.
     """
 
     ranks: tuple[int, ...]
     entered: int
     done: int
-    call: str = ""
-    recent: tuple[Noted, ...] = ()
+    call: Call | None = None
+    recent: tuple[tuple[int, Call], ...] = ()
     blocks: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -93,7 +92,7 @@ class Link:
 
 @dataclass(frozen=True)
 class State:
-    """Where a rank is.
+    """Where a rank is: of a transport with its only channel, of a watched process with all.
 
     Attributes:
         rank: its number.
@@ -111,6 +110,9 @@ class State:
         links: connections that have become slow.
         held_up: other ends of connections whose round trips have become long.
         counts: the metrics of this process.
+        finding: why it has failed, if it knows that.
+        leaving: why it has failed in another transport, and will leave this one.
+        heard: whether it has read the first cause of a failure.
     """
 
     rank: int
@@ -128,13 +130,13 @@ class State:
     links: tuple[Link, ...] = ()
     held_up: tuple[str, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
+    finding: Finding | None = None
+    leaving: Finding | None = None
+    heard: bool = False
 
     def __post_init__(self) -> None:
-        numbers = [
-            self.idle,
-            *self.counts.values(),
-            *(rate for link in self.links for rate in (link.rate, link.before)),
-        ]
+        rates = [rate for link in self.links for rate in (link.rate, link.before)]
+        numbers = [self.idle, *self.counts.values(), *rates]
         if not all(abs(number) < _MOST for number in numbers):
             raise ConfigError(f"numbers of a state are {numbers}; expected finite ones")
 
@@ -143,23 +145,54 @@ class State:
         """What the rank does, and where, as a clause."""
         return f"{self.doing or 'is'}{' at ' if self.where else ''}{self.where}"
 
+    @property
+    def channel(self) -> Channel:
+        """The only channel of a transport's state."""
+        return next(iter(self.channels.values()), Channel((), 0, 0))
 
-def encode(state: State) -> str:
-    """Return the text of a state."""
-    return json.dumps(asdict(state))
+
+def encode(record: State | Finding) -> str:
+    """Return the text of a state or a finding, without what has its default."""
+    return json.dumps(records.plain(record))
 
 
 def decode(text: bytes, rank: int, size: int) -> State | None:
     """Return the state that a ``rank`` of ``size`` has written; None for a text that it has not."""
-    if not text or len(text) > _MOST_BYTES:
+    # A state takes a few KB, and one of a transport some 100 bytes for each rank.
+    if not text or len(text) > (1 << 20) + 1024 * size:
         return None
     try:
         state = records.build(State, json.loads(text), "state")
     except (ValueError, RecursionError, ConfigError):
         return None
-    members = [member for channel in state.channels.values() for member in channel.ranks]
-    blocks = [block for channel in state.channels.values() for block in channel.blocks]
-    if not all(block.isascii() and block.isdecimal() and len(block) < 20 for block in blocks):
+    fits = state.rank == rank and all(0 <= number < size for number in _numbers(state))
+    return state if fits and all(_is_right(channel, size) for channel in state.channels.values()) else None
+
+
+def decode_finding(text: bytes, size: int) -> Finding | None:
+    """Return the finding that a rank of ``size`` has written; None for a text that is none."""
+    try:
+        finding = records.build(Finding, json.loads(text), "finding")
+    except (ValueError, RecursionError, ConfigError):
         return None
-    peers = [state.rank, *members, *([] if state.peer is None else [state.peer])]
-    return state if state.rank == rank and all(0 <= peer < size for peer in peers) else None
+    ranks = tuple(rank for rank in finding.ranks if 0 <= rank < size)
+    # A rank that takes the job for a larger one may have named others, too.
+    return replace(finding, ranks=ranks) if ranks or not finding.ranks else None
+
+
+def _numbers(state: State) -> Iterator[int]:
+    """Yield the numbers of ranks that a state has."""
+    yield from (state.rank, *([] if state.peer is None else [state.peer]))
+    for finding in (state.finding, state.leaving):
+        yield from finding.ranks if finding else ()
+    for channel in state.channels.values():
+        yield from channel.ranks
+
+
+def _is_right(channel: Channel, size: int) -> bool:
+    calls = [call for _, call in channel.recent] + ([channel.call] if channel.call else [])
+    for call in calls:
+        most = size if call.partner is None else 1
+        if not {len(call.sends), len(call.recvs)} <= {0, most} or not 0 <= (call.partner or 0) < size:
+            return False
+    return all(block.isascii() and block.isdecimal() and len(block) < 20 for block in channel.blocks)

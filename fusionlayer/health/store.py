@@ -1,132 +1,138 @@
-"""The keys of a store by which the ranks of one transport tell each other where they are and why they fail."""
+"""The keys of a store by which ranks let each other know where they are and why they fail."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
 from ..process.processes import Identity
-from .call_state import UNREADABLE, decode_cause, decode_state, encode_cause
-from .evidence import Diagnosis
+from .state import Finding, State, decode, decode_finding, encode
 
-__all__ = ["StatusKeys"]
+__all__ = ["StatusKeys", "lost_store"]
 
 _logger = logging.getLogger("fusionlayer")
 
 
 class StatusKeys:
-    """What the ranks of one transport write for each other to read.
+    """The status keys of the ranks of one transport, one meeting or one watched job.
 
-    Five kinds of keys: ``who/RANK`` has the process of a rank, ``at/RANK`` the last state of a rank (see ``_states``),
-    ``ask`` the last question to all, ``cause`` the first cause of a failure, and ``left`` counts ranks that have left.
-    Any value is survived, since whoever reaches the store can write. Every method may raise RuntimeError: the store
-    does not answer.
+    Four kinds: ``at/RANK`` has the last state of a rank, ``ask`` the last question to all, ``cause`` the first cause of
+    a failure, and ``left`` counts ranks that have left. Any value is survived, since any process that reaches the store
+    can write. Every method may raise RuntimeError: the store does not answer.
 
     Args:
-        name: prefix of the keys; only this transport uses it, and it is equal on its ranks.
+        store: a client of the store that only one thread uses at a time.
+        name: prefix of the keys; only these ranks use it, and it is equal on all of them.
         rank: this rank.
         size: number of ranks.
 
     Attributes:
-        name: as given.
+        name, rank, size: as given.
         others: all ranks but this one.
-        keys: keys under the prefix that others have set, and that nobody needs once all ranks have left.
-        farewell: what this rank's last state says besides; None while it makes calls. Any thread may set it.
+        keys: keys under the prefix that others have set, and that no rank needs once all have left.
+        complains: whether to warn of a value that is missing or makes no sense: once, and not while this rank leaves,
+            because the last one to leave may delete the keys at any time. Any thread may set it.
     """
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
         self.others = [other for other in range(size) if other != rank]
         self.keys: set[str] = set()
-        self.farewell: Mapping[str, Any] | None = None
-        self.name, self._rank, self._size = name, rank, size
-        self._store: dist.Store
-        self._has_complained = False
+        self._store = store
+        self.complains = True
 
     def use(self, store: dist.Store) -> None:
-        """Read and write by this client of the store from now on."""
-        self._store = dist.PrefixStore(self.name, store)
+        """Read and write through this client of the store from now on."""
+        self._store = store
 
     def begin(self) -> None:
-        """Make the keys that all ranks share. Every rank calls it before it writes anything else."""
-        self._store.set("ask", "")
-        self._store.compare_set("cause", "", "")
+        """Make the keys that all ranks share. Each rank calls it before it reads them."""
+        for key in ("ask", "cause"):
+            self._store.compare_set(self._key(key), "", "")
 
-    def introduce(self, identity: Identity) -> None:
-        """Write which process this rank is."""
-        self._store.set(f"who/{self._rank}", identity.encode())
+    def write(self, state: State) -> None:
+        """Replace the state of this rank."""
+        self._store.set(self._key(f"at/{self.rank}"), encode(state))
 
     def have_come(self, ranks: Iterable[int]) -> bool:
-        """Return whether all these ranks have written which processes they are."""
-        return self._store.check([f"who/{rank}" for rank in ranks])
+        """Return whether all these ranks have written a state."""
+        return self._store.check([self._key(f"at/{rank}") for rank in ranks])
 
-    def identity(self, rank: int) -> Identity:
-        """Return the process of a rank that has come."""
-        return Identity.decode(self._store.get(f"who/{rank}"))
+    def read(self, ranks: Iterable[int]) -> dict[int, State]:
+        """Return the last states of these ranks, without those that have none, or none that makes sense."""
+        keys = {self._key(f"at/{rank}"): rank for rank in ranks}
+        here = list(keys) if keys and self._store.check(list(keys)) else [k for k in keys if self._store.check([k])]
+        texts = zip(here, self._store.multi_get(here) if here else [], strict=True)
+        states = {keys[key]: decode(text, keys[key], self.size) for key, text in texts}
+        return {rank: state for rank, state in states.items() if state is not None}
 
-    def write_state(self, state: str) -> None:
-        """Replace the state of this rank."""
-        self._store.set(f"at/{self._rank}", state)
-
-    def read_states(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """Return the last states that these ranks have written, ``UNREADABLE`` for one that makes no sense."""
-        keys = [f"at/{rank}" for rank in ranks]
-        try:
-            texts = self._store.multi_get(keys)
-        except RuntimeError:
-            # Either the store is lost, and so is the next call, or a key is, and the others still tell something.
-            texts = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
-        states = {rank: decode_state(text, self._size) for rank, text in zip(ranks, texts, strict=True)}
-        if UNREADABLE in states.values():
-            self._complain("what a rank has written about itself")
-        return states
+    def read_all(self, ranks: Iterable[int]) -> dict[int, State]:
+        """Return the last states of these ranks, which have come; in place of one that makes no sense, an odd one."""
+        found, ranks = self.read(ranks), list(ranks)
+        if len(found) < len(ranks):
+            self.complain("what a rank has written about itself")
+        return {rank: found.get(rank) or State(rank, Identity.unknown(), -1, life="unreadable") for rank in ranks}
 
     def ask(self, question: str) -> None:
         """Ask the other ranks to write their states again."""
-        self._store.set("ask", question)
+        self._store.set(self._key("ask"), question)
 
-    def read_news(self) -> tuple[str, bytes]:
-        """Return the last question to all ranks, and the first cause of a failure; b"" is none."""
+    def news(self) -> tuple[str, Finding | None]:
+        """Return the last question to all ranks, and the first cause of a failure, by one request."""
+        keys = [self._key("ask"), self._key("cause")]
         try:
-            ask, cause = self._store.multi_get(["ask", "cause"])
+            ask, cause = self._store.multi_get(keys)
         except RuntimeError:
-            lost = [key for key in ("ask", "cause") if not self._store.check([key])]
+            lost = [key for key in keys if not self._store.check([key])]
             if not lost:
                 raise
-            self._complain("what ranks ask or tell each other")
+            self.complain("the question or the cause of a failure")
             for key in lost:
                 self._store.set(key, "")
-            return "", b""
-        return ask.decode(errors="replace"), cause
+            return "", None
+        return ask.decode(errors="replace"), self._found(cause)
 
-    def settle(self, finding: Diagnosis) -> bytes:
+    def cause(self) -> Finding | None:
+        """Return the first cause of a failure."""
+        key = self._key("cause")
+        return self._found(self._store.get(key)) if self._store.check([key]) else None
+
+    def settle(self, finding: Finding) -> Finding | None:
         """Make ``finding`` the first cause, unless another rank came first; return the first one."""
-        return self._store.compare_set("cause", "", encode_cause(finding.ranks, finding.text))
+        return self._found(self._store.compare_set(self._key("cause"), "", encode(finding)))
 
-    def decode(self, cause: bytes) -> Diagnosis | None:
-        """Return what a rank has written as the first cause; None if it makes no sense."""
-        told = decode_cause(cause, self._size)
-        if told is None:
-            self._complain("the cause of a failure")
-            return None
-        return Diagnosis(*told, True)
+    def _found(self, cause: bytes) -> Finding | None:
+        finding = decode_finding(cause, self.size) if cause else None
+        if cause and finding is None:
+            self.complain("the cause of a failure")
+        return finding
 
-    def leave(self, has_time: Callable[[], bool]) -> None:
-        """Count this rank as left. The last one deletes all keys while it has time: nobody reads them any more."""
-        if self._store.add("left", 1) == self._size:
-            mine = [f"{kind}/{rank}" for kind in ("at", "who") for rank in range(self._size)]
-            for key in ("ask", "cause", "left", *mine, *self.keys):
+    def leave(self, has_time: Callable[[], bool] = lambda: True) -> None:
+        """Count this rank as left. The last one deletes all keys while it has time: no rank reads them any more."""
+        if self._store.add(self._key("left"), 1) == self.size:
+            for key in ("ask", "cause", "left", *(f"at/{rank}" for rank in range(self.size)), *self.keys):
                 if has_time():
-                    self._store.delete_key(key)
+                    self._store.delete_key(self._key(key))
 
-    def is_left(self) -> bool:
-        """Return whether all ranks have left."""
-        return not self._store.check(["ask"])
+    def complain(self, what: str) -> None:
+        """Warn, once, that a value is missing or makes no sense."""
+        if self.complains:
+            self.complains = False
+            _logger.warning("rank %d: %s is missing in the store or makes no sense", self.rank, what)
 
-    def _complain(self, what: str) -> None:
-        # Once this rank leaves, the last one to leave may delete the keys at any time.
-        if not self._has_complained and self.farewell is None:
-            self._has_complained = True
-            _logger.warning("rank %d: %s is missing in the store or makes no sense", self._rank, what)
+    def _key(self, key: str) -> str:
+        return f"{self.name}/{key}"
+
+
+def lost_store(store: dist.Store, store_rank: int | None) -> Finding:
+    """Return the finding for a store that does not answer. ``store_rank``: the rank that keeps it, if one does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return Finding("store", (), f"the {type(store).__name__} by which the ranks met does not answer")
+    place = f"the store at {store.host}:{store.port}"
+    if store_rank is None:
+        return Finding("store", (), f"{place}, kept by the launcher, does not answer")
+    return Finding("store", (store_rank,), f"{place}, kept by rank {store_rank}, does not answer")

@@ -1,4 +1,4 @@
-"""The thread that tells the other ranks where this one is, and on the first rank what is wrong with the job."""
+"""The thread that lets other ranks know where this one is, and on the first rank alive reports what is wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,21 +14,19 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..base import config
-from ..base.errors import FusionLayerError, UsageError
 from ..observe import counts
 from ..process import forks
 from ..process.processes import Identity
 from . import report, stack
-from .judge import Finding
 from .monitor import monitor
 from .recorder import Recorder
 from .reporter import Reporter
-from .state import Channel, State, encode
+from .state import Channel, Finding, State
+from .store import StatusKeys
 from .tcp import Links, counters
 from .waits import UsualWait
 
-__all__ = ["Watcher", "begin", "follow", "leave", "watch"]
+__all__ = ["Watcher"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -44,7 +41,7 @@ _LINGER = 3.0
 _PREFIX = "fusionlayer/watch"
 
 
-class _Place(NamedTuple):
+class _Membership(NamedTuple):
     """Where the ranks have met, and which of them this process is."""
 
     store: weakref.ref[dist.Store] | None
@@ -52,8 +49,8 @@ class _Place(NamedTuple):
     size: int
 
 
-def _place(store: dist.Store | None, rank: int, size: int) -> _Place:
-    return _Place(None if store is None else weakref.ref(store), rank, size)
+def _membership(store: dist.Store | None, rank: int, size: int) -> _Membership:
+    return _Membership(None if store is None else weakref.ref(store), rank, size)
 
 
 class Watcher:
@@ -85,23 +82,25 @@ class Watcher:
         process = Identity.own()
         if path is None:
             report.forget_old()
-        # Where the job has moved to, which the thread takes over in its next tick.
-        self._place = self._here = _place(store, rank, size)
+        # Guards _membership, where the job has moved to, and _error, _error_at: other threads set them, and the
+        # watcher's takes them over in its next tick.
+        self._lock = threading.Lock()
+        self._membership = self._here = _membership(store, rank, size)
         self._prefix = f"{_PREFIX}/{name}" if name else _PREFIX
         self._reporter = Reporter(rank, size, process, path or report.folder() / f"job-{process.pid}.json")
         self._watched = threading.get_ident()
         self._generation = forks.generation
-        self._store: dist.Store | None = None
+        self._keys: StatusKeys | None = None
         self._recorder = Recorder()
         self._links = Links()
-        self._pace = UsualWait(patience)
+        self._usual = UsualWait(patience)
         self._state = State(rank, process, 0)
         # Moments on the monotonic clock: of the last state written, look at this rank, look at its single calls, and
         # look at other ranks.
         self._written = self._looked = self._detailed = self._read = -1e9
         # Seconds that looking at single calls takes, and whether there are some that were not looked at.
         self._cost, self._has_news = 0.0, False
-        self._answered = b""
+        self._answered = ""
         self._error = self._error_at = ""
         self._ending = threading.Event()
         self._hook = sys.excepthook
@@ -113,12 +112,18 @@ class Watcher:
     @property
     def store(self) -> dist.Store | None:
         """The store by which the ranks have met, if there still is one."""
-        return None if self._place.store is None else self._place.store()
+        membership = self._joined
+        return None if membership.store is None else membership.store()
 
     @property
     def place(self) -> tuple[int, int]:
         """This rank, and how many there are."""
-        return self._place.rank, self._place.size
+        return self._joined[1:]
+
+    @property
+    def _joined(self) -> _Membership:
+        with self._lock:
+            return self._membership
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -127,8 +132,8 @@ class Watcher:
 
     @property
     def lines(self) -> list[str]:
-        """What was logged so far."""
-        return list(self._reporter.lines)
+        """The lines that were logged last."""
+        return self._reporter.lines
 
     @property
     def is_closed(self) -> bool:
@@ -139,14 +144,15 @@ class Watcher:
         """Return what it has counted, by the names of ``fusionlayer.metrics``. Any thread may call it."""
         return {
             "retransmits": float(self._links.again),
-            "stalls": float(self._reporter.told),
+            "stalls": float(self._reporter.count),
             "ranks": float(self.place[1]),
             "ranks_to_blame": float(len({rank for finding in self.findings for rank in finding.ranks})),
         }
 
     def move(self, store: dist.Store | None, rank: int, size: int) -> None:
         """Go on as another rank, or of another number of ranks, which have met in another store. Any thread."""
-        self._place = _place(store, rank, size)
+        with self._lock:
+            self._membership = _membership(store, rank, size)
 
     def close(self) -> None:
         """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
@@ -171,15 +177,22 @@ class Watcher:
                 frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
                 step = step.tb_next
             text = next(iter(str(error).splitlines()), "")
-            self._error_at = stack.of_frames(reversed(frames))
-            self._error = f"{kind.__name__}: {text:.200}"
+            where = stack.of_frames(reversed(frames))
+            with self._lock:
+                self._error, self._error_at = f"{kind.__name__}: {text:.200}", where
+
+    @property
+    def _failure(self) -> tuple[str, str]:
+        """The exception that ends the process, and its line; "" if none does."""
+        with self._lock:
+            return self._error, self._error_at
 
     # ---- on the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         stumbled = False
         while not self._ending.wait(_TICK):
-            if self._place.store is not None and self.store is None:
+            if self._joined.store is not None and self.store is None:
                 break  # the program has destroyed its process group
             now = time.monotonic()
             try:
@@ -187,7 +200,7 @@ class Watcher:
             except RuntimeError:
                 # The store does not answer. What the processes of this host show is still seen.
                 if self._reporter.is_first and self._reporter.sees_trouble:
-                    self._reporter.tell(now, None)
+                    self._reporter.report(now, None)
             except Exception:
                 if not stumbled:
                     _logger.exception("the thread that watches this job met an error, and goes on")
@@ -196,9 +209,9 @@ class Watcher:
             self._end()
         except (RuntimeError, OSError):
             # The store went with the process that has kept it.
-            if self._error and self._reporter.is_first:
+            if self._failure[0] and self._reporter.is_first:
                 self._reporter.conclude(has_failed=True)
-        self._store = None
+        self._keys = None
         if not self._ending.is_set():
             self._ending.set()
             self._release()
@@ -209,239 +222,118 @@ class Watcher:
             sys.excepthook = self._hook
         forks.not_at_exit(self.close)
 
-    def _client(self) -> dist.Store | None:
-        """Return a client of the store; None for a rank that is alone. Ranks that have met anew know nothing before."""
-        if self._place is not self._here:
-            self._here, self._store = self._place, None
-            _, rank, size = self._here
+    def _reach(self) -> StatusKeys | None:
+        """Return the status keys; None for a rank that is alone. Ranks that have met anew know nothing before."""
+        membership = self._joined
+        if membership is not self._here:
+            self._here, self._keys = membership, None
+            _, rank, size = membership
             self._reporter.move(rank, size)
             self._state = State(rank, self._state.process, 0)
             self._written = self._looked = self._detailed = self._read = -1e9
-            self._answered = b""
-        met_by = self.store
-        if self._store is None and met_by is not None:
-            self._store = dist.PrefixStore(self._prefix, monitor.own_store(met_by))
-        return self._store
+            self._answered = ""
+        met_by = None if membership.store is None else membership.store()
+        if self._keys is None and met_by is not None:
+            self._keys = StatusKeys(monitor.own_store(met_by), self._prefix, membership.rank, membership.size)
+            self._keys.begin()
+        return self._keys
 
     def _tick(self, now: float) -> None:
-        store, reporter = self._client(), self._reporter
-        if store is None:
+        keys, reporter = self._reach(), self._reporter
+        if keys is None:
             return
-        _, rank, size = self._here
         if now - self._looked >= _LOOK:
             self._looked = now
-            self._look(now, store)
+            self._look(now, keys)
         is_first = reporter.is_first
         if now - self._read >= (_LOOK if is_first or not reporter.knows_lower else _BEAT):
             self._read = now
-            reporter.read(store, range(size if is_first else rank), now)
+            reporter.read(keys, range(keys.size if is_first else keys.rank), now)
             reporter.hear(self._state, now)
         elif not reporter.sees_trouble:
             return
         if is_first:
-            reporter.tell(now, store)
+            reporter.report(now, keys)
 
-    def _look(self, now: float, store: dist.Store) -> None:
+    def _look(self, now: float, keys: StatusKeys) -> None:
         """Look where this rank is, and write it if the others should know."""
         channels = self._recorder.progress()
-        was_still, waited = self._pace.is_still, self._state.waits
-        moved = self._pace.note(now, {name: (each.entered, each.done) for name, each in channels.items()})
+        was_still, waited, slow = self._usual.is_still, self._state.waits, bool(self._state.links)
+        moved = self._usual.note(now, {name: (each.entered, each.done) for name, each in channels.items()})
         self._has_news = self._has_news or moved
         place = stack.of_thread(self._watched)
         in_call = place.peer is not None or any(each.entered > each.done for each in channels.values())
-        waits = in_call and self._pace.is_long(now)
-        asked = store.get("ask") if store.check(["ask"]) else b""
+        waits = in_call and self._usual.is_long(now)
+        asked, _ = keys.news()
         wanted = asked != self._answered or (waits and not waited)
-        if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
-            begun = time.thread_time()
-            channels = self._recorder.progress(anew=True) if wanted else channels
-            channels = self._recorder.detailed(channels, stacks=wanted, asked=asked.decode(errors="replace"))
-            if not wanted:  # lines take longer, and a second for the first time
-                self._cost = time.thread_time() - begun
-            self._answered, self._detailed, self._has_news = asked, now, False
-        else:
-            channels = {name: _with_calls(each, self._state.channels.get(name)) for name, each in channels.items()}
-        slow, known = self._links.look(now, counters()), self._state.links
+        links = self._links.look(now, counters())
         self._state = replace(
             self._state,
-            idle=self._pace.idle(now),
+            idle=self._usual.idle(now),
             waits=waits,
             doing=place.doing,
             where=place.where,
             peer=place.peer,
-            channels=channels,
+            channels=self._with_calls(now, channels, wanted, asked),
             ends=self._links.ends,
-            links=slow,
+            links=links,
             held_up=self._links.held_up,
         )
-        changed = bool(slow) != bool(known) or wanted or waits != waited or self._pace.is_still != was_still
-        if changed or now - self._written >= (_STILL if self._pace.is_still else _BEAT):
-            self._write(store, replace(self._state, counts=counts.read()))
+        changed = bool(links) != slow or wanted or waits != waited or self._usual.is_still != was_still
+        if changed or now - self._written >= (_STILL if self._usual.is_still else _BEAT):
+            self._write(keys, replace(self._state, counts=counts.read()))
 
-    def _write(self, store: dist.Store, state: State) -> None:
+    def _with_calls(self, now: float, channels: dict[str, Channel], wanted: bool, asked: str) -> dict[str, Channel]:
+        """Return the channels with their single calls, read anew if they are wanted, and seldom else."""
+        if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
+            begun = time.thread_time()
+            channels = self._recorder.progress(anew=True) if wanted else channels
+            channels = self._recorder.detailed(channels, stacks=wanted, asked=asked)
+            if not wanted:  # lines take longer, and a second for the first time
+                self._cost = time.thread_time() - begun
+            self._answered, self._detailed, self._has_news = asked, now, False
+            return channels
+        found = {}
+        for name, channel in channels.items():
+            before = self._state.channels.get(name)
+            if before is not None:
+                lasts = channel.call or (before.call if channel.entered == before.entered > channel.done else None)
+                channel = replace(channel, call=lasts, recent=before.recent, blocks=before.blocks)
+            found[name] = channel
+        return found
+
+    def _write(self, keys: StatusKeys, state: State) -> None:
         written = replace(state, serial=state.serial + 1)
-        store.set(f"at/{written.rank}", encode(written))
-        self._state, self._written = written, time.monotonic()  # who sees its number finds it in the store
+        keys.write(written)
+        self._state, self._written = written, time.monotonic()  # its number is in the store before it is seen here
 
     def _end(self) -> None:
-        """Write the last state. The first rank then tells what has become of the job."""
-        store, reporter, deadline = self._client(), self._reporter, time.monotonic() + _LINGER
-        if store is None:
-            reporter.conclude(has_failed=bool(self._error))
+        """Write the last state. The first rank alive then reports why the job has failed."""
+        keys, reporter, deadline = self._reach(), self._reporter, time.monotonic() + _LINGER
+        error, where = self._failure
+        if keys is None:
+            reporter.conclude(has_failed=bool(error))
             return
-        _, rank, size = self._here
-        state = replace(self._state, life="failed" if self._error else "ended", error=self._error)
-        if not self._error:
-            state = replace(state, waits=False)  # it may have waited when it looked last, and does so no more
-        if self._error:
+        if error:
             calls = self._recorder.detailed(self._recorder.progress(anew=True), stacks=True)
-            state = replace(state, where=self._error_at or state.where, channels=calls)
-        self._write(store, state)
-        while self._error and time.monotonic() < deadline and not store.check(["seen"]):
+            where = where or self._state.where
+            state = replace(self._state, life="failed", error=error, where=where, channels=calls)
+        else:  # it may have waited when it looked last, and does so no more
+            state = replace(self._state, life="ended", waits=False)
+        self._write(keys, state)
+        while error and time.monotonic() < deadline and not keys.cause():
             # Lower ranks may be gone without a word: then this one is the first.
-            reporter.read(store, range(rank), time.monotonic())
+            reporter.read(keys, range(keys.rank), time.monotonic())
             if reporter.is_first:
                 break
             time.sleep(_TICK)
-        if not reporter.is_first:
-            self._leave(store, size)
-            return
-        while True:
+        while reporter.is_first:
             now = time.monotonic()
-            reporter.read(store, range(size), now)
+            reporter.read(keys, keys.others, now)
             reporter.hear(self._state, now)
-            if not self._error or reporter.all_have_ended or now > deadline:
+            if not error or reporter.all_have_ended or now > deadline:
+                reporter.conclude(has_failed=bool(error))
+                keys.settle(next(iter(reporter.findings), Finding("unknown", (), "")))  # as ranks that fail wait for it
                 break
             time.sleep(_TICK)
-        reporter.conclude(has_failed=bool(self._error))
-        store.set("seen", "1")
-        self._leave(store, size)
-
-    def _leave(self, store: dist.Store, size: int) -> None:
-        """Count this rank as ended; the last one deletes all keys."""
-        if store.add("left", 1) == size:
-            for key in ("ask", "seen", "left", *(f"at/{rank}" for rank in range(size))):
-                store.delete_key(key)
-
-
-def _with_calls(channel: Channel, before: Channel | None) -> Channel:
-    """Return the channel with the calls that were looked at before."""
-    if before is None:
-        return channel
-    lasts = channel.call or (before.call if channel.entered == before.entered > channel.done else "")
-    return replace(channel, call=lasts, recent=before.recent, blocks=before.blocks)
-
-
-_watcher: Watcher | None = None
-# Where the members of an elastic job have met last, and who this process is there; None: the job is not elastic.
-_members: tuple[dist.Store | None, int, int] | None = None
-
-
-def begin(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    settings: config.Config,
-    patience: float = 5.0,
-    *,
-    asked: bool = True,
-    name: str = "",
-) -> Watcher | None:
-    """Heartbeat this process of a job whose ranks have met by a store, unless it is watched already or is alone.
-
-    Args:
-        store: by which the ranks have met; the watcher ends with it.
-        rank: this rank.
-        size: number of ranks.
-        settings: of the job.
-        patience: as for ``watch``.
-        asked: whether the program has asked for it. A FileStore keeps every write, so nobody else begins with one.
-        name: as for ``Watcher``.
-    """
-    global _watcher
-    if size < 2 or settings.watch is False or (not asked and not settings.watch and _is_file(store)):
-        return None
-    if _watcher is not None and not _watcher.is_closed and _watcher.store is not store:
-        _watcher.close()  # of a process group that was destroyed
-    return _open(store, rank, size, settings, patience, name)
-
-
-def _open(
-    store: dist.Store | None, rank: int, size: int, settings: config.Config, patience: float = 5.0, name: str = ""
-) -> Watcher | None:
-    global _watcher
-    if _watcher is None or _watcher.is_closed:
-        try:
-            path = Path(settings.status) if settings.status else None
-            _watcher = Watcher(store, rank, size, patience, path, name)
-        except FusionLayerError as error:
-            _logger.warning("this job is not watched: %s", error)
-            return None
-    return _watcher
-
-
-def follow(store: dist.Store | None, rank: int, size: int, settings: config.Config) -> None:
-    """Heartbeat the members of an elastic job as they are now, if this process is watched or its settings ask for it.
-
-    Args:
-        store: by which they have met; None: this process is alone.
-        rank, size: of this process, and of the members.
-        settings: of the job.
-    """
-    global _members
-    _members = store, rank, size
-    if _watcher is not None and not _watcher.is_closed:
-        _watcher.move(store, rank, size)
-    elif settings.watch:
-        _open(store, rank, size, settings)
-
-
-def leave() -> None:
-    """End what ``follow`` has begun: this process leaves the elastic job while the others can be reached."""
-    global _members
-    if _members is not None and _watcher is not None:
-        _watcher.close()
-    _members = None
-
-
-def _is_file(store: dist.Store) -> bool:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)
-
-
-@counts.add_gauges
-def _gauges() -> Mapping[str, float]:
-    return {} if _watcher is None else _watcher.counts()
-
-
-def watch(patience: float = 5.0) -> Watcher | None:
-    """Heartbeat the job of torch.distributed that this process belongs to; all ranks call it.
-
-    While a rank is late, stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
-    program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder
-    notes calls in any case, and a thread of this process reads it. The thread that calls this is the one whose place is
-    told. In an elastic job it goes on with those who are left and who come.
-
-    Args:
-        patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual, three
-            times as long as those.
-
-    Returns:
-        The watcher, to ``close`` it early; None for a job of one process, and where the setting ``watch`` is false.
-
-    Raises:
-        UsageError: torch.distributed is not initialized.
-        ConfigError: a setting cannot be used.
-    """
-    if _members is None and not (dist.is_available() and dist.is_initialized()):
-        raise UsageError(
-            "fusionlayer.watch needs torch.distributed; call init_process_group() or fusionlayer.init() first"
-        )
-    if not 0 < patience < float("inf"):
-        raise UsageError(f"patience={patience!r}; expected seconds above 0")
-    if _members is not None:
-        settings = config.load()
-        return None if settings.watch is False else _open(*_members, settings, patience)
-    store = dist.distributed_c10d._get_default_store()
-    return begin(store, dist.get_rank(), dist.get_world_size(), config.load(), patience)
+        keys.leave()

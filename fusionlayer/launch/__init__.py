@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import time
@@ -14,6 +13,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 from ..base.errors import ConfigError, TransportError
+from ..health.meeting import await_all
+from ..health.processes import Processes
+from ..health.state import Finding, State
+from ..health.store import StatusKeys
 from ..process import outages
 from ..process.bounded import Overdue, bounded
 from ..process.interfaces import allowed_address, is_loopback
@@ -223,54 +226,59 @@ def _meeting(kept: Store) -> Store:
     return PrefixStore(f"fusionlayer/{_joined}", kept)
 
 
+def _keys(kept: Store, place: RankInfo) -> StatusKeys:
+    """Return the keys by which the ranks of ``place`` let each other know that they have come."""
+    return StatusKeys(SealedStore(kept, "meeting"), "ranks", place.rank, place.size)
+
+
 def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) -> None:
     """Return when all ranks have come and know that of each other's processes.
 
     Raises:
         TransportError: some did not come, or are gone.
     """
-    me = Identity.own()
-    here = {rank: f"here/{rank}" for rank in range(place.size)}
-    seen: dict[int, Identity] = {}
-    store = SealedStore(kept, "meeting")
+    keys, processes = _keys(kept, place), Processes(place.rank, place.size, {})
     try:
-        # Whatever process is first says how many there are.
-        first, size = _numbers(store.first("size", f"{place.rank} {place.size}"), 2)
-        if size != place.size:
-            name = VARIABLES.get(place.launcher, ("", "the number of processes"))[1]
-            raise TransportError(
-                f"rank {place.rank} has {name}={place.size}, and rank {first}, which has come to the same "
-                f"store{_where(os.environ)}, has {size}; give all ranks of a job the same number, and each job a "
-                "port of its own",
-                [place.rank, first],
-            )
-        store.set(here[place.rank], me.encode())
-        while not store.check(list(here.values())):
-            time.sleep(_POLL)
-            if store.check(["failed"]):
-                store.add("heard", 1)
-                raise _told(store.get("failed"))
-            late = time.monotonic() > deadline
-            for rank, key in here.items():
-                if rank not in seen and store.check([key]):
-                    seen[rank] = Identity.decode(store.get(key))
-            for rank, identity in seen.items():
-                if identity.trouble(me) == "gone" and not store.check(list(here.values())):
-                    raise TransportError(f"rank {rank} is gone ({identity}), while others came", [rank])
-            missing = [rank for rank in here if rank not in seen]
-            if late and missing:
-                raise TransportError(f"ranks {missing} did not come within {timeout:g} s; were they started?", missing)
-        # The last one to read them deletes the keys.
-        if store.add("seen", 1) == place.size:
-            for key in ("seen", *here.values()):
-                store.delete_key(key)
+        _agree_on_size(SealedStore(kept, "meeting"), place)
+        state = State(place.rank, processes.own, 1)
+        keys.write(state)
+        finding = await_all(keys, processes, deadline, f"{timeout:g} s; were they started?")
+        if finding is not None:
+            keys.write(replace(state, heard=True))
+            raise TransportError(finding.text, finding.ranks)
+        keys.leave()
     except TransportError as error:
-        _announce(store, place, error, others=len(seen.keys() - {place.rank, *error.ranks}))
+        _announce(keys, place, error)
         raise
     except RuntimeError as error:
         ranks = [] if _kept_by_launcher(os.environ) else [0]
         text = f"rank {place.rank}: lost the store by which the ranks meet: {outages.first_line(error)}"
         raise TransportError(text, ranks) from error
+
+
+def _agree_on_size(store: SealedStore, place: RankInfo) -> None:
+    """Return if this rank has as many ranks as the first that has come; raise ``TransportError`` else."""
+    first, size = _numbers(store.compare_set("size", "", f"{place.rank} {place.size}"), 2)
+    if size != place.size:
+        name = VARIABLES.get(place.launcher, ("", "the number of processes"))[1]
+        raise TransportError(
+            f"rank {place.rank} has {name}={place.size}, and rank {first}, which has come to the same "
+            f"store{_where(os.environ)}, has {size}; give all ranks of a job the same number, and each job a "
+            "port of its own",
+            [place.rank, first],
+        )
+
+
+def _announce(keys: StatusKeys, place: RankInfo, error: TransportError) -> None:
+    """Let the others know why the ranks cannot meet. Rank 0, which may keep the store, stays until they know."""
+    with suppress(RuntimeError):
+        keys.settle(Finding("failed", tuple(error.ranks), str(error)))
+        end = time.monotonic() + _LAST_LOOK / 2
+        while place.rank == 0 and time.monotonic() < end:
+            others = keys.read(keys.others)
+            if all(state.heard for rank, state in others.items() if rank not in error.ranks):
+                return
+            time.sleep(_POLL)
 
 
 def _numbers(text: bytes, count: int) -> list[int]:
@@ -286,24 +294,6 @@ def _numbers(text: bytes, count: int) -> list[int]:
             "written it; give each job a port of its own"
         )
     return [*map(int, words)]
-
-
-def _told(text: bytes) -> TransportError:
-    """Return the error that another rank has announced."""
-    with suppress(ValueError, TypeError, RecursionError):
-        why, ranks = json.loads(text)
-        if type(why) is str and all(type(rank) is int for rank in ranks):
-            return TransportError(why, ranks)
-    return TransportError(f"another rank cannot meet the others, and says {text[:80]!r}, which makes no sense")
-
-
-def _announce(store: SealedStore, place: RankInfo, error: TransportError, others: int) -> None:
-    """Tell the others why the ranks cannot meet. Rank 0, which may keep the store, stays until they have read it."""
-    with suppress(RuntimeError):
-        store.set("failed", json.dumps([str(error), error.ranks]))
-        end = time.monotonic() + _LAST_LOOK / 2
-        while place.rank == 0 and store.add("heard", 0) < others and time.monotonic() < end:
-            time.sleep(_POLL)
 
 
 def _where(environ: Mapping[str, str]) -> str:
@@ -367,7 +357,7 @@ def _greet(kept: Store, place: RankInfo, timeout: float) -> str:
         store.set(f"{name}/met/{place.rank}", "")
         return name
     # The others must not report rank 0 while it waits here for one that does not come.
-    SealedStore(_meeting(PrefixStore(token, kept)), "meeting").set("here/0", Identity.own().encode())
+    _keys(_meeting(PrefixStore(token, kept)), place).write(State(0, Identity.own(), 0))
     answered: dict[int, bytes] = {}
     missing = set(range(1, place.size))
     while missing and time.monotonic() < end:

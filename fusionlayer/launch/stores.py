@@ -82,14 +82,18 @@ class SealedStore(WrappedStore):
         """
         return job_key.unseal(f"{self._place}/{key}", self._store.get(key))
 
-    def first(self, key: str, value: str) -> bytes:
-        """Write a key, unless it is there; return its value.
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, as ``get`` does."""
+        return [self.get(key) for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a key, unless it is there; return its value. ``expected`` is empty.
 
         Raises:
             TransportError: no process with the job key has written it.
         """
         where = f"{self._place}/{key}"
-        wanted: Any = job_key.seal(where, value)
+        wanted: Any = job_key.seal(where, desired)
         return job_key.unseal(where, self._store.compare_set(key, "", wanted))
 
 

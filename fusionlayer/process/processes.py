@@ -41,6 +41,11 @@ class Identity:
         pid = os.getpid()
         return cls(pid, socket.gethostname(), place, _stat(pid)[1] if place else "")
 
+    @classmethod
+    def unknown(cls) -> Identity:
+        """Return the identity of a process that no other one can look up."""
+        return cls(0, "unknown", "", "")
+
     def encode(self) -> str:
         """Return the identity as text, for another process to ``decode``."""
         return json.dumps(asdict(self))
@@ -48,7 +53,7 @@ class Identity:
     @classmethod
     def decode(cls, text: bytes) -> Identity:
         """Return the identity that ``encode`` has written; for any other text one that no process can look up."""
-        unknown = cls(0, "unknown", "", "")
+        unknown = cls.unknown()
         try:
             given = json.loads(text)
             fits = given.keys() == asdict(unknown).keys() and type(given["pid"]) is int

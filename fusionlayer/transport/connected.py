@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..base.errors import PlanMismatch, TransportError
-from ..health.evidence import Diagnosis
 from ..health.heartbeat import Heartbeat
+from ..health.state import Finding
 from ..process import forks
 from ..process.processes import node_name
 from .base import check_subset, group_by_node
@@ -146,7 +146,7 @@ class ConnectedTransport(LinkedTransport):
         self._nodes = group_by_node(nodes)
         self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 
-    def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:
+    def _shut(self, failure: TransportError, finding: Finding | None) -> None:
         super()._shut(failure, finding)
         if self._dropped is not None:
             # Python may drop the transport in the middle of anything, even of the monitor's own code, and to end the

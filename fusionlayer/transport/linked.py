@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..base.errors import TransportError, UsageError, again
 from ..health.calls import Call
-from ..health.evidence import Diagnosis
 from ..health.heartbeat import Heartbeat
-from ..health.inquiry import Progress
+from ..health.inquiry import Position
+from ..health.monitor import monitor
+from ..health.state import Finding
 from ..observe.timeline import here
 from ._capture import refuse_capture
 from ._staging import bring, bring_back, space
@@ -181,10 +182,12 @@ class LinkedTransport(Transport):
         key, watch = key_of(call, self.sequence if counted else 0), self._watch
         recent: tuple[tuple[int, Call], ...] = ()
         if watch is not None:
-            recent = watch.progress.recent
+            recent = watch.position.recent
             if counted:
                 recent = (*recent[-1:], (self.sequence, call))
-            watch.progress = Progress(self.sequence, call, time.monotonic(), recent)
+            position = Position(self.sequence, call, time.monotonic(), recent)
+            with monitor.lock:
+                watch.position = position
         try:
             with here.doing("fusionlayer: wire"):
                 work(key, *given, **named)
@@ -193,7 +196,9 @@ class LinkedTransport(Transport):
                 raise
             self._fail_call(call, error)
         if watch is not None:
-            watch.progress = Progress(self.sequence, None, 0.0, recent)
+            position = Position(self.sequence, None, 0.0, recent)
+            with monitor.lock:
+                watch.position = position
 
     def set_timeout(self, seconds: float) -> None:
         super().set_timeout(seconds)
@@ -263,7 +268,7 @@ class LinkedTransport(Transport):
             raise self._fail(error, call.what) from None  # the link's own text says only that a connection is gone
         # Nobody knows how much of this call the peers have received, so there can be no next call.
         text = f"rank {self.rank} raised {type(error).__name__}: {error}"
-        finding = Diagnosis((self.rank,), text, True)
+        finding = Finding("failed", (self.rank,), text)
         try:
             # The peers must be able to read it before this rank leaves, as a program does that is interrupted twice.
             if self._watch is not None:
@@ -281,8 +286,8 @@ class LinkedTransport(Transport):
         lost = f"the connection to rank {error.peer} was lost, though its process is alive"
         known = None
         if isinstance(error, (DamagedMessage, DeviceError)):
-            known = Diagnosis(error.ranks, str(error), True)
-        finding = self._watch.diagnose(Diagnosis((error.peer,), lost, True), known)
+            known = Finding("failed", tuple(error.ranks), str(error))
+        finding = self._watch.diagnose(Finding("disconnected", (error.peer,), lost), known)
         self._check_open()  # it was closed meanwhile, and nobody wants to know the cause
         if not finding.ranks:
             finding = replace(finding, ranks=(error.peer,))
@@ -294,7 +299,7 @@ class LinkedTransport(Transport):
         self._shut(failure, finding)
         return failure
 
-    def _shut(self, failure: TransportError, finding: Diagnosis | None) -> None:
+    def _shut(self, failure: TransportError, finding: Finding | None) -> None:
         """Make every later call raise ``failure``, and tell the other ranks the finding; None: this rank closed it."""
         self._failure = again(failure)  # not what is raised here: its traceback holds this transport
         close_all(self._links)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ..base.errors import TransportError
 from ..health.calls import Call
-from ..health.evidence import Diagnosis
 from ..health.heartbeat import Heartbeat
+from ..health.state import Finding
 from ..launch.stores import EndingStore
 from ..process import outages
 from ..process.bounded import Overdue, bounded
@@ -113,7 +113,7 @@ class Connecting:
         )
         self.store = dist.PrefixStore(rendezvous.name, self._meet())
         self._ending = EndingStore(self.store, rendezvous.name, self._deadline, in_vain)
-        self._ending.written = self._ending.awaited = self.watch.board.keys
+        self._ending.written = self._ending.awaited = self.watch.keys.keys
         self.watch.enter(Call(f"making {what}"), 0)
 
     def run(self, make: Callable[[dist.Store], Result]) -> Result:
@@ -162,16 +162,16 @@ class Connecting:
             raise self.error(finding)
         return store
 
-    def find_cause(self, error: Exception) -> Diagnosis:
+    def find_cause(self, error: Exception) -> Finding:
         """Return why ``run`` has raised ``error``, as far as this rank can find out."""
-        otherwise = Diagnosis((), f"all ranks are alive, and yet: {outages.explain(error).text}", True)
+        otherwise = Finding("unknown", (), f"all ranks are alive, and yet: {outages.explain(error).text}")
         return self.watch.diagnose(otherwise, known=self._own(error))
 
-    def _own(self, error: Exception) -> Diagnosis | None:
+    def _own(self, error: Exception) -> Finding | None:
         """Return what has failed in this process, if the error means that."""
         rank, cause = self._rendezvous.rank, outages.explain(error)
-        return Diagnosis((rank,), f"rank {rank} has {cause.text}", True) if cause.here else None
+        return Finding("failed", (rank,), f"rank {rank} has {cause.text}") if cause.here else None
 
-    def error(self, finding: Diagnosis) -> TransportError:
+    def error(self, finding: Finding) -> TransportError:
         """Return the error that tells a finding."""
         return TransportError(f"rank {self._rendezvous.rank}: making {self._what}: {finding.text}", finding.ranks)

@@ -12,7 +12,7 @@ import torch
 import fusionlayer
 from fusionlayer import codecs
 from fusionlayer.base.errors import FusionLayerError
-from fusionlayer.cli import doctor, environment, main
+from fusionlayer.cli import doctor, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.quantized.cast import Raw
 from fusionlayer.native import libraries
@@ -142,8 +142,3 @@ def test_ranks_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
         run_on_ranks(["-c", fail], 2, 180)
     with pytest.raises(FusionLayerError, match="rank 0 timed out: it wrote nothing"):
         run_on_ranks(["-c", "import time; time.sleep(60)"], 1, 0.5)
-
-
-@pytest.mark.short
-def test_a_variable_of_horovod_has_an_effect_or_none() -> None:
-    assert not {*environment.HOROVOD} & {*environment.HOROVOD_UNUSED}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from fusionlayer.launch.last_error import leave_to_launcher
 from fusionlayer.process.interfaces import addresses
 from tests.loops import looped
 from tests.mpi import ROOT
-from tests.ports import free_port
 from tests.tiers import exhaustive
 
 # Takes nothing of this host's environment along, as the real one.
@@ -432,60 +430,3 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
 def test_what_cannot_be_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags.split()) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.short
-def test_python_is_that_of_the_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (only,) = fusionrun.plan(fusionrun._parse(["-np", "2", "python", "train.py"]))
-    assert only.environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path}"
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setattr(sys, "executable", str(folder / "python3"))
-    assert fusionrun._missing(["python", "train.py"]) == (127, "python: not found; did you mean python3?")
-    (folder / "python").symlink_to("/bin/sh")
-    assert fusionrun._missing(["python", "-c", ""]) == (0, "")
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(300)
-@exhaustive(guarded_by="tests/cli/test_fusionrun.py::test_no_variable_stands_where_every_user_can_read_it")
-@pytest.mark.skipif(shutil.which("sshd") is None or os.geteuid() != 0, reason="no sshd, or this user is not root")
-def test_the_real_ssh_brings_variables_and_checks_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    key, port = tmp_path / "key", free_port()
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    (tmp_path / "config").write_text(
-        f"HostKey {key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
-        f"ListenAddress 127.0.0.2:{port}\n"
-    )
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F none -o UserKnownHostsFile={tmp_path}/known "$@"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("HF_TOKEN", "s3cr3t")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    separated = Path("/run/sshd")  # which sshd asks for
-    made = not separated.exists()
-    separated.mkdir(exist_ok=True)
-    server = subprocess.Popen([str(shutil.which("sshd")), "-D", "-e", "-f", tmp_path / "config"])
-    try:
-        while server.poll() is None:
-            try:
-                socket.create_connection(("127.0.0.2", port)).close()
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        told = f"echo $FUSIONLAYER_JOB_KEY $HF_TOKEN $RANK > {tmp_path}/told"
-        flags = ["-np", "1", "-H", "127.0.0.2:1", "-p", str(port), "-i", str(key), "-x", "HF_TOKEN", "-x", "A=1"]
-        assert main([*flags, "sh", "-c", told]) == 255
-        assert "ssh to 127.0.0.2 failed" in capfd.readouterr().err and not (tmp_path / "told").exists()
-        assert main([*flags, "--accept-new-host-keys", "sh", "-c", told]) == 0, capfd.readouterr().err
-        job, token, rank = (tmp_path / "told").read_text().split()
-        assert len(job) == 64 and (token, rank) == ("s3cr3t", "0")
-    finally:
-        server.terminate()
-        server.wait()
-        if made:
-            separated.rmdir()

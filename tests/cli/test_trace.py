@@ -13,7 +13,7 @@ import fusionlayer as fl
 from fusionlayer.cli import main
 from fusionlayer.cli.breakdown import break_down
 from fusionlayer.cli.verdict import told, verdict
-from fusionlayer.planning.recorded import Forecast, RecordedBucket, RecordedStep, forecast
+from fusionlayer.planning.recorded import RecordedBucket, RecordedStep, forecast
 from tests.integrations.training import make_model, train
 from tests.loops import looped
 
@@ -266,17 +266,3 @@ def test_what_is_no_timeline_is_told(
     assert main(["trace", str(tmp_path / "x")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(told, line)
-
-
-@pytest.mark.short
-def test_a_model_that_does_not_fit_the_recorded_step_predicts_nothing() -> None:
-    text = told([Forecast("int4", 0.5, 0.5, 0.6, 1e6)], 1.0)
-    assert text.startswith("No prediction: a simulation of the recorded step gives 600 ms instead of 1000 ms")
-
-
-@pytest.mark.short
-def test_two_files_of_one_rank_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / name, 0, 0.0, whole_steps(6))
-    assert main(["trace", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "a and " in (told := capsys.readouterr().err) and "are both of rank 0; give the files of one run" in told

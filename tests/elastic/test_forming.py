@@ -179,7 +179,7 @@ def test_no_more_than_half_do_not_go_on_if_nobody_knows_what_became_of_the_other
     with pytest.raises(TransportError, match="1 of 2 members are left, and nobody knows whether the others go on"):
         desks[0].former.form(Report(first, 1, False))
     desks[1].close()
-    desks[0].former._probed.clear()
+    desks[0].former._ends._refused.clear()
     assert ids(desks[0].former.form(Report(first, 1, False))) == ["m0"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusionlayer.health.call_state import UNREADABLE, encode_state
 from fusionlayer.health.calls import Call
-from fusionlayer.health.evidence import Diagnosis, Evidence, judge, lost_store
 from fusionlayer.health.heartbeat import Heartbeat
-from fusionlayer.health.inquiry import Inquiry, Processes, Progress
-from fusionlayer.health.root_cause import Cause
-from fusionlayer.health.store import StatusKeys
+from fusionlayer.health.inquiry import Inquiry, Position
+from fusionlayer.health.judge import Evidence, verdict
+from fusionlayer.health.processes import Culprits, Processes
+from fusionlayer.health.state import Channel, Finding, State, encode
+from fusionlayer.health.store import StatusKeys, lost_store
 from fusionlayer.process.processes import Identity
 from fusionlayer.transport.linked import key_of
 from tests.loops import looped
@@ -34,8 +35,8 @@ GONE = Evidence(1, "gone", "rank 1 is gone")
 STOPPED = Evidence(2, "stopped", "rank 2 is stopped")
 SILENT = Evidence(3, "silent", "rank 3 is silent")
 LATE = Evidence(4, "late", "rank 4 is late")
-FAILED = Evidence(5, "failed", "rank 5 failed")
-TOLD = Evidence(6, "told", "rank 9 is gone", (9,))
+FAILED = Evidence(5, "disconnected", "rank 5 failed")
+TOLD = Evidence(6, "failed", "rank 9 is gone", (9,))
 ALIKE = Evidence(4, "alike", "")
 
 
@@ -44,14 +45,14 @@ def differs(rank: int, n: int) -> Evidence:
 
 
 @looped(
-    "signs, ranks",
+    "evidence, ranks",
     [
         ([FAILED, LATE, SILENT, TOLD, STOPPED, GONE], (9,)),
         ([FAILED, LATE, SILENT, STOPPED, GONE], (1,)),
         ([FAILED, LATE, SILENT, STOPPED], (2,)),
         ([FAILED, LATE, SILENT], (3,)),
         ([FAILED, LATE], (4,)),
-        ([FAILED, Evidence(7, "failed", "rank 7 failed")], (5, 7)),
+        ([FAILED, Evidence(7, "disconnected", "rank 7 failed")], (5, 7)),
         # Rank 3 judges: who makes another call than all others is the odd one, rank 3 itself or another.
         ([FAILED, ALIKE, differs(1, 5)], (1,)),
         ([FAILED, differs(1, 5)], (1, 3)),
@@ -60,15 +61,15 @@ def differs(rank: int, n: int) -> Evidence:
         ([differs(1, 5), differs(2, 5), ALIKE], (1, 3)),
     ],
 )
-def test_a_cause_is_blamed_before_its_consequences(signs: list[Evidence], ranks: tuple[int, ...]) -> None:
-    finding = judge(signs, None)
+def test_a_cause_is_blamed_before_its_consequences(evidence: list[Evidence], ranks: tuple[int, ...]) -> None:
+    finding = verdict(evidence, None)
     assert finding is not None and finding.ranks == ranks
 
 
 def test_a_cause_names_the_same_ranks_in_one_order_on_all() -> None:
     """Each rank knows itself first."""
     processes = {rank: Identity(100 + rank, "host", "", "") for rank in range(3)}
-    cause = Cause.of(Diagnosis((1, 2), "a message was damaged", True), processes)
+    cause = Culprits.of(Finding("failed", (1, 2), "a message was damaged"), processes)
     for own in range(3):
         found = cause.among({own: processes[own], **processes})
         assert found is not None and found.ranks == (1, 2)
@@ -76,17 +77,17 @@ def test_a_cause_names_the_same_ranks_in_one_order_on_all() -> None:
 
 
 def test_nothing_speaks_against_anybody() -> None:
-    assert judge([], None) is None
+    assert verdict([], None) is None
 
 
 def test_the_partner_of_a_message_is_blamed_before_others() -> None:
     call = Call("message with tag 0", sends=(4,), partner=4)
-    assert judge([STOPPED, LATE], call) == Diagnosis((4,), LATE.text, False)
-    assert judge([STOPPED], call) == Diagnosis((2,), STOPPED.text, False)
+    assert verdict([STOPPED, LATE], call) == Finding("late", (4,), LATE.text)
+    assert verdict([STOPPED], call) == Finding("stopped", (2,), STOPPED.text)
 
 
 def test_a_stopped_rank_may_come_back_and_a_dead_one_may_not() -> None:
-    stopped, gone = judge([STOPPED], None), judge([GONE], None)
+    stopped, gone = verdict([STOPPED], None), verdict([GONE], None)
     assert stopped is not None and gone is not None
     assert (stopped.final, gone.final) == (False, True)
 
@@ -150,21 +151,32 @@ def test_calls_that_fit_and_calls_that_do_not() -> None:
     assert Call.all_reduce(torch.zeros(3)).conflict(0, Call.all_reduce(torch.zeros(3)), 1) is None
 
 
+def make_keys(*ranks: int, size: int) -> list[StatusKeys]:
+    store = dist.HashStore()
+    return [StatusKeys(store, "", rank, size) for rank in ranks]
+
+
+def write(keys: StatusKeys, serial: int, sequence: int, call: Call | None, *recent: Call, life: str = "runs") -> None:
+    """Write a state, whose last calls are ``recent``."""
+    first = sequence - len(recent) + 1
+    channel = Position(sequence, call, 0.0, tuple(enumerate(recent, first))).channel
+    keys.write(State(keys.rank, Identity.own(), serial, life, channels={"": channel}))
+
+
 def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
     """Who sent less than the others expect may be done, and come to wait for them in a later call."""
-    store, board = dist.HashStore(), StatusKeys("", 1, 2)
-    board.use(store)
+    keys, theirs = make_keys(1, 0, size=2)
     processes = Processes(1, 2, {0: Identity.own()})
     short, expected = exchange([0, 0], [9, 0], 1), exchange([0, 9], [0, 9], 0)
-    progress = Progress(3, short, 0.0, ((2, short), (3, short)))
+    position = Position(3, short, 0.0, ((2, short), (3, short)))
 
     def evidence(call: Call) -> Evidence:
-        store.set("/at/0", encode_state(1, 2, call, ((2, call),), {}))
-        inquiry = Inquiry(board, processes, 1, progress, "1.1", 8.0)
-        assert not inquiry.step(Diagnosis((), "", True)) and not inquiry.signs, "rank 0 has not answered"
-        store.set("/at/0", encode_state(2, 2, call, ((2, call),), {}))
-        assert inquiry.step(Diagnosis((), "", True))
-        (sign,) = inquiry.signs
+        write(theirs, 1, 2, call, call)
+        inquiry = Inquiry(keys, processes, position, "1.1", 8.0)
+        assert not inquiry.step(Finding("unknown", (), "")) and not inquiry.evidence, "rank 0 has not answered"
+        write(theirs, 2, 2, call, call)
+        assert inquiry.step(Finding("unknown", (), ""))
+        (sign,) = inquiry.evidence
         return sign
 
     sign = evidence(expected)
@@ -175,35 +187,33 @@ def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
 
 def test_all_ranks_are_heard_before_one_of_two_that_differ_is_blamed() -> None:
     """However long that takes: a busy machine may keep one of them from answering."""
-    store, board = dist.HashStore(), StatusKeys("", 0, 3)
-    board.use(store)
+    keys, *others = make_keys(0, 1, 2, size=3)
     mine, other = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(4))
-    progress, nothing = Progress(2, mine, 0.0, ((2, mine),)), Diagnosis((), "", True)
+    position, nothing = Position(2, mine, 0.0, ((2, mine),)), Finding("unknown", (), "")
     for last in ("alike", "failed", "late"):
-        for rank, call in ((1, other), (2, mine)):
-            store.set(f"/at/{rank}", encode_state(1, 2, call, ((2, call),), {}))
-        inquiry = Inquiry(board, Processes(0, 3, {2: Identity.own()}), 0, progress, "0.1", 8.0)
-        store.set("/at/1", encode_state(2, 2, other, ((2, other),), {}))
+        for each, call in zip(others, (other, mine), strict=True):
+            write(each, 1, 2, call, call)
+        inquiry = Inquiry(keys, Processes(0, 3, {2: Identity.own()}), position, "0.1", 8.0)
+        write(others[0], 2, 2, other, other)
         assert not inquiry.step(nothing)
         inquiry._started -= 10.0
         assert not inquiry.step(nothing), "rank 2 has not answered"
-        store.set("/at/2", encode_state(2, 1, None, ((1, mine),), {}))
+        write(others[1], 2, 1, None, mine)
         assert not inquiry.step(nothing), "rank 2 has not come to the call"
         if last == "late":
             inquiry._started -= 10.0
         else:
-            failed = {"state": "failed"} if last == "failed" else {}
-            store.set("/at/2", encode_state(3, 2, mine, ((1, mine), (2, mine)), failed))
+            write(others[1], 3, 2, mine, mine, mine, life="failed" if last == "failed" else "runs")
         assert inquiry.step(nothing)
-        finding = judge(inquiry.signs, mine)
+        finding = verdict(inquiry.evidence, mine)
         assert finding is not None and finding.ranks == ((0, 1) if last == "late" else (1,)), last
     # Where no calls differ, a late rank is a finding at once.
-    store.set("/at/1", encode_state(1, 2, mine, ((2, mine),), {}))
-    inquiry = Inquiry(board, Processes(0, 3, {}), 0, progress, "0.2", 8.0)
-    for rank, sequence in ((1, 2), (2, 1)):
-        store.set(f"/at/{rank}", encode_state(4, sequence, mine if rank == 1 else None, ((sequence, mine),), {}))
+    write(others[0], 1, 2, mine, mine)
+    inquiry = Inquiry(keys, Processes(0, 3, {}), position, "0.2", 8.0)
+    for each, sequence in zip(others, (2, 1), strict=True):
+        write(each, 4, sequence, mine if sequence == 2 else None, mine)
     assert inquiry.step(nothing)
-    finding = judge(inquiry.signs, mine)
+    finding = verdict(inquiry.evidence, mine)
     assert finding is not None and finding.ranks == (2,)
 
 
@@ -239,7 +249,7 @@ def test_the_first_finding_is_that_of_all_ranks() -> None:
     ]
     with ThreadPoolExecutor(3) as threads:
         assert [finding for _, finding in threads.map(lambda watch: watch.meet(10.0), watches)] == [None] * 3
-    findings = [Diagnosis((2 - rank,), f"rank {2 - rank} is odd", True) for rank in range(3)]
+    findings = [Finding("conflict", (2 - rank,), f"rank {2 - rank} is odd") for rank in range(3)]
     told = [watch.diagnose(own, known=own) for watch, own in zip(watches, findings, strict=True)]
     for watch in watches:
         watch.end()
@@ -256,10 +266,10 @@ def test_who_looks_for_a_cause_ends_when_its_transport_is_closed() -> None:
     with ThreadPoolExecutor() as threads:
         assert [finding for _, finding in threads.map(lambda watch: watch.meet(5.0), watches)] == [None, None]
     first, second = watches
-    second.board.farewell = {"state": "failed"}
+    second._farewell = "failed", None
     second.write_state()
     first._interval = 1000.0
-    otherwise, found = Diagnosis((1,), "the connection was lost", True), []
+    otherwise, found = Finding("disconnected", (1,), "the connection was lost"), []
     looking = threading.Thread(target=lambda: found.append(first.diagnose(otherwise)), daemon=True)
     looking.start()
     while first._inquiry is None and looking.is_alive():
@@ -284,6 +294,7 @@ def test_a_rank_that_has_gone_explains_a_silent_store_only_if_it_keeps_it(
     assert watch.judge_here(is_silent=silent).ranks == blamed
 
 
+RIGHT = json.loads(encode(State(1, Identity.own(), 9, channels={"": Channel((), 1, 0, Call("exchange"))})))
 GARBAGE = [
     b"",
     b"{",
@@ -291,14 +302,19 @@ GARBAGE = [
     b"[]",
     b"\xff\xfe",
     b"[" * 100_000,
-    b'{"state": "open"}',
-    b'{"serial": "9", "state": "open", "sequence": 0, "call": null, "recent": []}',
-    b'{"serial": 9, "state": "open", "sequence": 0, "call": {"what": 1}, "recent": []}',
-    b'{"serial": 9, "state": "open", "sequence": 0, "call": null, "recent": [[1, null]]}',
-    b'{"serial": 9, "state": "open", "sequence": 0, "recent": [],'
-    b' "call": {"what": "exchange", "sends": [1], "recvs": [], "partner": null, "purpose": ""}}',
-    b'{"serial": 9, "state": "failed", "sequence": 0, "call": null, "recent": [], "text": "x", "ranks": [7]}',
+    b'{"life": "runs"}',
     b" " * ((1 << 24) + 1),
+    *(
+        json.dumps(RIGHT | wrong).encode()
+        for wrong in (
+            {"serial": "9"},
+            {"channels": {"": {"ranks": [], "entered": 1, "done": 0, "call": {"what": 1}}}},
+            {"channels": {"": {"ranks": [], "entered": 1, "done": 0, "recent": [[1, None]]}}},
+            {"channels": {"": {"ranks": [], "entered": 1, "done": 0, "call": {"what": "exchange", "sends": [1]}}}},
+            {"channels": {"": {"ranks": [], "entered": 1, "done": 0, "call": {"what": "message", "partner": 2}}}},
+            {"finding": {"kind": "failed", "ranks": [7], "text": "x"}},
+        )
+    ),
 ]
 
 
@@ -315,15 +331,15 @@ def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
     first, second = watches
     for text in GARBAGE:
         store.set("w/at/1", text)
-        assert first.board.read_states([1]) == {1: UNREADABLE}, text[:100]
+        assert first.keys.read([1]) == {}, text[:100]
     second.write_state = lambda: store.set("w/at/1", "{}")  # type: ignore[method-assign]
     first.enter(Call.all_reduce(torch.zeros(3)), 1)
     store.set("w/ask", "\0" * 100_000)
-    store.set("w/cause", '{"ranks": [7], "text": "x"}')
-    finding = first.diagnose(otherwise=Diagnosis((), "", True))
+    store.set("w/cause", '{"kind": "gone", "ranks": [7], "text": "x"}')
+    finding = first.diagnose(otherwise=Finding("unknown", (), ""))
     assert finding.ranks == (1,) and "gives no sign of life" in finding.text
     store.delete_key("w/at/1")
-    assert first.board.read_states([1]) == {1: UNREADABLE}
+    assert first.keys.read([1]) == {}
     store.delete_key("w/ask")
     deadline = time.monotonic() + 180
     while not store.check(["w/ask"]):
@@ -331,8 +347,7 @@ def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
         time.sleep(0.05)
     warned = [record.message for record in caplog.records if "makes no sense" in record.message]
     assert 1 <= len(warned) == len(set(warned)) <= 2, "once on each rank"
-    store.set("w/who/0", "not what a rank writes")
-    assert Identity.decode(store.get("w/who/0")).trouble(Identity.own()) is None
+    assert Identity.decode(b"not what a rank writes").trouble(Identity.own()) is None
     for watch in watches:
         watch.end()
     while store.num_keys():

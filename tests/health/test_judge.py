@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fusionlayer.health.calls import Call
 from fusionlayer.health.judge import judge
 from fusionlayer.health.recorder import Recorder, _blocks
 from fusionlayer.health.reporter import Reporter
-from fusionlayer.health.state import BLOCK, Channel, Link, Noted, State, decode, encode
+from fusionlayer.health.state import BLOCK, Channel, Link, State, decode, encode
+from fusionlayer.health.store import StatusKeys
 from fusionlayer.health.tcp import Counters, Links
 from fusionlayer.health.waits import UsualWait
 from fusionlayer.process.processes import Identity
@@ -21,6 +23,7 @@ from tests.loops import looped
 pytestmark = pytest.mark.short
 
 ME = Identity.own()
+CALL = Call("all_reduce of (4) float32")
 
 
 def ranks(*entered: int, done: int = 7, where: str = "train.py:9") -> dict[int, State]:
@@ -35,7 +38,9 @@ def ranks(*entered: int, done: int = 7, where: str = "train.py:9") -> dict[int, 
             waits=calls > done,
             doing="is in all_reduce" if calls > done else "is",
             where=where if calls > done else f"data.py:{rank}",
-            channels={"group 0": Channel(every, calls, done, "all_reduce of (4) float32" if calls > done else "")},
+            channels={
+                "group 0": Channel(every, calls, done, Call("all_reduce of (4) float32") if calls > done else None)
+            },
         )
         for rank, calls in enumerate(entered)
     }
@@ -45,32 +50,32 @@ def with_calls(states: dict[int, State], *whats: str, first: int = 7) -> dict[in
     """Return the ranks with the calls that each has made, "a, b"."""
     found = {}
     for (rank, state), what in zip(states.items(), whats, strict=True):
-        calls = tuple(Noted(first + i, each, f"train.py:{rank}{i}") for i, each in enumerate(what.split(", ")))
+        calls = tuple((first + i, Call(each, where=f"train.py:{rank}{i}")) for i, each in enumerate(what.split(", ")))
         channel = replace(state.channels["group 0"], recent=calls)
         found[rank] = replace(state, channels={"group 0": channel})
     return found
 
 
 def test_a_healthy_job_has_no_finding() -> None:
-    assert judge(ranks(7, 7, 7), {}, 3) == []
+    assert judge(ranks(7, 7, 7), {}) == []
     busy = ranks(8, 8, 7)
-    assert judge({rank: replace(state, waits=False) for rank, state in busy.items()}, {}, 3) == []
+    assert judge({rank: replace(state, waits=False) for rank, state in busy.items()}, {}) == []
 
 
 def test_the_rank_that_has_not_come_is_late_and_its_line_is_named() -> None:
-    (found,) = judge(ranks(8, 7, 8), {}, 3)
+    (found,) = judge(ranks(8, 7, 8), {})
     assert (found.kind, found.ranks) == ("late", (1,))
     assert "is at data.py:1" in found.text and "ranks 0, 2 wait" in found.text and "train.py:9" in found.text
     loading = ranks(8, 8, 7)
     loading[2] = replace(loading[2], doing="waits for data")
-    (found,) = judge(loading, {}, 3)
+    (found,) = judge(loading, {})
     assert found.ranks == (2,) and "waits for data at data.py:2" in found.text
 
 
 def test_a_rank_that_has_ended_is_in_no_call_whatever_its_last_state_shows() -> None:
     states = ranks(9, 8, 9)
     states[1] = replace(states[1], life="ended", waits=False)
-    (found,) = judge(states, {}, 3)
+    (found,) = judge(states, {})
     assert (found.kind, found.ranks) == ("ended", (1,)) and "rank 1 has ended; ranks 0, 2 wait for it" in found.text
 
 
@@ -78,40 +83,42 @@ def test_a_rank_is_not_reported_late_from_a_state_older_than_the_wait(tmp_path: 
     reporter = Reporter(0, 3, ME, tmp_path / "status.json")
     for state in ranks(8, 7, 8).values():
         reporter.hear(state, 100.0 if state.rank == 1 else 104.0)
-    reporter.tell(104.5, None)  # rank 1 was read 4.5 s ago, when the others had begun to wait
+    reporter.report(104.5, None)  # rank 1 was read 4.5 s ago, when the others had begun to wait
     assert [line.partition(";")[0] for line in reporter.lines] == ["rank 1 is late: it is at data.py:1"]
     reporter = Reporter(0, 3, ME, tmp_path / "status.json")
     waiting = {rank: replace(state, idle=3.0) for rank, state in ranks(8, 7, 8).items()}
     for state in waiting.values():
         reporter.hear(state, 100.0 if state.rank == 1 else 102.5)
-    reporter.tell(102.5, None)
+    reporter.report(102.5, None)
     assert reporter.lines == []
     loading = replace(waiting[1], serial=2, doing="waits for data")
     reporter.hear(loading, 103.0)
-    reporter.tell(103.0, None)
+    reporter.report(103.0, None)
     assert len(reporter.lines) == 1 and "it waits for data" in reporter.lines[0]
     # A rank that writes nothing for 5 s is reported with what is known of it.
     reporter = Reporter(0, 3, ME, tmp_path / "status.json")
     for state in ranks(8, 7, 8).values():
         reporter.hear(replace(state, idle=5.5), 100.0 if state.rank == 1 else 104.9)
-    reporter.tell(104.9, None)
+    reporter.report(104.9, None)
     assert reporter.lines == []
-    reporter.tell(105.0, None)
+    reporter.report(105.0, None)
     assert len(reporter.lines) == 1
 
 
 def test_lines_that_come_after_a_conflict_was_reported_are_reported_too(tmp_path: Path) -> None:
-    reporter, store = Reporter(0, 3, ME, tmp_path / "status.json"), dist.HashStore()
+    reporter, keys = Reporter(0, 3, ME, tmp_path / "status.json"), StatusKeys(dist.HashStore(), "", 0, 3)
+    keys.begin()
     calls = with_calls(ranks(7, 7, 7), "all_reduce of (4) float32", "barrier", "all_reduce of (4) float32")
     for state in calls.values():
         bare = {
-            name: replace(each, recent=(replace(each.recent[0], where=""),)) for name, each in state.channels.items()
+            name: replace(each, recent=((7, replace(each.recent[0][1], where="")),))
+            for name, each in state.channels.items()
         }
         reporter.hear(replace(state, channels=bare), 100.0)
-    reporter.tell(100.0, store)
-    assert reporter.lines == [] and store.get("ask").startswith(b"group 0 7")
+    reporter.report(100.0, keys)
+    assert reporter.lines == [] and keys.news()[0].startswith("group 0 7")
     for now in (104.0, 105.0):
-        reporter.tell(now, store)
+        reporter.report(now, keys)
         assert (
             len(reporter.lines) == 1
             and "rank 1 in barrier" in reporter.lines[0]
@@ -120,34 +127,34 @@ def test_lines_that_come_after_a_conflict_was_reported_are_reported_too(tmp_path
     for state in calls.values():
         reporter.hear(replace(state, serial=2), 106.0)
     for now in (106.0, 107.0):
-        reporter.tell(now, store)
+        reporter.report(now, keys)
         assert len(reporter.lines) == 2 and "rank 1 in barrier at train.py:10" in reporter.lines[1]
 
 
 def test_who_waits_for_another_is_not_blamed() -> None:
     states = ranks(8, 7, 7)
-    other = Channel((1, 2), 3, 2, "all_gather of (2) float32")
+    other = Channel((1, 2), 3, 2, Call("all_gather of (2) float32"))
     states[1] = replace(states[1], waits=True, channels={**states[1].channels, "group 1": other})
     states[2] = replace(states[2], channels={**states[2].channels, "group 1": replace(other, entered=2)})
-    assert [found.ranks for found in judge(states, {}, 3)] == [(2,)]
+    assert [found.ranks for found in judge(states, {})] == [(2,)]
 
 
 def test_ranks_that_wait_for_each_other_are_told_so() -> None:
     states = ranks(8, 7)
-    group = Channel((0, 1), 4, 3, "barrier")
+    group = Channel((0, 1), 4, 3, Call("barrier"))
     states[0] = replace(states[0], channels={**states[0].channels, "group 1": replace(group, entered=3)})
     states[1] = replace(states[1], waits=True, channels={**states[1].channels, "group 1": group})
-    (found,) = judge(states, {}, 2)
+    (found,) = judge(states, {})
     assert (found.kind, found.ranks) == ("conflict", (0, 1)) and "barrier" in found.text
 
 
 def test_of_ranks_that_wait_for_each_other_the_one_in_another_group_is_odd() -> None:
     states = ranks(8, 7, 8)
-    group = Channel((0, 1, 2), 4, 3, "barrier")
+    group = Channel((0, 1, 2), 4, 3, Call("barrier"))
     for rank, state in states.items():
         mine = group if rank == 1 else replace(group, entered=3)
         states[rank] = replace(state, waits=True, channels={**state.channels, "group 1": mine})
-    (found,) = judge(states, {}, 3)
+    (found,) = judge(states, {})
     assert (found.kind, found.ranks) == ("conflict", (1,)) and "calls: rank 1" in found.text
 
 
@@ -174,7 +181,7 @@ def test_of_a_slow_link_the_end_is_blamed_whose_other_connections_wait_too() -> 
         ({1: 0}, {0: (1,)}, (0, 1)),
     ]
     for slow, held_up, blamed in cases:
-        (found,) = judge(linked(slow, held_up), {}, 3)
+        (found,) = judge(linked(slow, held_up), {})
         assert (found.kind, found.ranks) == ("slow", blamed), (slow, held_up)
 
 
@@ -219,19 +226,19 @@ def test_groups_whose_names_come_late_are_looked_for_at_the_end(monkeypatch: pyt
 def test_a_receive_blames_the_rank_that_it_waits_for() -> None:
     states = ranks(7, 7, 7)
     states[0] = replace(states[0], waits=True, peer=2, doing="is in recv")
-    (found,) = judge(states, {}, 3)
+    (found,) = judge(states, {})
     assert found.ranks == (2,) and "in recv from it" in found.text
 
 
 @looped("kind", ["gone", "stopped", "silent"])
 def test_a_process_in_trouble_comes_before_those_that_wait_for_it(kind: str) -> None:
-    (found,) = judge(ranks(8, 7, 8), {1: kind}, 3)
+    (found,) = judge(ranks(8, 7, 8), {1: kind})
     assert (found.kind, found.ranks) == (kind, (1,)) and "data.py:1" in found.text
 
 
 def test_the_odd_call_is_named_with_its_line() -> None:
     same, other = "all_reduce of (4) float32", "all_reduce of (5) float32"
-    (found,) = judge(with_calls(ranks(8, 8, 8), same, f"{other}", same), {}, 3)
+    (found,) = judge(with_calls(ranks(8, 8, 8), same, f"{other}", same), {})
     assert (found.kind, found.ranks) == ("conflict", (1,))
     assert "rank 1 in all_reduce of (5) float32 at train.py:10" in found.text and "ranks 0, 2" in found.text
 
@@ -239,14 +246,14 @@ def test_the_odd_call_is_named_with_its_line() -> None:
 def test_of_two_ranks_the_one_is_odd_whose_call_nobody_has_made_before() -> None:
     same, other = "all_reduce of (4) float32", "all_reduce of (4) float64"
     for odd, calls in ((1, (same, other)), (0, (other, same))):
-        (found,) = judge(with_calls(ranks(8, 8), *(f"{same}, {call}" for call in calls)), {}, 2)
+        (found,) = judge(with_calls(ranks(8, 8), *(f"{same}, {call}" for call in calls)), {})
         assert found.ranks == (odd,)
-    (found,) = judge(with_calls(ranks(8, 8), f"{same}, barrier", f"{same}, {other}"), {}, 2)
+    (found,) = judge(with_calls(ranks(8, 8), f"{same}, barrier", f"{same}, {other}"), {})
     assert found.ranks == (0, 1)
 
 
 def test_calls_whose_shapes_may_differ_are_alike() -> None:
-    assert judge(with_calls(ranks(7, 7), "all_to_all of (4) float32", "all_to_all of (6) float32"), {}, 2) == []
+    assert judge(with_calls(ranks(7, 7), "all_to_all of (4) float32", "all_to_all of (6) float32"), {}) == []
 
 
 def test_calls_that_are_over_are_compared_by_blocks() -> None:
@@ -254,7 +261,7 @@ def test_calls_that_are_over_are_compared_by_blocks() -> None:
     for rank, total in enumerate((11, 12)):
         channel = replace(states[rank].channels["group 0"], blocks={"3": total, "4": 5})
         states[rank] = replace(states[rank], channels={"group 0": channel})
-    (found,) = judge(states, {}, 2)
+    (found,) = judge(states, {})
     assert "from 192 to 255" in found.text and found.calls == "group 0 192 255"
 
 
@@ -262,7 +269,7 @@ def test_calls_that_are_over_are_compared_by_blocks() -> None:
     "what, alike", [("gather of ({}) uint8", True), ("scatter of ({}) uint8", True), ("reduce of ({}) uint8", False)]
 )
 def test_blocks_of_equal_calls_are_equal_though_shapes_may_differ(what: str, alike: bool) -> None:
-    first, second = (_blocks([Noted(i, what.format(n)) for i in range(2 * BLOCK)]) for n in (1, 2))
+    first, second = (_blocks([(i, Call(what.format(n))) for i in range(2 * BLOCK)]) for n in (1, 2))
     assert len(first) == 2 and (first == second) == alike
 
 
@@ -270,10 +277,10 @@ def test_an_exception_is_the_cause_of_connections_that_are_lost() -> None:
     states = ranks(8, 7, 8)
     states[0] = replace(states[0], life="failed", error="RuntimeError: Connection closed by peer [::1]")
     states[1] = replace(states[1], life="failed", error="ValueError: bad label", where="train.py:3")
-    (found,) = judge(states, {}, 3)
+    (found,) = judge(states, {})
     assert (found.kind, found.ranks) == ("failed", (1,)) and "bad label at train.py:3" in found.text
     states[1] = replace(states[1], life="ended", error="")
-    (found,) = judge(states, {}, 3)
+    (found,) = judge(states, {})
     assert (found.kind, found.ranks) == ("ended", (1,))
 
 
@@ -290,10 +297,10 @@ def test_a_state_comes_back_as_it_was_written_and_only_from_its_rank() -> None:
 
 
 def test_a_wait_is_long_only_if_it_is_longer_than_usual() -> None:
-    pace = UsualWait(5.0)
+    usual = UsualWait(5.0)
     for step in range(50):
-        pace.note(step * 1.0, {"group 0": (step, step)})
-    assert not pace.is_long(53.0) and pace.is_long(54.5)
+        usual.note(step * 1.0, {"group 0": (step, step)})
+    assert not usual.is_long(53.0) and usual.is_long(54.5)
     slow = UsualWait(5.0)
     for step in range(50):
         slow.note(step * 4.0, {"group 0": (step, step)})
@@ -301,9 +308,9 @@ def test_a_wait_is_long_only_if_it_is_longer_than_usual() -> None:
 
 
 def test_one_long_wait_does_not_become_usual() -> None:
-    pace = UsualWait(5.0)
+    usual = UsualWait(5.0)
     now = 0.0
     for step in range(50):
         now += 60.0 if step == 20 else 1.0
-        pace.note(now, {"group 0": (step, step)})
-    assert pace.is_long(now + 6.0)
+        usual.note(now, {"group 0": (step, step)})
+    assert usual.is_long(now + 6.0)

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.short
 
 
 def make_watch() -> Mock:
-    return Mock(**{"pause.return_value": 0.001})
+    return Mock(**{"tick.return_value": 0.001})
 
 
 def test_a_transport_may_be_dropped_in_the_middle_of_any_line() -> None:
     # As the garbage collector does it, which may run on any thread, in any line.
     own = monitor._Monitor()
     kept, dropped = make_watch(), [make_watch() for _ in range(200)]
-    own._watches += dropped
+    own._beating += dropped
     lines = set()
 
     def drop(frame: FrameType, event: str, arg: object) -> Any:
@@ -53,5 +53,5 @@ def test_a_transport_may_be_dropped_in_the_middle_of_any_line() -> None:
     thread = own._thread
     if thread is not None:
         thread.join(180)
-    assert own._thread is None and not own._watches and not own._leaving
+    assert own._thread is None and not own._beating and not own._leaving
     assert {"add", "wake", "remove", "_run"} <= {name for name, _ in lines}

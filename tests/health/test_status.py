@@ -12,9 +12,9 @@ import pytest
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import main
 from fusionlayer.health import report as status_file
-from fusionlayer.health.judge import Finding
+from fusionlayer.health.calls import Call
 from fusionlayer.health.report import Report
-from fusionlayer.health.state import Channel, State
+from fusionlayer.health.state import Channel, Finding, State
 from fusionlayer.process.processes import Identity
 
 pytestmark = pytest.mark.short
@@ -33,13 +33,23 @@ def report(**more: object) -> Report:
             waits=rank != 1,
             doing="waits for data" if rank == 1 else "is in all_reduce",
             where="examples/a_long_folder/train_a_large_model.py:31",
-            channels={"group 0": Channel((0, 1, 2), 58 - (rank == 1), 57, "all_reduce of (4160) float32")},
+            channels={"group 0": Channel((0, 1, 2), 58 - (rank == 1), 57, Call("all_reduce of (4160) float32"))},
             counts={"steps": 57.0, "bytes_sent": 3.1e9},
         )
         for rank in range(3)
     ]
     text = "rank 1 is late: it waits for data at train.py:31; ranks 0, 2 wait for it 7 s in call 58"
-    made = Report(1, "train.py --lr 3", 3, ME, 1000.0, 1100.0, "runs", tuple(states), (Finding("late", (1,), text),))
+    made = Report(
+        status_file.VERSION,
+        "train.py --lr 3",
+        3,
+        ME,
+        1000.0,
+        1100.0,
+        "runs",
+        tuple(states),
+        (Finding("late", (1,), text),),
+    )
     return replace(made, past=((1099.0, text),), **more)  # type: ignore[arg-type]
 
 
@@ -87,11 +97,11 @@ def test_only_this_user_reads_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     ("text", "why"),
     [
         ("{", "no JSON"),
-        ('{"version": 9}', "version 9, expected 1"),
-        ('{"version": 1}', "lacks"),
+        ('{"version": 9}', "version 9, expected 2"),
+        ('{"version": 2}', "lacks"),
         ("[]", "keys and values"),
         pytest.param("[" * 100_000, "no JSON", id="nested"),
-        pytest.param('{"version": 1, "size": ' + "9" * 5000 + "}", "no JSON", id="digits"),
+        pytest.param('{"version": 2, "size": ' + "9" * 5000 + "}", "no JSON", id="digits"),
     ],
 )
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, why: str) -> None:

@@ -625,7 +625,7 @@ def test_rank_0_has_come_while_it_waits_for_a_rank_that_does_not() -> None:
         except TransportError as error:
             assert rank == 0 and error.ranks == (2,)
             return True
-        return launch._meeting(PrefixStore(name, store)).check(["here/0"])
+        return launch._meeting(PrefixStore(name, store)).check(["ranks/at/0"])
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(greet, range(2))) == [True, True]
@@ -641,7 +641,7 @@ def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
         with pytest.raises(TransportError) as error:
             launch._await_all(store, RankInfo(rank, 3), 1.0, time.monotonic() + (1.0 if rank == 0 else 180))
         if rank == 0:
-            assert store.check(["heard"])
+            assert launch._keys(store, RankInfo(0, 3)).read([2])[2].heard
             told.set()
         return error.value.ranks
 

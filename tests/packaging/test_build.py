@@ -198,28 +198,3 @@ def test_open_library_is_replaced_not_overwritten(build_script: ModuleType, tmp_
         build_script.place([fresh], folder)
         assert still_open.read() == "one"
     assert [path.read_text() for path in folder.iterdir()] == ["two"]
-
-
-@pytest.mark.short
-def test_a_second_folder_takes_compiled_files_from_the_cache(
-    build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("FUSIONLAYER_OBJECTS", str(tmp_path / "cache"))
-    log = tmp_path / "log"
-    script = f"echo run >> {log} && cp in object"
-
-    def runs(folder: str, text: str) -> int:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        monkeypatch.chdir(tmp_path / folder)
-        Path("in").write_text(text)
-        build_script.Step(Path("object"), ("sh", "-c", script), (Path("in"),), "1.0").run()
-        assert Path("object").read_text() == text
-        return len(log.read_text().splitlines())
-
-    assert [runs("a", "1"), runs("b", "1"), runs("b", "2"), runs("a", "2")] == [1, 1, 2, 2]
-    (kept, *others) = (tmp_path / "cache").iterdir()
-    assert len(others) == 1
-    os.utime(kept, (0, 0))
-    assert runs("a", "3") == 3 and not kept.exists(), "files that nothing uses are dropped"
-    monkeypatch.delenv("FUSIONLAYER_OBJECTS")
-    assert runs("c", "3") == 4

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -117,29 +116,3 @@ def test_the_files_of_the_repository_fit() -> None:
         assert yaml.safe_load(path.read_text()), path
     makefile = (ROOT / "Makefile").read_text()
     assert "\nrelease:" in makefile
-
-
-def answer(
-    *packages: dict[str, object], stderr: str = ""
-) -> Callable[[Sequence[str]], subprocess.CompletedProcess[str]]:
-    text = json.dumps({"dependencies": packages}) if packages else ""
-    return lambda command: subprocess.CompletedProcess(command, 1, text, stderr)
-
-
-def test_weak_packages_of_users_stop_a_release_and_others_are_told() -> None:
-    users = audit.dependencies(["numpy", "PyYAML>=6", 'mpi4py>=4; extra == "mpi"', "torch>=2.11"])
-    assert users == {"numpy", "pyyaml", "torch"}
-
-    def package(name: str, *fixes: str) -> dict[str, object]:
-        return {"name": name, "version": "1.0", "vulns": [{"id": "CVE-1", "fix_versions": fixes}]}
-
-    quiet = {"name": "x", "version": "1", "vulns": []}
-    stops, told = audit.audit(users, answer(package("PyYAML", "1.1"), package("torch"), package("mkdocs", "2"), quiet))
-    assert stops == ["PyYAML 1.0 has CVE-1, fixed in 1.1"]
-    assert [line.split()[0] for line in told] == ["torch", "mkdocs", "4"]
-    for run, why in (
-        (answer(stderr="ERROR: a\nConnectionError: no route"), "could not look at its database: ConnectionError"),
-        (lambda command: (_ for _ in ()).throw(FileNotFoundError("no such program")), "did not run: no such program"),
-    ):
-        stops, told = audit.audit(users, run)
-        assert not stops and len(told) == 1 and told[0].startswith("skipped: pip-audit") and why in told[0]

@@ -71,13 +71,3 @@ def test_installed_wheel_opens_its_library(wheel: Path, run: Run, tmp_path: Path
     file, isa = done.stdout.split()
     assert Path(file).is_relative_to(tmp_path)
     assert isa in ("avx512", "avx2", "baseline")
-
-
-def test_an_editable_install_is_a_path_which_type_checkers_follow(source_tree: Path, run: Run, tmp_path: Path) -> None:
-    program = "import sys, setuptools.build_meta as build; build.build_editable(sys.argv[1])"
-    done = run(source_tree, "-c", program, tmp_path)
-    assert done.returncode == 0, done.stderr
-    (made,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(made) as archive:
-        (path,) = (archive.read(name).decode().strip() for name in archive.namelist() if name.endswith(".pth"))
-    assert (Path(path) / "fusionlayer/py.typed").exists()

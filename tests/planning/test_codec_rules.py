@@ -109,12 +109,3 @@ def test_what_auto_may_choose_in_training() -> None:
     every = ["raw", "bf16", "int8", "int4", "int3", "int2", "topk", "chunked_topk", "dgc"]
     near = ["raw", "bf16", "int8"]
     assert allowed == {"lossless": ["raw"], "near_lossless": near, "aggressive": every, "local": every}
-
-
-def test_what_is_near_lossless() -> None:
-    candidates = {name: codecs.get(name) for name in codecs.names()}
-    lossless = {"raw", "zip", "rans", "delta"}
-    near = lossless | {"bf16", "fp16", "int", "int8", "int_full", "qsdp"}
-    assert set(CodecRules((), "near_lossless").allowed(candidates)) == near
-    assert set(CodecRules((), "lossless").allowed(candidates)) == lossless
-    assert CodecRules((), "aggressive").allowed(candidates) == candidates

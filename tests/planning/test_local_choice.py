@@ -118,8 +118,3 @@ def test_losses_of_one_s_own(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=told):
             LossCosts.from_yaml(path)
-
-
-def test_a_codec_that_costs_too_much_in_each_step_is_not_taken_with_local_steps(profile: Profile) -> None:
-    found = choose(profile, [LossCost("int4", 9.0, "a test")])
-    assert found.way.codec == "raw" and [verdict for _, verdict in found.others] == ["chosen", "above the budget"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError, PlanMismatch
-from fusionlayer.base.plan import FusionPlan, TensorInfo
+from fusionlayer.base.plan import FusionPlan
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.codec_rules import CodecRule, CodecRules
 from fusionlayer.planning.online import OnlinePlanner, ReplanSchedule
@@ -22,8 +22,6 @@ from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.profile import Profile
 from fusionlayer.scheduler import StepSeconds, planners
 from fusionlayer.scheduler.fusing import fuse
-from fusionlayer.scheduler.planners import Planner, StepCosts
-from fusionlayer.scheduler.planners._base import registry
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
@@ -269,26 +267,3 @@ def test_ranks_that_plan_otherwise_are_refused() -> None:
             run_step(engine, gradients(transport.rank, 0))
 
     over_threads(2, body)
-
-
-def test_another_plan_must_save_something() -> None:
-    """Slow steps get two buckets by this planner, which makes next to no difference."""
-
-    @dataclass(frozen=True)
-    class ByPace(Planner, name="by_pace"):
-        def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
-            assert costs is not None
-            slow = sum(costs.backward.values()) > 0.02
-            return [list(tensors[:3]), list(tensors[3:])] if slow else [list(tensors)]
-
-    def body(transport: Transport) -> list[FusionPlan]:
-        planner = OnlinePlanner(MODEL, ByPace(), RAW, transport.rank, transport.size, schedule=SHORT)
-        return drive(planner, transport, [*USUAL, *[step_of(0.03)] * 100], fuse(MODEL, planners.get("wfbp"), RAW, 2))
-
-    try:
-        with costs_measured(latency=0.0, per_byte=1e-8) as network:
-            first, second = over_threads(2, body)
-    finally:
-        registry.remove("by_pace")
-    assert first == second and [len(plan.buckets) for plan in first] == [1]
-    assert sorted(network.ranks) == [0, 0, 1, 1]

@@ -278,13 +278,3 @@ def test_a_new_rank_0_raises_where_followers_cannot_find_it() -> None:
                 patch.setattr(publication, "_rank", lambda: 0)
                 with pytest.raises((fl.UsageError, ConfigError), match=told):
                     publisher.step()
-
-
-@pytest.mark.short
-def test_what_is_published_is_the_moment_of_the_step(tmp_path: Path) -> None:
-    x = torch.zeros(1000)
-    with fl.publish({"x": x}, tmp_path) as publisher, fl.subscribe(tmp_path) as follower:
-        publisher.step()
-        x += 1
-        follower.wait(LONG)
-        assert not follower.state_dict()["x"].any()

@@ -157,31 +157,3 @@ def test_a_reception_without_descriptors_sends_its_oldest_stranger_away() -> Non
         for caller in callers:
             caller.close()
         reception.close()
-
-
-@pytest.mark.short
-def test_strangers_come_in_no_faster_than_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_STRANGERS_PER_SECOND", 0)
-    monkeypatch.setattr(door, "_MOST_STRANGERS", 3)
-    entrance, selector = Door(parse("tcp://:0")), selectors.DefaultSelector()
-    entrance.watch(selector)
-    callers = [socket.create_connection(("127.0.0.1", entrance.place.port), 5) for _ in range(6)]
-    (listener,) = (key.fileobj for key in selector.get_map().values())
-    taken = [entrance.accept(listener) for _ in range(4)]  # type: ignore[arg-type]
-    assert [bool(each) for each in taken] == [True, True, True, False] and not selector.get_map()
-    entrance.refund()
-    taken.append(entrance.accept(listener))  # type: ignore[arg-type]
-    assert taken[-1]
-    for end in [*callers, *(each[0] for each in taken if each)]:
-        end.close()
-    entrance.close()
-    selector.close()
-
-
-@pytest.mark.short
-def test_a_publisher_leaves_half_of_the_descriptors_to_the_training() -> None:
-    for limit in (64, 256, 1024, 4096):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-            mine = share()
-        assert mine.followers + mine.strangers <= limit // 2 and mine.strangers <= 64 and mine.end <= limit * 3 // 4

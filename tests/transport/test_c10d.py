@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from fusionlayer.base.errors import ConfigError, TransportError, UsageError
 from fusionlayer.health.monitor import STORE_PATIENCE
+from fusionlayer.health.state import State
 from fusionlayer.health.store import StatusKeys
 from fusionlayer.launch import stores
 from fusionlayer.transport import C10dTransport, Transport, linked
@@ -83,16 +83,16 @@ def meet_by_a_slow_store(rank: int, world: int, port: int, store_rank: int) -> f
     store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=180), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     first = C10dTransport(timeout=TIMEOUT)
-    read_states = StatusKeys.read_states
+    read_states = StatusKeys.read_all
 
-    def read_slowly(board: StatusKeys, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def read_slowly(keys: StatusKeys, ranks: Sequence[int]) -> dict[int, State]:
         os.kill(store_rank, signal.SIGSTOP)
         threading.Timer(1.5 * STORE_PATIENCE, os.kill, (store_rank, signal.SIGCONT)).start()
-        return read_states(board, ranks)
+        return read_states(keys, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(StatusKeys, "read_states", read_slowly)
+            patch.setattr(StatusKeys, "read_all", read_slowly)
         second = first.duplicate()
     x = torch.ones(5)
     second.all_reduce(x)
@@ -121,7 +121,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 from fusionlayer.transport import C10dTransport
 transport = C10dTransport(timeout=30)
 transport.barrier()
-transport._watch.board.keys.update(f"more/{number}" for number in range(800))
+transport._watch.keys.keys.update(f"more/{number}" for number in range(800))
 print(flush=True)
 sys.stdin.readline()
 """

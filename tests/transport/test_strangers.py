@@ -101,7 +101,7 @@ class Poisoned(dist.Store):
 
 @pytest.mark.short
 def test_ranks_that_meet_survive_any_value(key: str | None) -> None:
-    for poisoned in ("size", "here/0", "here/1", "failed"):
+    for poisoned in ("size", "at/0", "at/1", "cause"):
         for value in JUNK:
             store = dist.HashStore()
             store.set("always", "")

@@ -1,0 +1,143 @@
+"""Which processes of a job are gone or stopped, as far as that can be seen from here without a store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..process.processes import Identity
+from .judge import Evidence
+from .state import Finding
+
+__all__ = ["Culprits", "Ends", "Processes", "is_refused"]
+
+# Seconds for which ranks go on connecting after one is gone: it may have done its part, and had nothing more to do.
+_GRACE = 0.5
+# Seconds that a host may take to accept a connection, and between two attempts to connect to a process.
+_CONNECT, _PAUSE = 1.0, 0.5
+
+
+class Processes:
+    """The processes of a job's ranks, looked up in the process table of this host. Any thread may use it.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        known: processes of other ranks that are known already.
+
+    Attributes:
+        of: the known processes by rank, this one's included; complete and constant once ranks have met.
+        own: this process.
+    """
+
+    def __init__(self, rank: int, size: int, known: Mapping[int, Identity]) -> None:
+        self.own = Identity.own()
+        self.of = {**known, rank: self.own}
+        self._others = [other for other in range(size) if other != rank]
+        # Guards the next two.
+        self._lock = threading.Lock()
+        self._first: list[Evidence] = []
+        self._first_at = 0.0
+
+    def look_at(self, rank: int) -> Evidence | None:
+        """Return the evidence that the process of a rank is gone or stopped, or None."""
+        identity = self.of.get(rank)
+        trouble = identity.trouble(self.own) if identity else None
+        return trouble and Evidence(rank, trouble, f"rank {rank} is {trouble} ({identity})") or None
+
+    def look_around(self) -> list[Evidence]:
+        """Return the evidence against each process that is gone or stopped."""
+        return [found for rank in self._others if (found := self.look_at(rank))]
+
+    def see_gone(self) -> bool:
+        """Return whether a process has been gone for a while. ``seen`` then returns which ones went first.
+
+        Ranks that fail for the same reason end soon after the first one, so it is worth looking often.
+        """
+        with self._lock:
+            if not self._first:
+                self._first = [each for each in self.look_around() if each.kind == "gone"]
+                self._first_at = time.monotonic()
+            return bool(self._first) and time.monotonic() - self._first_at > _GRACE
+
+    def see_first(self) -> list[Evidence]:
+        """Look around, unless something was seen before; return what was seen first."""
+        with self._lock:
+            self._first = self._first or self.look_around()
+            return self._first
+
+    def seen(self) -> list[Evidence]:
+        """Return what was seen first, or else what is seen now, and do not keep that."""
+        with self._lock:
+            return self._first or self.look_around()
+
+
+@dataclass(frozen=True, slots=True)
+class Culprits:
+    """Why a transport of this process has failed, for the others of the process.
+
+    The program soon leaves those too, and their peers must learn the same culprit, which may have another number there.
+
+    Attributes:
+        finding: as the transport has it.
+        processes: of the ranks that caused it.
+    """
+
+    finding: Finding
+    processes: tuple[Identity, ...]
+
+    @classmethod
+    def of(cls, finding: Finding, identities: Mapping[int, Identity]) -> Culprits:
+        """Return what a transport has found out. ``identities``: the processes of its ranks."""
+        return cls(finding, tuple(identities[rank] for rank in finding.ranks))
+
+    def among(self, identities: Mapping[int, Identity]) -> Finding | None:
+        """Return the finding for a transport over these processes; None if no culprit is one of them."""
+        ranks = tuple(sorted(rank for rank, identity in identities.items() if identity in self.processes))
+        return Finding(self.finding.kind, ranks, self.finding.text) if ranks else None
+
+
+class Ends:
+    """Which processes have ended: by the process table on this host, on others by a port that they keep open.
+
+    One thread at a time uses it.
+    """
+
+    def __init__(self) -> None:
+        self._own = Identity.own()
+        self._refused: dict[tuple[tuple[str, ...], int], tuple[float, bool]] = {}
+
+    def has_ended(self, process: Identity, names: tuple[str, ...], port: int) -> bool:
+        """Return whether a process has ended, or has closed its port.
+
+        Args:
+            process: its identity.
+            names: names and addresses of its host.
+            port: that it listens at.
+        """
+        if process.trouble(self._own) == "gone":
+            return True
+        # It may run and have left the job, or be on another host.
+        at, refused = self._refused.get((names, port), (0.0, False))
+        if not refused and time.monotonic() > at:
+            refused = is_refused(names, port)
+            self._refused[names, port] = (time.monotonic() + _PAUSE, refused)
+        return refused
+
+
+def is_refused(names: Iterable[str], port: int) -> bool:
+    """Return whether a host answers, and refuses connections to a port."""
+    answers = []
+    for name in names:
+        try:
+            socket.create_connection((name, port), _CONNECT).close()
+        except ConnectionRefusedError:
+            answers.append(True)
+        except OSError:
+            continue
+        else:
+            answers.append(False)
+    return bool(answers) and all(answers)
