@@ -232,7 +232,6 @@ def _cpu_on_one_thread() -> ctypes.CDLL:
     library.fl_link_add.argtypes = [_POINTER, _I32, _I32, _I32, ctypes.c_char_p, _I32]
     library.fl_link_exchange.argtypes = [_POINTER, several, _I32, several, _I32, _I64, result]
     library.fl_link_wait.argtypes = [_POINTER, _I64, result]
-    library.fl_link_post.argtypes = [_POINTER, several, _I32, result]
     library.fl_link_tend.argtypes = [_POINTER]
     library.fl_link_tend.restype = _I64
     library.fl_link_states.argtypes = library.fl_link_sent.argtypes = [_POINTER, _POINTER]

@@ -72,7 +72,8 @@ class Run {
           want();
           break;
         case 1:
-          peer_.outgoing.post(std::vector<uint8_t>(5000).data(), 1 + in_.below(5000), in_.below(3), true);
+          sent_.emplace_back(5000);
+          peer_.outgoing.post(sent_.back().data(), 1 + in_.below(5000), in_.below(3));
           break;
         case 2:
           connect(index);
@@ -211,6 +212,7 @@ class Run {
   bool keyed_, is_broken_ = false;
   uint8_t keys_[2 * kKeyBytes];
   std::vector<std::pair<std::unique_ptr<uint8_t[]>, uint64_t>> wanted_;
+  std::deque<std::vector<uint8_t>> sent_;
   Connection connections_[2];
   Peer peer_;
   End ends_[2];

@@ -31,10 +31,6 @@ int fl_link_exchange(fl_link *link, const fl_link_message *outgoing, int32_t sen
 
 int fl_link_wait(fl_link *link, int64_t deadline, fl_link_result *result) { return link->wait(deadline, result); }
 
-int fl_link_post(fl_link *link, const fl_link_message *outgoing, int32_t sends, fl_link_result *result) {
-  return link->post(outgoing, sends, result);
-}
-
 int64_t fl_link_tend(fl_link *link) { return link->tend(); }
 
 void fl_link_states(fl_link *link, uint8_t *out) { link->states(out); }

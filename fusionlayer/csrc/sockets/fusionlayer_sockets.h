@@ -77,10 +77,6 @@ FL_API int fl_link_exchange(fl_link *link, const fl_link_message *outgoing, int3
 /* Goes on with an exchange that was interrupted. */
 FL_API int fl_link_wait(fl_link *link, int64_t deadline, fl_link_result *result);
 
-/* Sends copies of messages, also to peers that do not read, and never waits. Later calls and fl_link_tend go on with what
- * is not under way yet. */
-FL_API int fl_link_post(fl_link *link, const fl_link_message *outgoing, int32_t sends, fl_link_result *result);
-
 /* Does what is to be done without a call: reads, acknowledges, sends again. Never waits. Returns how many chunks no peer
  * has acknowledged yet, 0 too where the link has failed or a call is under way. */
 FL_API int64_t fl_link_tend(fl_link *link);

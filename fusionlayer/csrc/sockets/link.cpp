@@ -99,25 +99,6 @@ int Link::wait(int64_t deadline, fl_link_result *result) {
   return is_calling_ ? wait_locked(lock, deadline, result) : FL_LINK_REFUSED;
 }
 
-int Link::post(const fl_link_message *outgoing, int sends, fl_link_result *result) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_calling_) return FL_LINK_REFUSED;
-  if (!status_ && (is_ending_ || is_shut_)) fail(FL_LINK_CLOSED, -1);
-  for (int i = 0; i < sends && !status_; ++i) {
-    const fl_link_message &each = outgoing[i];
-    if (each.peer < 0 || each.peer >= size_ || each.peer == rank_ || each.nbytes <= 0) return FL_LINK_REFUSED;
-    Peer &to = peers_[size_t(each.peer)];
-    if (!to.is_reachable() || to.has_left)
-      fail(FL_LINK_LOST, each.peer);
-    else
-      to.outgoing.post(each.data, uint64_t(each.nbytes), each.key, true);
-  }
-  if (!status_) progress();
-  result->peer = culprit_;
-  result->nbytes = culprit_ < 0 ? 0 : int64_t(peers_[size_t(culprit_)].damaged_bytes);
-  return status_;
-}
-
 int Link::wait_locked(std::unique_lock<std::mutex> &lock, int64_t deadline, fl_link_result *result) {
   while (true) {
     if (!status_ && is_shut_) fail(FL_LINK_CLOSED, -1);

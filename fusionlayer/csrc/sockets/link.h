@@ -25,7 +25,6 @@ class Link {
   int exchange(const fl_link_message *outgoing, int sends, const fl_link_message *incoming, int receives,
                int64_t deadline, fl_link_result *result);
   int wait(int64_t deadline, fl_link_result *result);
-  int post(const fl_link_message *outgoing, int sends, fl_link_result *result);
   int64_t tend();
   void states(uint8_t *out);
   void sent(int64_t *out);

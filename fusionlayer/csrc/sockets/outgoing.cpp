@@ -29,7 +29,7 @@ void OutMessage::copy(uint32_t index) {
   std::memcpy(copies[index].get(), data + offset(index), nbytes(index));
 }
 
-void Outgoing::post(const void *data, uint64_t length, uint64_t key, bool own) {
+void Outgoing::post(const void *data, uint64_t length, uint64_t key) {
   auto message = std::make_shared<OutMessage>();
   message->serial = ++serial_;
   message->key = key;
@@ -44,12 +44,7 @@ void Outgoing::post(const void *data, uint64_t length, uint64_t key, bool own) {
     }
   message->data = static_cast<const uint8_t *>(data);
   message->states.resize(message->chunks);
-  message->is_own = own;
-  for (uint32_t index = 0; own && index < message->chunks; ++index) message->copy(index);
-  if (own)
-    message->data = nullptr;
-  else
-    unwritten_ += message->chunks;
+  unwritten_ += message->chunks;
   untaken_ += length;
   open_.push_back(message);
   waiting_.push_back(std::move(message));
@@ -76,7 +71,7 @@ void Outgoing::note_written(const Piece &piece) {
   if (state & OutMessage::kWritten) return;
   state |= OutMessage::kWritten;
   ++piece.message->written;
-  if (!piece.message->is_own) --unwritten_;
+  --unwritten_;
 }
 
 void Outgoing::note_acknowledged(const Piece &piece) {

@@ -17,7 +17,6 @@ struct OutMessage {
   uint32_t next = 0;     // the first chunk that no connection has taken yet
   uint32_t written = 0;  // chunks that some connection has taken whole
   uint32_t acknowledged = 0;
-  bool is_own = false;          // has copies of all its chunks from the start: no call waits for it
   std::vector<uint8_t> states;  // of each chunk, bits kWritten and kAcknowledged
   std::vector<Bytes> copies;    // of chunks that may have to travel again
 
@@ -50,8 +49,8 @@ class Outgoing {
     window_ = window;
   }
 
-  // With `own` it is copied, and does not count among what calls wait for.
-  void post(const void *data, uint64_t length, uint64_t key, bool own = false);
+  // `data` must stay until `settle`.
+  void post(const void *data, uint64_t length, uint64_t key);
   // The next chunk that may travel, or one without a message.
   Piece pull();
   // The piece has left, perhaps for good: to the kernel of this host.

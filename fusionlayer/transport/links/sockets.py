@@ -21,7 +21,6 @@ from ...launch.job_key import shared_secret
 from ...native import libraries
 from ...process import forks
 from ...process.processes import node_name
-from .._waiting import wait_until
 from ..rendezvous import Connecting
 from .base import DamagedMessage, LinkError, LinkMessage
 from .exchange import ExchangeLink
@@ -117,23 +116,6 @@ class SocketLink(ExchangeLink):
             raise
         if status != _DONE:
             raise self._error(status, result.peer, result.nbytes)
-
-    can_post = True
-
-    def post(self, message: LinkMessage) -> None:
-        result = self._result
-        status = self._library.fl_link_post(self._handle, _records([message]), 1, result)
-        if status != _DONE:
-            raise self._error(status, result.peer, result.nbytes)
-
-    def drain(self) -> None:
-        # Only here does a link keep messages that their peers have no room for yet; what they have room for, they have.
-        if not wait_until(lambda: self._is_closed or not self.tend(), self._deadline()):
-            raise self._error(_LATE, -1, 0)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     def _error(self, status: int, peer: int, nbytes: int) -> LinkError:
         if status == _DAMAGED:
