@@ -192,9 +192,9 @@ class LinkedTransport(Transport):
             with here.doing("fusionlayer: wire"):
                 work(key, *given, **named)
         except BaseException as error:
-            if watch is None:
-                raise
-            self._fail_call(call, error)
+            if watch is not None:
+                self._fail_call(call, error)
+            raise
         if watch is not None:
             position = Position(self.sequence, None, 0.0, recent)
             with monitor.lock:
