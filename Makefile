@@ -16,7 +16,7 @@ export FUSIONLAYER_OBJECTS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fusionlayer
 DEMO := $(VENV)/.demo
 TEST := $(VENV)/.test
 DEV := $(VENV)/.dev
-NATIVE := $(sort $(wildcard fusionlayer/csrc/*/*.h fusionlayer/csrc/*/*.cpp fusionlayer/csrc/*/*.cu fusionlayer/csrc/*/*.cuh))
+NATIVE := $(sort $(foreach folder,fusionlayer/csrc/* fusionlayer/csrc/codecs/*,$(wildcard $(addprefix $(folder)/*.,h cpp cu cuh))))
 
 GPU_STAGES := build bytes nccl trainers race kernels bytes-all
 GPU_SELECTIONS := first second

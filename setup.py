@@ -35,7 +35,7 @@ from setuptools.errors import SetupError
 CSRC = Path("fusionlayer/csrc")
 BUILD = Path("build/native")  # of another target: with its name behind
 LIB = Path("fusionlayer/lib")
-INCLUDES = (f"-I{CSRC}/include", f"-I{CSRC}/core")
+INCLUDES = (f"-I{CSRC}/include", f"-I{CSRC}/core", f"-I{CSRC}")
 
 CXX_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"),
@@ -166,20 +166,25 @@ def sources(*patterns: str) -> tuple[Path, ...]:
     return tuple(sorted(path for pattern in patterns for path in CSRC.glob(pattern)))
 
 
-def headers(folder: str) -> tuple[Path, ...]:
-    """Return what the sources in ``folder`` may include."""
-    return sources("include/*", "core/*", *(f"{folder}/*.{suffix}" for suffix in ("h", "cuh")))
+def with_headers(source: Path) -> tuple[Path, ...]:
+    """Return ``source`` and the files of ``csrc`` that it includes, directly or through others."""
+    found = [source]
+    for path in found:
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            places = [folder / name for folder in (path.parent, CSRC / "include", CSRC / "core", CSRC)]
+            found += [place for place in places if place.exists() and place not in found][:1]
+    return tuple(found)
 
 
 def build_library(library: Path, compiles: Iterable[Step], link: Sequence[str], tool: str) -> Path:
     """Run all ``compiles`` in parallel, link their outputs into ``library`` and return it."""
     steps = tuple(compiles)
-    # What takes longest comes first, so that no core is left alone with it: the kernels of the CPU, and encoders.
+    # What takes longest comes first, so that no core is left alone with it: encoders, and the widest vectors.
     stale = sum(not step.is_current(step.digest()) for step in steps)
     workers = min(len(steps), os.cpu_count() or 1)
     if stale:
         tell(f"compiles {stale} files for {library.name}, {workers} at once")
-    ordered = sorted(reversed(steps), key=lambda step: not re.search("kernels|encode", step.output.name))
+    ordered = sorted(reversed(steps), key=lambda step: not re.search("avx|encode", step.output.name))
     with ThreadPoolExecutor(workers) as pool:
         for done in [pool.submit(step.run) for step in ordered]:
             done.result()
@@ -232,12 +237,11 @@ def build_cpu(werror: bool) -> Path:
     def compile_step(source: Path, variant: str, *extra: str) -> Step:
         output = folder / "cpu" / f"{source.stem}{variant}.o"
         command = (*cxx, *flags, *extra, "-c", str(source), "-o", str(output))
-        return Step(output, command, (source, *headers(source.parent.name)), tool)
+        return Step(output, command, with_headers(source), tool)
 
-    kernels = sources("cpu/kernels*.cpp")
-    steps = [
-        compile_step(source, "", *built) for source in sources("cpu/*.cpp", "sockets/*.cpp") if source not in kernels
-    ]
+    every = sources("cpu/*.cpp", "sockets/*.cpp", "codecs/*/*.cpp")
+    kernels = [source for source in every if source.stem in ("kernels", source.parent.name)]
+    steps = [compile_step(source, "", *built) for source in every if source not in kernels]
     # Beside the others, the baseline runs only on CPUs without AVX2. It takes longest to compile.
     variants = {isa: ("-O1",) if isa == "baseline" and len(isas) > 1 else ISA_FLAGS[isa] for isa in isas}
     for isa, extra in variants.items():
@@ -305,6 +309,11 @@ def cuda_archs(nvcc: str) -> list[int]:
     return archs
 
 
+def cuda_sources() -> tuple[Path, ...]:
+    """Return the sources of the CUDA library."""
+    return sources("cuda/*.cu", "codecs/*/*.cu")
+
+
 def build_cuda(werror: bool) -> Path:
     """Return the path of the built ``libfusionlayer_cuda.so``; no GPU and no driver are needed."""
     nvcc, folder = find_nvcc(), build_folder()
@@ -324,9 +333,9 @@ def build_cuda(werror: bool) -> Path:
     def compile_step(source: Path) -> Step:
         output = folder / "cuda" / f"{source.stem}.o"
         command = (nvcc, *flags, stated, "-c", str(source), "-o", str(output))
-        return Step(output, command, (source, *headers("cuda")), tool)
+        return Step(output, command, with_headers(source), tool)
 
-    steps = [compile_step(source) for source in sources("cuda/*.cu")]
+    steps = [compile_step(source) for source in cuda_sources()]
     link = (nvcc, "-shared", "-cudart", "static", *gencode, "-Xlinker", "-z,defs")
     return build_library(folder / "libfusionlayer_cuda.so", steps, link, tool)
 

@@ -26,7 +26,7 @@ HOST = Path(__file__).parent / "cuda_on_host"
 COMPILE = (
     *("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
-    *(f"-I{HOST}", f"-I{CSRC / 'include'}", f"-I{CSRC / 'core'}", '-DFL_CUDA_ARCHS="host"'),
+    *(f"-I{HOST}", f"-I{CSRC / 'include'}", f"-I{CSRC / 'core'}", f"-I{CSRC}", '-DFL_CUDA_ARCHS="host"'),
 )
 # The long tier has it: every test of the kernels runs again with it. -O1 takes four times as long to compile.
 SANITIZE = ("-O0", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
@@ -92,7 +92,7 @@ def find_compiler() -> str:
 
 def compile_kernels(folder: Path, library: Path, sanitize: tuple[str, ...]) -> None:
     compiler = find_compiler()
-    sources = [HOST / "devices.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
+    sources = [HOST / "devices.cpp", *sorted(CSRC.rglob("*.cu"))]
 
     def compile_one(source: Path) -> None:
         output = str(folder / f"{source.stem}.o")

@@ -1,4 +1,4 @@
-"""What nvcc makes of csrc/cuda for one architecture: of a few files, or all, once for all tests that look into it."""
+"""What nvcc makes of csrc for one architecture: of a few files, or all, once for all tests that look into it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def built(nvcc: str) -> Build:
                     path.unlink()
             told.write_text(done.stderr)
             made_of.write_text(wanted)
-    return read(tree, told.read_text(), ptx, [source.stem for source in CSRC.glob("cuda/*.cu")])
+    return read(tree, told.read_text(), ptx, [source.stem for source in CSRC.rglob("*.cu")])
 
 
 def compiled(nvcc: str, flags: Sequence[str], names: Sequence[str], folder: Path) -> Build:
@@ -76,7 +76,8 @@ def compiled(nvcc: str, flags: Sequence[str], names: Sequence[str], folder: Path
     told = ""
     for name in names:
         command = [nvcc, *flags, f"-gencode=arch=compute_{ARCH},code=sm_{ARCH}", "-Xptxas", "-v", "--keep"]
-        command += ["--keep-dir", str(folder), "-c", str(CSRC / f"cuda/{name}.cu"), "-o", str(folder / f"{name}.o")]
+        (source,) = CSRC.rglob(f"{name}.cu")
+        command += ["--keep-dir", str(folder), "-c", str(source), "-o", str(folder / f"{name}.o")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         told += done.stderr

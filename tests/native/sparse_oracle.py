@@ -147,7 +147,7 @@ def decode_sum(shape: Shape, messages: list[Encoded], start: Floats, dtype: int)
 
 
 def run_sums(terms: npt.NDArray[np.float64]) -> float:
-    """Return the sum of ``terms`` in the order that csrc/core/sparse.h fixes."""
+    """Return the sum of ``terms`` in the order that csrc/codecs/sparse/sparse.h fixes."""
 
     def fold(partial: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         while partial.shape[-1] > 1:

@@ -128,7 +128,7 @@ def test_nothing_is_contracted_to_a_fused_multiply_add(build: Build) -> None:
     meant = {name for name, text in ptx.items() if re.search(fused, text)}
     sums = {f"{codec}_{verb}" for codec in ("int", "block") for verb in ("decode", "encode", "two_shot")}
     assert meant == {*sums, "thc_encode", "tahquant_encode"} & ptx.keys()  # whose products are of few bits
-    source = "".join(path.read_text() for path in sorted((CSRC / "cuda").glob("*.cu*")))
+    source = "".join(path.read_text() for path in sorted(CSRC.rglob("*.cu*")))
     assert len(re.findall(r"\bfma\.rn\.f32", source)) == 1 and "__fmaf" not in source
 
 

@@ -21,7 +21,7 @@ MARCH = {"baseline": (), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-6
 FLAGS = (
     *("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    *(f"-I{CSRC / part}" for part in ("include", "core", "cpu")),
+    *(f"-I{CSRC / part}" for part in ("include", "core", "cpu", "")),
 )
 RUNS = 4000
 
@@ -52,9 +52,11 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the compiler has no sanitizers")
     have = [f"-DFL_HAVE_{name.upper()}" for name in usable() if name != "baseline"]
     kernels = Path(__file__).with_name("fuzz_kernels.cpp")
-    sources = [path for path in sorted((CSRC / "cpu").glob("*.cpp")) if not path.name.startswith("kernels")]
+    found = [*sorted((CSRC / "cpu").glob("*.cpp")), *sorted((CSRC / "codecs").glob("*/*.cpp"))]
+    sources = [path for path in found if path.stem not in ("kernels", path.parent.name)]
+    each = [kernels, *(CSRC / f"codecs/{codec}/{codec}.cpp" for codec in ("delta", "rans", "zip"))]
     parts: list[tuple[Path, str, tuple[str, ...]]] = [
-        (kernels, f"kernels.{name}", (f"-DFL_ISA={name}", *MARCH[name])) for name in usable()
+        (path, f"{path.stem}.{name}", (f"-DFL_ISA={name}", *MARCH[name])) for name in usable() for path in each
     ]
     parts += [(path, path.stem, tuple(have)) for path in (*sources, Path(__file__).with_name("fuzz.cpp"))]
 

@@ -3,11 +3,9 @@
 
 #include <atomic>
 
-#include "dynamiq.h"
+#include "codecs/sparse/sparse.h"
 #include "fusionlayer_codec.h"
 #include "rng.h"
-#include "sparse.h"
-#include "zip.h"
 
 namespace fl {
 
@@ -23,8 +21,7 @@ struct Job {
   bool add;
   bool look;      // encode and recode of FL_SCALE_MESSAGE, first pass: only the largest magnitude of each message
   bool streamed;  // results are large: they need not pass through the caches
-  const DynamiqLevels *levels;  // FL_DYNAMIQ
-  DynamiqKeys dynamiq;
+  const void *prepared;  // what a codec has made for its kernels
 };
 
 // Work is counted in units that no two threads share: groups, or kCastUnit elements. The units of encode and decode run
@@ -42,15 +39,6 @@ struct Accumulation {
   bool nesterov;
   float *velocity, *acc;
   int64_t numel;
-};
-
-// fl_dynamiq_stats.
-struct SuperGroupStats {
-  const void *x;
-  const float *residual;
-  int64_t numel;
-  uint32_t dtype;
-  float *means, *squares;
 };
 
 // The magnitudes between two, both included, which are gathered while those above are counted.
@@ -87,20 +75,17 @@ struct Selection {
 
 constexpr int kWord = 64;  // elements of a word of marks
 
-// Encoding of one message by FL_ZIP, region by region.
-struct ZipEncoding {
-  ZipShape shape;
-  uint32_t choice;  // enum fl_zip_choice
-  const uint8_t *x;
-  ZipMessage out;
-  bool streamed;
+// A codec's verbs for one instruction set, on checked arguments and their Job. What it lacks is null. `own` are those that it
+// alone has, numbered in its folder.
+struct CodecVerbs {
+  int (*encode)(Job &job), (*decode)(Job &job), (*decode_sum)(Job &job), (*recode)(Job &job);
+  int (*own[2])(Job &job);
 };
 
 struct Kernels {
   using Verb = void(const Job &job, int64_t begin, int64_t end);
   const char *name;
-  Verb *encode, *decode, *decode_sum, *recode;
-  Verb *encode_sections;  // FL_TAHQUANT with coarse tokens, in place of encode: sections of all messages
+  const CodecVerbs *const *codecs;  // by enum fl_codec
 
   void (*accumulate)(const Accumulation &job, int64_t begin, int64_t end);  // units of kCastUnit
   Magnitudes (*stats)(const float *run, int n, uint32_t above);
@@ -111,26 +96,6 @@ struct Kernels {
   void (*emit)(const Selection &selection, int64_t superblock);    // their pairs, and what is kept of them
   Verb *sparse_decode_sum;                                         // units of a superblock
   bool (*sparse_valid)(const Job &job, int64_t begin, int64_t end);
-
-  void (*zip_choose)(const ZipEncoding &job, int64_t region);    // the exponents that have codes
-  int64_t (*zip_count)(const ZipEncoding &job, int64_t region);  // escapes
-  // Index, blocks, and the escapes from number `first` on; returns how many, or -1 if more than `room`.
-  int64_t (*zip_encode)(const ZipEncoding &job, int64_t region, int64_t first, int64_t room);
-  bool (*zip_decode)(const Job &job, int64_t begin,
-                     int64_t end);  // tiles of all messages; false: they are not coherent
-  bool (*zip_decode_sum)(const Job &job, int64_t begin, int64_t end);  // tiles of one
-
-  Verb *add_codes;                                                                // runs of 32 elements; y: the sums
-  Verb *thc_rms;                                                                  // sections; y: root mean squares
-  void (*dynamiq_stats)(const SuperGroupStats &job, int64_t begin, int64_t end);  // super-groups
-  Verb *recode_from;                                                              // units of the larger groups
-  Verb *encode_difference;                                                        // units of encode
-
-  // A block of FL_DELTA, of n elements of 2 or 4 bytes. Its bytes: 0 where nothing changed, kDeltaWhole where the elements
-  // are no longer than it would be.
-  int (*delta_encode)(int element_bytes, const void *x, const void *base, int n, uint8_t *out);
-  // False where the bytes are not coherent; `out` may be `base`.
-  bool (*delta_decode)(int element_bytes, const uint8_t *in, int bytes, const void *base, void *out, int n);
 };
 
 constexpr int kBoundGroup = 4;  // count_above takes bounds in groups

@@ -1,4 +1,4 @@
-// What the sparsifiers' thresholds are made of: sums, counts and candidates (core/sparse.h), and accumulation.
+// What the sparsifiers' thresholds are made of: sums, counts and candidates (codecs/sparse/sparse.h), and accumulation.
 #pragma once
 
 #include "elements.h"
@@ -11,7 +11,7 @@ FL_INLINE Block accumulated(Block acc, const Block &x, float scale) {
   return acc;
 }
 
-// add_momentum of core/sparse.h.
+// add_momentum of codecs/sparse/sparse.h.
 FL_INLINE void add_momentum(const Block &x, const Accumulation &job, Block &velocity, Block &acc) {
   for (int j = 0; j < kVectors; ++j) {
     const vf scaled = x.v[j] * job.scale, u = velocity.v[j];

@@ -20,30 +20,13 @@ namespace {
 constexpr int kErrorBytes = 256;
 thread_local char last_error[kErrorBytes];
 
-// A codec's kernels; what it lacks is not done here.
-struct Verbs {
-  decltype(&cast_encode) encode;
-  decltype(&cast_decode) decode;
-  decltype(&cast_decode_sum) decode_sum;
-  decltype(&cast_recode) recode;
-};
-
 // By enum fl_codec.
-constexpr Verbs kVerbs[] = {
-    {cast_encode, cast_decode, cast_decode_sum, cast_recode},
-    {int_encode, int_decode, int_decode_sum, int_recode},
-    {nullptr, nullptr, sparse_decode_sum, nullptr},
-    {block_encode, block_decode, block_decode_sum, block_recode},
-    {zip_encode, zip_decode, zip_decode_sum, nullptr},
-    {thc_encode, thc_decode, thc_decode_sum, nullptr},
-    {tah_encode, tah_decode, tah_decode_sum, tah_recode},
-    {dynamiq_encode, dynamiq_decode, dynamiq_decode_sum, dynamiq_recode},
-    {rans_encode, rans_decode, nullptr, nullptr},
-    {chunked_encode, chunked_decode, chunked_decode_sum, chunked_recode},
-    {nullptr, nullptr, nullptr, nullptr},
-    {onebit_encode, onebit_decode, onebit_decode_sum, onebit_recode},
-    {qsdp_encode, qsdp_decode, qsdp_decode_sum, qsdp_recode},
-};
+#define FL_ENTRY(name) &name##_encoders,
+constexpr const Encoders *kEncoders[] = {FL_CODECS(FL_ENTRY)};
+#undef FL_ENTRY
+#define FL_ENTRY(name) &name##_decoders,
+constexpr const Decoders *kDecoders[] = {FL_CODECS(FL_ENTRY)};
+#undef FL_ENTRY
 
 }  // namespace
 
@@ -62,7 +45,7 @@ extern "C" {
 
 int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_messages *out, void *stream) {
   if (const int bad = fl::check_encode(spec, x, residual, out)) return bad;
-  const auto encode = fl::kVerbs[spec->codec].encode;
+  const auto encode = fl::kEncoders[spec->codec]->encode;
   if (!encode) return FL_UNSUPPORTED;
   if (spec->numel == 0 || out->count == 0) return FL_OK;
   return finish(encode(*spec, x, residual, *out, as_stream(stream)));
@@ -70,7 +53,7 @@ int fl_encode(const fl_spec *spec, const void *x, float *residual, const fl_mess
 
 int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *stream) {
   if (const int bad = fl::check_decode(spec, in, out)) return bad;
-  const auto decode = fl::kVerbs[spec->codec].decode;
+  const auto decode = fl::kDecoders[spec->codec]->decode;
   if (!decode) return FL_UNSUPPORTED;
   if (spec->numel == 0 || in->count == 0) return FL_OK;
   return finish(decode(*spec, *in, out, as_stream(stream)));
@@ -78,7 +61,7 @@ int fl_decode(const fl_spec *spec, const fl_messages *in, void *out, void *strea
 
 int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add, void *stream) {
   if (const int bad = fl::check_decode_sum(spec, in, out)) return bad;
-  const auto decode_sum = fl::kVerbs[spec->codec].decode_sum;
+  const auto decode_sum = fl::kDecoders[spec->codec]->decode_sum;
   if (!decode_sum) return FL_UNSUPPORTED;
   if (spec->numel == 0) return FL_OK;
   return finish(decode_sum(*spec, *in, out, add != 0, as_stream(stream)));
@@ -87,58 +70,18 @@ int fl_decode_sum(const fl_spec *spec, const fl_messages *in, void *out, int add
 int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *residual, const fl_messages *out,
               void *stream) {
   if (const int bad = fl::check_recode(spec, in, x, residual, out)) return bad;
-  const auto recode = fl::kVerbs[spec->codec].recode;
+  const auto recode = fl::kEncoders[spec->codec]->recode;
   if (!recode) return FL_UNSUPPORTED;
   if (spec->numel == 0) return FL_OK;
   return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
-}
-
-int fl_recode_from(const fl_spec *source, const fl_messages *in, const fl_spec *spec, float *residual,
-                   const fl_messages *out, void *stream) {
-  if (const int bad = fl::check_recode_from(source, in, spec, residual, out)) return bad;
-  if (spec->numel == 0) return FL_OK;
-  return finish(fl::int_recode_from(*source, *in, *spec, residual, *out, as_stream(stream)));
-}
-
-int fl_encode_difference(const fl_spec *spec, const float *x, const void *base, const fl_messages *out, void *stream) {
-  if (const int bad = fl::check_encode_difference(spec, x, base, out)) return bad;
-  if (spec->numel == 0 || out->count == 0) return FL_OK;
-  return finish(fl::int_encode_difference(*spec, x, base, *out, as_stream(stream)));
-}
-
-int fl_add_codes(const fl_spec *spec, const fl_messages *in, uint8_t *out, void *stream) {
-  if (const int bad = fl::check_add_codes(spec, in, out)) return bad;
-  if (spec->numel == 0 || in->count == 0) return FL_OK;
-  return finish(fl::thc_add_codes(*spec, *in, out, as_stream(stream)));
-}
-
-int fl_thc_rms(const fl_spec *spec, const void *x, const float *residual, float *rms, void *stream) {
-  if (const int bad = fl::check_thc_rms(spec, x, residual, rms)) return bad;
-  if (spec->numel == 0) return FL_OK;
-  return finish(fl::thc_rms(*spec, x, residual, rms, as_stream(stream)));
-}
-
-int fl_delta_encode(const fl_spec *spec, const void *x, const void *base, const fl_messages *out, void *workspace,
-                    void *stream) {
-  if (const int bad = fl::check_delta(spec, x, base, out)) return bad;
-  if (const int bad = fl::check_array(workspace, spec->numel, fl::kPlaneAlignment)) return bad;
-  if (spec->numel == 0) return FL_OK;
-  return finish(fl::delta_encode(*spec, x, base, *out, static_cast<uint8_t *>(workspace), as_stream(stream)));
-}
-
-int fl_delta_decode(const fl_spec *spec, const fl_messages *in, const void *base, void *out, void *workspace,
-                    int32_t *status, void *stream) {
-  if (const int bad = fl::check_delta(spec, out, base, in)) return bad;
-  if (const int bad = fl::check_array(workspace, spec->numel, fl::kPlaneAlignment)) return bad;
-  if (const int bad = fl::check_array(status, 1, 4)) return bad;
-  return finish(fl::delta_decode(*spec, *in, base, out, static_cast<uint8_t *>(workspace), status, as_stream(stream)));
 }
 
 int fl_two_shot(const fl_spec *spec, uint64_t sum_seed, int64_t chunk, const void *x, void *out, float *residual,
                 const fl_peers *peers, void *stream) {
   if (const int bad = fl::check_two_shot(spec, chunk, x, out, residual, peers)) return bad;
   if (spec->numel == 0) return FL_OK;
-  const auto two_shot = spec->codec == FL_INT ? fl::int_two_shot : fl::block_two_shot;
+  const auto two_shot = fl::kEncoders[spec->codec]->two_shot;
+  if (!two_shot) return FL_UNSUPPORTED;
   const fl::TwoShot call = {{spec->numel, chunk}, sum_seed, x, out, residual};
   return finish(two_shot(*spec, call, fl::Peers(*spec, chunk, *peers), as_stream(stream)));
 }

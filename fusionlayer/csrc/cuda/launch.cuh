@@ -1,6 +1,7 @@
 // Launching: how many warps, and what the C ABI calls.
 #pragma once
 
+#include "codecs/table.h"
 #include "fusionlayer_codec.h"
 #include "warp.cuh"
 
@@ -39,93 +40,29 @@ int finish(cudaError_t error);
 
 inline cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
 
-// One verb of one codec on checked arguments with numel > 0 and something to do. At most one launch each.
-cudaError_t cast_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
+// The verbs of a codec, on checked arguments with numel > 0 and something to do. What it lacks is null, and not done here.
+struct TwoShot;
+struct Peers;
+
+struct Encoders {
+  cudaError_t (*encode)(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                         cudaStream_t stream);
-cudaError_t cast_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t cast_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t cast_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
+  cudaError_t (*recode)(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                         const fl_messages &out, cudaStream_t stream);
+  cudaError_t (*two_shot)(const fl_spec &spec, const TwoShot &call, const Peers &peers, cudaStream_t stream);
+};
 
-cudaError_t int_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                       cudaStream_t stream);
-cudaError_t int_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t int_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t int_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
-                       const fl_messages &out, cudaStream_t stream);
+struct Decoders {
+  cudaError_t (*decode)(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
+  cudaError_t (*decode_sum)(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
+};
 
-cudaError_t int_recode_from(const fl_spec &source, const fl_messages &in, const fl_spec &spec, float *residual,
-                            const fl_messages &out, cudaStream_t stream);
-cudaError_t int_encode_difference(const fl_spec &spec, const float *x, const void *base, const fl_messages &out,
-                                  cudaStream_t stream);
-
-// Two launches to encode where all of a message shares a scale.
-cudaError_t block_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                         cudaStream_t stream);
-cudaError_t block_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t block_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t block_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
-                         const fl_messages &out, cudaStream_t stream);
-
-// Five launches to encode: where escapes begin is known when all are counted.
-cudaError_t zip_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                       cudaStream_t stream);
-cudaError_t zip_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t zip_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-
-// Five launches to encode, likewise.
-cudaError_t rans_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                        cudaStream_t stream);
-cudaError_t rans_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-
-cudaError_t thc_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                       cudaStream_t stream);
-cudaError_t thc_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t thc_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t thc_rms(const fl_spec &spec, const void *x, const float *residual, float *rms, cudaStream_t stream);
-cudaError_t thc_add_codes(const fl_spec &spec, const fl_messages &in, uint8_t *out, cudaStream_t stream);
-
-// Two launches to encode where tokens are coarse: which ones is known when all of a section were looked at.
-cudaError_t tah_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                       cudaStream_t stream);
-cudaError_t tah_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t tah_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t tah_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
-                       const fl_messages &out, cudaStream_t stream);
-
-cudaError_t dynamiq_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                           cudaStream_t stream);
-cudaError_t dynamiq_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t dynamiq_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t dynamiq_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
-                           const fl_messages &out, cudaStream_t stream);
-
-cudaError_t chunked_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                           cudaStream_t stream);
-cudaError_t chunked_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t chunked_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t chunked_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
-                           const fl_messages &out, cudaStream_t stream);
-
-cudaError_t onebit_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                          cudaStream_t stream);
-cudaError_t onebit_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t onebit_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t onebit_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
-                          const fl_messages &out, cudaStream_t stream);
-
-cudaError_t qsdp_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
-                        cudaStream_t stream);
-cudaError_t qsdp_decode(const fl_spec &spec, const fl_messages &in, void *out, cudaStream_t stream);
-cudaError_t qsdp_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
-cudaError_t qsdp_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
-                        const fl_messages &out, cudaStream_t stream);
-
-// One message after the other: two launches each to encode, two or three to decode.
-cudaError_t delta_encode(const fl_spec &spec, const void *x, const void *base, const fl_messages &out,
-                         uint8_t *workspace, cudaStream_t stream);
-cudaError_t delta_decode(const fl_spec &spec, const fl_messages &in, const void *base, void *out, uint8_t *workspace,
-                         int32_t *status, cudaStream_t stream);
+// Each codec's folder defines both.
+#define FL_DECLARE(name)                 \
+  extern const Encoders name##_encoders; \
+  extern const Decoders name##_decoders;
+FL_CODECS(FL_DECLARE)
+#undef FL_DECLARE
 
 // Bytes of workspace of the verbs that need one.
 int64_t stats_workspace(int64_t numel);
@@ -133,7 +70,5 @@ int64_t kth_workspace();
 int64_t threshold_workspace(int64_t numel);
 int64_t encode_workspace(int64_t numel);
 int64_t delta_workspace(int64_t numel, int element_bytes);
-
-cudaError_t sparse_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream);
 
 }  // namespace fl

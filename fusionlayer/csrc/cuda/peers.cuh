@@ -1,8 +1,8 @@
 // Memory of several devices that a kernel on each of them reaches, and how warps on different devices wait for each other.
 #pragma once
 
-#include "arguments.h"
 #include "launch.cuh"
+#include "two_shot_arguments.h"
 
 namespace fl {
 

@@ -105,7 +105,4 @@ cudaError_t launch_two_shot(const Coder &coder, const Peers &peers, cudaStream_t
   return cudaGetLastError();
 }
 
-cudaError_t int_two_shot(const fl_spec &spec, const TwoShot &call, const Peers &peers, cudaStream_t stream);
-cudaError_t block_two_shot(const fl_spec &spec, const TwoShot &call, const Peers &peers, cudaStream_t stream);
-
 }  // namespace fl

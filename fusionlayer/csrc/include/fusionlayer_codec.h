@@ -217,7 +217,7 @@ FL_API int fl_accumulate_momentum(uint32_t dtype, const void *x, float scale, fl
                                   int64_t numel, float *velocity, float *acc, void *stream);
 
 /* Over the elements whose magnitude is >= above. The sums leave out what is not finite; their order is fixed:
- * core/sparse.h. */
+ * codecs/sparse/sparse.h. */
 typedef struct fl_magnitudes {
   int64_t count;
   double total;    /* of |acc| */
