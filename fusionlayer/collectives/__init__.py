@@ -1,4 +1,4 @@
-"""Collectives: how messages travel. ``names`` lists them and ``get`` returns one; all fronts call ``reduce_flat``."""
+"""Collectives: how messages are sent. ``names`` lists them and ``get`` returns one; all fronts call ``reduce_flat``."""
 
 from ._base import (
     AllReduce,

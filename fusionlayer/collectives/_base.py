@@ -41,7 +41,7 @@ class AllReduce(Protocol):
 
         Args:
             x: flat and contiguous, equally long on all ranks.
-            codec: what travels; made the same on all ranks.
+            codec: what is sent; made the same on all ranks.
             transport: the ranks; only the calling thread uses it.
             seed: of stochastic rounding; the same on all ranks.
             residual: (n,) f32, this rank's error feedback: added to what it sends, replaced by what sending lost.
@@ -66,7 +66,7 @@ class Gather(Protocol):
     ) -> None:
         """Fill row r of ``every`` (size, nbytes) with the messages of rank r's ``payload`` (nbytes,), both uint8.
 
-        Bytes between messages need not travel.
+        Bytes between messages need not be sent.
 
         Args:
             payload: this rank's messages.

@@ -48,7 +48,7 @@ class HopSchedule:
     Attributes:
         chunks: number of chunks that the tensor is cut into.
         reduce: hops of partial sums. A rank sends a chunk at most once, and does not receive it afterwards.
-        gather: hops of sums. The bytes that an owner encoded travel unchanged.
+        gather: hops of sums. The bytes that an owner encoded are sent unchanged.
     """
 
     chunks: int
@@ -130,7 +130,7 @@ def _carry_out(
     schedule: HopSchedule,
     seed: int,
 ) -> None:
-    """Sum ``x`` into ``out``, both in the order of travel, with this rank's ``seed``; pieces are pipelined."""
+    """Sum ``x`` into ``out``, both in the order of sending, with this rank's ``seed``; pieces are pipelined."""
 
     def run(index: int, part: slice) -> Piece:
         chunks = balanced(part, schedule.chunks, codec.block)

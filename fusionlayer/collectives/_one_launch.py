@@ -42,7 +42,7 @@ class LaunchMemory:
             self._memory = PeerMemory(transport.rank, device, nbytes, lambda mine: _gather(transport, mine))
         except OutOfReach as problem:
             self.is_whole = False
-            _logger.warning("sums travel by NCCL, as a rank cannot reach the memory of the others: %s", problem)
+            _logger.warning("sums are sent by NCCL, as a rank cannot reach the memory of the others: %s", problem)
             return
         self.is_whole = True
         least = torch.tensor([-warps], device="cpu")

@@ -1,4 +1,4 @@
-"""Pieces of one collective, pipelined: while one piece travels, another is encoded, summed or decoded."""
+"""Pieces of one collective, pipelined: while one piece is sent, another is encoded, summed or decoded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..transport.base import URGENT
 __all__ = ["IN_FLIGHT", "Piece", "cut", "pipeline"]
 
 # One piece of a tensor on its way through a collective. The calling thread resumes it; it computes until messages must
-# travel, and yields the call that exchanges them. It is resumed only after that call has returned.
+# be sent, and yields the call that exchanges them. It is resumed only after that call has returned.
 Piece = Iterator[Callable[[], None]]
 
-# Pieces under way. While the oldest one computes, the other one has the network. More would only take more memory.
+# Pieces in flight. While the oldest one computes, the other one has the network. More would only take more memory.
 IN_FLIGHT = 2
 
 
@@ -37,19 +37,19 @@ def cut(numel: int, piece: int | None, unit: int) -> list[slice]:
 
 
 def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device) -> None:
-    """Run all ``pieces``; at most ``IN_FLIGHT`` of them are under way.
+    """Run all ``pieces``; at most ``IN_FLIGHT`` of them are in flight.
 
     The calling thread computes. The yielded calls run one after the other, on the CPU in a thread of their own, on
     CUDA on a stream of their own. Their order depends on the number of pieces alone, never on timing: all ranks must
     make the same calls on the transport in the same order, or messages of different pieces would meet.
 
     Raises:
-        Exception: the error of a piece or of a call. If other pieces are under way, the transport is closed
+        Exception: the error of a piece or of a call. If other pieces are in flight, the transport is closed
             first, since peers wait for the calls that this rank will no longer make.
     """
     if len(pieces) == 1:  # nothing to overlap: no second thread or stream
-        for travel in pieces[0]:
-            travel()
+        for exchange in pieces[0]:
+            exchange()
         return
     # Pieces whose calls the worker has, oldest first, each with a function that waits for its call. Only the calling
     # thread touches this queue, so it needs no lock.
@@ -57,10 +57,10 @@ def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device
 
     def advance(piece: Piece, worker: CommWorker) -> bool:
         """Compute a piece up to its next call and hand that over; return whether there was one."""
-        travel = next(piece, None)
-        if travel is not None:
-            waiting.append((piece, worker.send(travel)))
-        return travel is not None
+        exchange = next(piece, None)
+        if exchange is not None:
+            waiting.append((piece, worker.send(exchange)))
+        return exchange is not None
 
     def start(worker: CommWorker) -> None:
         """Start further pieces until one of them has a call to make."""
@@ -78,7 +78,7 @@ def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device
                 if not advance(piece, worker):
                     start(worker)
         except BaseException:
-            # Leaving the ``with`` waits for calls under way. Closing the transport makes them raise instead of waiting
+            # Leaving the ``with`` waits for calls in flight. Closing the transport makes them raise instead of waiting
             # for peers until the timeout.
             if waiting:
                 transport.close()
@@ -92,10 +92,10 @@ class CommWorker(ABC):
     """
 
     @abstractmethod
-    def send(self, travel: Callable[[], None]) -> Callable[[], object]:
-        """Queue the call ``travel``; return a function that waits for it and raises its error.
+    def send(self, exchange: Callable[[], None]) -> Callable[[], object]:
+        """Queue the call ``exchange``; return a function that waits for it and raises its error.
 
-        Everything that the calling thread computed before is visible to ``travel``.
+        Everything that the calling thread computed before is visible to ``exchange``.
         """
 
     def __enter__(self) -> CommWorker:
@@ -103,7 +103,7 @@ class CommWorker(ABC):
 
     @abstractmethod
     def __exit__(self, *error: object) -> None:
-        """Wait for the calls under way: the caller may free their buffers afterwards."""
+        """Wait for the calls in flight: the caller may free their buffers afterwards."""
 
 
 class _ThreadWorker(CommWorker):
@@ -112,8 +112,8 @@ class _ThreadWorker(CommWorker):
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "fusionlayer comm worker")
 
-    def send(self, travel: Callable[[], None]) -> Callable[[], object]:
-        return self._pool.submit(carried(travel)).result
+    def send(self, exchange: Callable[[], None]) -> Callable[[], object]:
+        return self._pool.submit(carried(exchange)).result
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown()
@@ -124,25 +124,25 @@ class _StreamWorker(CommWorker):
 
     def __init__(self, device: torch.device) -> None:
         self._computing = torch.cuda.current_stream(device)
-        self._travelling = _beside(self._computing)
+        self._network = _beside(self._computing)
 
-    def send(self, travel: Callable[[], None]) -> Callable[[], object]:
-        # What is sent must have been encoded before it travels.
-        self._travelling.wait_stream(self._computing)
-        with torch.cuda.stream(self._travelling):
-            travel()
+    def send(self, exchange: Callable[[], None]) -> Callable[[], object]:
+        # What is sent must have been encoded before it is sent.
+        self._network.wait_stream(self._computing)
+        with torch.cuda.stream(self._network):
+            exchange()
         # The computing stream waits for this call alone, not for calls that are enqueued later.
-        event = self._travelling.record_event()
+        event = self._network.record_event()
         return lambda: self._computing.wait_event(event)
 
     def __exit__(self, *error: object) -> None:
-        self._computing.wait_stream(self._travelling)
+        self._computing.wait_stream(self._network)
 
 
 @cache
 def _beside(computing: torch.cuda.Stream) -> torch.cuda.Stream:
     """Return the stream for the calls of what ``computing`` computes: always the same one, and another one."""
     # torch deals out a few streams again and again, so a new one may be the computing one itself.
-    while (travelling := torch.cuda.Stream(computing.device, priority=URGENT)) == computing:
+    while (network := torch.cuda.Stream(computing.device, priority=URGENT)) == computing:
         pass
-    return travelling
+    return network

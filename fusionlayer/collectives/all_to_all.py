@@ -28,14 +28,14 @@ def all_to_all(
 ) -> None:
     """Send ``sends[r]`` elements of ``x`` to rank r, and receive ``recvs[r]`` from it, both in rank order.
 
-    Elements that travel are quantised once. Elements that stay on this rank are copied unchanged.
+    Elements that are sent are quantised once. Elements that stay on this rank are copied unchanged.
 
     Args:
         x: flat and contiguous; f32, bf16 or f16, with a lossless codec of any type.
         out: flat and contiguous, of the type of ``x``.
         sends: elements for each rank, zeros allowed; they add up to the length of ``x``.
         recvs: elements from each rank, as many as it sends; they add up to the length of ``out``.
-        codec: what travels; made the same on all ranks.
+        codec: what is sent; made the same on all ranks.
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
     """

@@ -36,7 +36,7 @@ def butterfly(
     1. Reduce: in hop h, ranks r and r xor 2^h split the range that both hold partial sums of, and each gets the other's
        sums of its half. Received messages of an element wait until the rank encodes that element: one call decodes,
        adds and encodes.
-    2. Gather: the same hops backwards. The bytes that a chunk's owner encoded travel unchanged; all ranks, the owner
+    2. Gather: the same hops backwards. The bytes that a chunk's owner encoded are sent unchanged; all ranks, the owner
        included, decode them.
 
     With 2^k ranks each rank sends 2 (1 - 2^-k) of a message of the whole tensor in 2k hops, the longest messages to

@@ -31,7 +31,7 @@ _DEVICE_BYTES = 64 << 20
 
 
 def _piece(piece: int | None, x: Tensor, rows: int) -> int | None:
-    """Return how many elements of each of ``rows`` rows travel at a time, of the type and device of ``x``."""
+    """Return how many elements of each of ``rows`` rows are sent at a time, of the type and device of ``x``."""
     if piece != SUITABLE:
         return piece
     if x.device.type == "cpu":
@@ -56,10 +56,10 @@ def all_gather(
     Args:
         x: flat and contiguous, equally long on all ranks; f32, bf16 or f16, with a lossless codec of any type.
         out: contiguous, of the type of ``x``; of any of the three types with a lossy codec.
-        codec: what travels; made the same on all ranks.
+        codec: what is sent; made the same on all ranks.
         transport: the ranks.
         seed: of stochastic rounding; the same on all ranks.
-        piece: elements of a row that travel at a time, while others are encoded or decoded; None: all.
+        piece: elements of a row that are sent at a time, while others are encoded or decoded; None: all.
         differences: with a ``ChangeCodec``, send what makes ``x`` of this rank's row of ``out``; all ranks have the
             same rows. With a lossy codec, send ``x``, in f32, minus this rank's row of ``out``, and add the received
             differences to the rows, rounded once. The next difference contains what this one lost (SDP4Bit,

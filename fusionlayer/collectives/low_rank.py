@@ -92,7 +92,7 @@ def _as_square(x: Tensor, codec: PowerSGD, transport: Transport, seed: int, resi
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A tensor that travels as factors.
+    """A tensor that is sent as factors.
 
     Attributes:
         part: the tensor.
@@ -119,7 +119,7 @@ class _FactorMessages:
     """The messages of one sum.
 
     Attributes:
-        matrices: the tensors that travel as factors.
+        matrices: the tensors that are sent as factors.
         others: for each tensor that is not compressed, its span in the flat tensor and its view of the second message.
         lefts: the first message, flat f32: all left factors.
         rights: the second message, flat f32: all right factors, then the tensors that are not compressed.
@@ -198,7 +198,7 @@ def _keep(residual: Tensor, wanted: Tensor, work: _FactorMessages, sent: Tensor)
 
 
 def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the beginning of ``flat`` in the shapes of ``tensors``, one behind the other."""
+    """Return views of the beginning of ``flat`` in the shapes of ``tensors``, one after the other."""
     lengths = [tensor.numel() for tensor in tensors]
     pieces = flat[: sum(lengths)].split(lengths)
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]

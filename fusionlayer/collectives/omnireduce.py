@@ -25,11 +25,11 @@ def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, 
 
     1. Select: each rank selects its blocks with the most energy, as many as ``codec.share`` says.
     2. Union: ranks agree on the blocks that any rank has selected, with a byte for each block.
-    3. Reduce: these blocks, one behind the other, are summed around a ring in bf16. All other sums are 0.
+    3. Reduce: these blocks, one after the other, are summed around a ring in bf16. All other sums are 0.
     4. Adapt: the share changes, so that later unions approach the budget.
 
     A rank sends 2 (size - 1) / size of the union, 2 bytes a value. The size of the union depends on the values, and
-    follows the budget only over several sums. ``residual`` keeps what did not travel, and what bf16 lost.
+    follows the budget only over several sums. ``residual`` keeps what was not sent, and what bf16 lost.
     """
     check_pair("omnireduce", codec, transport.size)
     assert isinstance(codec, OmniReduce)

@@ -31,8 +31,8 @@ def one_shot(
     Each rank sends size - 1 times the whole message. With two ranks these are as many bytes as in ``two_shot``, with
     more ranks far more. So this is for two ranks and for small tensors.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements travel at a time, and the next
-    ones are encoded meanwhile.
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements are sent at a time, and the
+    next ones are encoded meanwhile.
     """
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)
@@ -55,8 +55,8 @@ def one_shot(
         codec.decode_sum(every, out[part])
 
     if piece is None:
-        for travel in run(0, slice(0, x.numel())):
-            travel()
+        for exchange in run(0, slice(0, x.numel())):
+            exchange()
         return
     parts = cut(x.numel(), piece, codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)

@@ -48,7 +48,7 @@ def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ah
 
     Raises:
         ConfigError: there is no such collective, it is not of the kind that ``ahead`` asks for, or it cannot use the
-            codec. Costs of a codec, in place of the codec, are taken as they are.
+            codec. Costs of a codec, instead of the codec, are taken as they are.
     """
     require(algorithm, (str, type(None)), "algorithm", "the name of a collective, or None")
     if ahead is None:
@@ -157,9 +157,9 @@ def reduce_flat(
     """Replace ``x`` (n,) by its sum over ranks, scaled: the same bits on every rank, and from every front.
 
     Args:
-        x: flat and contiguous, equally long on all ranks. The codec encodes f32, bf16 and f16; other types travel as
+        x: flat and contiguous, equally long on all ranks. The codec encodes f32, bf16 and f16; other types are sent as
             they are.
-        codec: what travels; made the same on all ranks.
+        codec: what is sent; made the same on all ranks.
         transport: the ranks; only the calling thread uses it.
         scaling: factors before and after the sum.
         algorithm: a collective or its name; None chooses.

@@ -51,8 +51,8 @@ class Costs:
     and decoding). s is the precision factor, below 1 if the native form sends wider elements.
 
     Attributes:
-        native: seconds by bytes that travel.
-        zipped: seconds by bytes that travel.
+        native: seconds by bytes that are sent.
+        zipped: seconds by bytes that are sent.
         factor: e, the share of bytes that is left after encoding.
         codec: seconds of encoding and decoding for each byte before encoding.
     """
@@ -231,9 +231,9 @@ class Switcher:
             x: as there.
             out: as there.
             native: fills ``out`` by a library's own reduce-scatter, which zipping has to beat then (equation 6). It may
-                add in another order, so the last bits depend on what was measured. None: rows travel as they are and
+                add in another order, so the last bits depend on what was measured. None: rows are sent as they are and
                 are summed in rank order, to the bits of the zipped form.
-            wire: type to which values are rounded before they travel zipped, such as bf16 for a sum in f32. Its bytes
+            wire: type to which values are rounded before they are sent zipped, such as bf16 for a sum in f32. Its bytes
                 over those of ``x`` are s of equation 7. None: values are not rounded, s is 1.
         """
         transport = self._transport
@@ -284,7 +284,7 @@ class Switcher:
             nbytes: bytes that a rank sends in the native form; the same on all ranks.
             native: makes the call in the native form.
             zipped: makes the call over this switcher's transport, by zipped collectives.
-            like: a tensor of the kind that travels; types other than f32, bf16 and f16 have only the native form.
+            like: a tensor of the kind that is sent; types other than f32, bf16 and f16 have only the native form.
             sent: bytes that this rank sends in the native form, if that is less than ``nbytes``.
             precision: bytes of an element in the zipped form divided by those in the native form.
         """

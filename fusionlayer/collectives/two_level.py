@@ -1,4 +1,4 @@
-"""``two_level``: sums inside nodes first and then between nodes, where every value travels only once."""
+"""``two_level``: sums inside nodes first and then between nodes, where every value is sent only once."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def two_level(
 
     Without ``residual`` the ranks sum transformed values and transform the result back once, at the end. With
     ``residual`` each loss goes to the residual of the rank that made it, so each recoding transforms back and forth.
-    Other arguments are those of ``two_shot``. With ``piece``, messages between nodes of one piece travel in the same
+    Other arguments are those of ``two_shot``. With ``piece``, messages between nodes of one piece are sent in the same
     exchange as messages inside nodes of the next piece.
     """
     check_pair("two_level", codec, transport.size)
@@ -161,7 +161,7 @@ def reduce_scatter(
         transport: the ranks.
         here: ``grid(transport)``.
         seed: of stochastic rounding; the same on all ranks.
-        piece: elements of a row that travel at a time; None: all.
+        piece: elements of a row that are sent at a time; None: all.
     """
     numel = x.shape[1]
     padded = -(-numel // codec.block) * codec.block
@@ -230,21 +230,21 @@ class TwoLevelHop:
 def overlap(pieces: Sequence[Iterator[TwoLevelHop]], transport: Transport, device: torch.device) -> None:
     """Run all ``pieces`` of a collective; computation, hops inside nodes and hops between nodes overlap.
 
-    Pieces are dealt in turn to two streams, each of which has two pieces under way. Hops of these two pieces travel in
-    one exchange if one is inside nodes and the other between them. Meanwhile the calling thread computes pieces of the
-    other stream.
+    Pieces are dealt in turn to two streams, each of which has two pieces in flight. Hops of these two pieces are sent
+    in one exchange if one is inside nodes and the other between them. Meanwhile the calling thread computes pieces of
+    the other stream.
     """
     streams = [pieces[first::IN_FLIGHT] for first in range(min(IN_FLIGHT, len(pieces)))]
     pipeline([_stream(stream) for stream in streams], transport, device)
 
 
 def slot_of(index: int) -> int:
-    """Return the number of the scratch memory of piece ``index``; no other piece under way has the same."""
+    """Return the number of the scratch memory of piece ``index``; no other piece in flight has the same."""
     return index % (_OF_STREAM * IN_FLIGHT)
 
 
 _OF_STREAM = 2
-"""Pieces of a stream that are under way: one on each level."""
+"""Pieces of a stream that are in flight: one on each level."""
 
 
 def _stream(pieces: Sequence[Iterator[TwoLevelHop]]) -> Piece:

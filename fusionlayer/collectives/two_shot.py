@@ -84,8 +84,8 @@ def two_shot(
         codec.decode_chunks(incoming, out[part], chunk)
 
     if piece is None:
-        for travel in run(0, slice(0, x.numel())):
-            travel()
+        for exchange in run(0, slice(0, x.numel())):
+            exchange()
         return
     parts = cut(x.numel(), piece, size * codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)

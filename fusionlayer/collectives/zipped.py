@@ -1,7 +1,7 @@
 """``zipped``: lossless messages that are as short as the data allow; results keep every bit (ZipCCL, section 3).
 
 A message of variable size begins with its static part. All ranks know the length of this part beforehand, and it tells
-the length of the rest. So a message travels in two exchanges, and ranks exchange no sizes. Messages are not copied:
+the length of the rest. So a message is sent in two exchanges, and ranks exchange no sizes. Messages are not copied:
 encoders write into the buffers that are sent, and decoders read the buffers that were received.
 """
 
@@ -22,7 +22,7 @@ from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 __all__ = ["PIECE_BYTES", "all_gather", "all_to_all", "reduce_scatter", "zipped"]
 
 PIECE_BYTES = 4 << 20
-"""Bytes of elements that travel at a time by default. Shorter pieces would pay for two round trips too often."""
+"""Bytes of elements that are sent at a time by default. Shorter pieces would pay for two round trips too often."""
 
 
 def all_gather(
@@ -35,7 +35,7 @@ def all_gather(
     piece: int | None = None,
     changes: bool = False,
 ) -> None:
-    """Fill ``out`` with all ranks' ``x``, one behind the other in rank order.
+    """Fill ``out`` with all ranks' ``x``, one after the other in rank order.
 
     Args:
         x: (n,) f32, bf16 or f16, contiguous; may be the part of ``out`` that it belongs to.
@@ -43,7 +43,7 @@ def all_gather(
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
         lengths: elements of each rank, the same list on all ranks; None: all ranks have equally many.
-        piece: elements of a rank that travel at a time, while others are encoded or decoded; None: 4 MiB of them.
+        piece: elements of a rank that are sent at a time, while others are encoded or decoded; None: 4 MiB of them.
         changes: ``out`` has the same bits on every rank, and the codec, a ``ChangeCodec``, tells what changed since.
             Then ``x`` is no part of ``out``.
 
@@ -83,7 +83,7 @@ def all_gather(
         room = _room(transport, f"incoming {index % IN_FLIGHT}", numels, codec, x)
         theirs = [_Letter(codec, space, n, x.dtype) for space, n in zip(room, numels, strict=True)]
         encode(part, theirs[rank].payload)
-        yield from _travel([theirs[rank]] * size, theirs, codec, transport)
+        yield from _send([theirs[rank]] * size, theirs, codec, transport)
         for peer, letter in enumerate(theirs):
             if peer != rank:
                 decode(letter.payload, rows[peer][part])
@@ -112,7 +112,7 @@ def all_to_all(
         recvs: elements from each rank.
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
-        design: 2 sends static parts at once, so early ranks use the network before a late rank has come (ZipCCL,
+        design: 2 sends static parts at once, so early ranks use the network before a straggler has come (ZipCCL,
             section 5.1); 1 exchanges sizes first, and then whole messages.
 
     Raises:
@@ -147,7 +147,7 @@ def all_to_all(
         for peer, letter in enumerate(mine):
             if peer != rank:
                 codec.encode(sources[peer], letter.payload)
-        yield from (_travel if design == 2 else _travel_after_sizes)(mine, theirs, codec, transport)
+        yield from (_send if design == 2 else _send_after_sizes)(mine, theirs, codec, transport)
         for peer, letter in enumerate(theirs):
             if peer != rank:
                 codec.decode(letter.payload, targets[peer])
@@ -159,7 +159,7 @@ def all_to_all(
 def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, piece: int | None = None) -> None:
     """Fill ``out`` (n,) with the sum over ranks of part ``rank`` of their ``x`` (size * n,), in rank order in f32.
 
-    Values travel losslessly, so only the sum is rounded, once, to the type of ``out``. The bits are those of an
+    Values are sent losslessly, so only the sum is rounded, once, to the type of ``out``. The bits are those of an
     uncompressed sum in that order; a NaN is the canonical one.
 
     Args:
@@ -167,7 +167,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *
         out: of the type of ``x``, or f32; not a part of it.
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
-        piece: elements of a part that travel at a time, while others are encoded or summed; None: 4 MiB of them.
+        piece: elements of a part that are sent at a time, while others are encoded or summed; None: 4 MiB of them.
 
     Raises:
         ConfigError: the codec is not lossless and of variable size, or the lengths do not fit.
@@ -208,7 +208,7 @@ def zipped(
     """Sum in rank order in f32, rounded to the type of ``x``, by reduce-scatter and all-gather of lossless messages.
 
     Each rank sends 2 (size - 1) / size of the used bytes of a message of the whole tensor, in four exchanges. With
-    ``out`` (n,) the sum goes there and ``x`` stays. ``piece`` elements travel at a time; by default each rank's share
+    ``out`` (n,) the sum goes there and ``x`` stays. ``piece`` elements are sent at a time; by default each rank's share
     of them has 4 MiB.
     """
     rank, size = transport.rank, transport.size
@@ -230,7 +230,7 @@ def zipped(
         room = _room(transport, f"incoming {index % IN_FLIGHT}", numels, codec, x)
         theirs = [_Letter(codec, space, n, x.dtype) for space, n in zip(room, numels, strict=True)]
         codec.encode(x[mine], theirs[rank].payload)
-        yield from _travel([theirs[rank]] * size, theirs, codec, transport)
+        yield from _send([theirs[rank]] * size, theirs, codec, transport)
         for peer, letter in enumerate(theirs):
             if peer != rank:
                 codec.decode(letter.payload, x[places[peer]])
@@ -249,7 +249,7 @@ def _reduce(
 ) -> Piece:
     """Send piece j to rank j, and set ``out`` to the sum of all ranks' pieces for this rank.
 
-    The scratch memory belongs to the slot of piece ``index``. The piece before it, which may still travel, has the
+    The scratch memory belongs to the slot of piece ``index``. The piece before it, which may be in flight, has the
     other slot.
     """
     rank, size, slot = transport.rank, transport.size, index % IN_FLIGHT
@@ -263,7 +263,7 @@ def _reduce(
     mine[rank] = theirs[rank]
     for peer, piece in enumerate(pieces):
         codec.encode(piece, mine[peer].payload, residual=None if residuals is None else residuals[peer])
-    yield from _travel(mine, theirs, codec, transport)
+    yield from _send(mine, theirs, codec, transport)
     if residuals is None:
         out.fill_(-0.0)  # -0.0 + v has the bits of v for every v, even for a zero; 0.0 + -0.0 would not
         codec.decode_sum(every, out, dtype=dtype, add=True)
@@ -286,7 +286,7 @@ class _Letter:
         self.dtype = dtype
 
 
-def _travel(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport) -> Piece:
+def _send(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport) -> Piece:
     """Yield the exchanges in which ``mine[j]`` goes to rank j and ``theirs[j]`` comes from it: static parts first.
 
     This rank's message to itself stays in place.
@@ -297,10 +297,10 @@ def _travel(mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCod
     yield _exchange(sends, recvs, transport)
 
 
-def _travel_after_sizes(
+def _send_after_sizes(
     mine: Sequence[_Letter], theirs: Sequence[_Letter], codec: ZippedCodec, transport: Transport
 ) -> Piece:
-    """Yield the exchanges of ``_travel`` in another way: sizes first, then whole messages."""
+    """Yield the exchanges of ``_send`` in another way: sizes first, then whole messages."""
     sizes = torch.tensor(_extents(mine, codec), device="cpu").view(-1, 1)
     told = torch.empty_like(sizes)
     yield lambda: transport.all_to_all(sizes.view(torch.uint8), told.view(torch.uint8))
@@ -339,7 +339,7 @@ def _rests(letters: Sequence[_Letter], codec: ZippedCodec) -> list[Tensor]:
 
 
 def _room(transport: Transport, name: str, numels: Sequence[int], codec: ZippedCodec, like: Tensor) -> list[Tensor]:
-    """Return room for one message of each of ``numels`` elements, one behind the other."""
+    """Return room for one message of each of ``numels`` elements, one after the other."""
     capacities = [codec.wire(numel, like.dtype).capacity for numel in numels]
     return list(transport.scratch(name, sum(capacities), like.device).split(capacities))
 

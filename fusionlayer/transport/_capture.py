@@ -20,7 +20,7 @@ def refuse_capture(what: str) -> None:
     """Raise ``UsageError`` if the current stream is captured into a CUDA graph; ``what`` would be part of it.
 
     A graph repeats what the host did once. An exchange has a number, a seed and a time-out that change each time, and
-    its agreements travel on the host.
+    its agreements are sent on the host.
     """
     try:
         is_captured = torch.cuda.is_current_stream_capturing()

@@ -46,8 +46,8 @@ class _GroupRendezvous(Rendezvous):
     """A rendezvous of processes of torch.distributed.
 
     Attributes:
-        nccl: whether CUDA tensors travel by NCCL.
-        gloo: whether CPU tensors travel by gloo.
+        nccl: whether CUDA tensors are sent by NCCL.
+        gloo: whether CPU tensors are sent by gloo.
         sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
         pays: whether they are faster than gloo; None: that was not measured yet.
         peer_bytes: as of ``Transport``.
@@ -65,22 +65,22 @@ class _GroupRendezvous(Rendezvous):
 class C10dTransport(ConnectedTransport):
     """This process's end of a group of processes. All of them make it together.
 
-    The transport makes its own connections; the given group only says which processes. CUDA tensors travel by NCCL if
-    the group has NCCL, else through pinned host memory. CPU tensors travel by gloo, or through the device if the group
-    has only NCCL. Over gloo, ``send`` may wait for the matching ``recv``. Over NCCL, calls return before the device has
-    done the work, so a later call reports a lost peer.
+    The transport makes its own connections; the given group only says which processes. CUDA tensors are sent by NCCL if
+    the group has NCCL, else through pinned host memory. CPU tensors are sent by gloo, or through the device if the
+    group has only NCCL. Over gloo, ``send`` may wait for the matching ``recv``. Over NCCL, calls return before the
+    device has done the work, so a later call reports a failed peer.
 
     Args:
         group: which processes; None is the default group.
         timeout: seconds that a call, or making the transport, may wait for other ranks.
-        stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+        stall_warning: seconds of waiting after which a warning names the stragglers, once per call.
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
         checksum: whether messages carry a checksum; None: those between nodes do, NCCL's excepted. NCCL carries none,
-            so with True CUDA tensors travel through pinned host memory.
-        sockets: makes all tensors travel by connections of our own, those of CUDA through pinned host memory. Given on
-            all ranks, with one number of connections; None: by gloo and NCCL.
+            so with True CUDA tensors are sent through pinned host memory.
+        sockets: sends all tensors by connections of our own, those of CUDA through pinned host memory. Given
+            on all ranks, with one number of connections; None: by gloo and NCCL.
         peer_bytes: bytes of each rank's device by which ranks of one host reach each other's memory: for messages where
-            that is faster than NCCL, and as much again for sums in one launch; 0: all travels by NCCL.
+            that is faster than NCCL, and as much again for sums in one launch; 0: all is sent by NCCL.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -131,7 +131,7 @@ class C10dTransport(ConnectedTransport):
             checksum: as for the constructor.
             sockets: as for the constructor.
             peer_bytes: as for the constructor.
-            nccl: whether CUDA tensors travel by NCCL.
+            nccl: whether CUDA tensors are sent by NCCL.
             place: the store by which the ranks find each other, and this process's rank; None: those of the default
                 group.
             known: processes of other ranks of the transport, as far as they are known: if one ends before it comes,
@@ -200,7 +200,9 @@ class C10dTransport(ConnectedTransport):
                 peers = PeerLink(link, self.rank, self.size, self.timeout, self.peer_bytes, gather)
             except OutOfReach as problem:
                 pays = False
-                _logger.warning("messages travel by NCCL, as a rank cannot reach the memory of the others: %s", problem)
+                _logger.warning(
+                    "messages are sent by NCCL, as a rank cannot reach the memory of the others: %s", problem
+                )
             else:
                 yield where, peers
                 if pays is None:
@@ -270,7 +272,7 @@ def make_default_group(
         rank: this rank.
         size: number of ranks.
         timeout: seconds that this may take, and later an operation of the group.
-        stall_warning: seconds of waiting after which a warning names the late ranks.
+        stall_warning: seconds of waiting after which a warning names the stragglers.
 
     Raises:
         TransportError: a rank was lost meanwhile, or is late.
@@ -310,7 +312,7 @@ def _next_rendezvous(group: dist.ProcessGroup | None) -> _GroupRendezvous:
     world = dist.group.WORLD
     assert world is not None
     group = group or world
-    if not isinstance(group, int):  # which torch gives a process in place of a group that it is not in
+    if not isinstance(group, int):  # which torch gives a process instead of a group that it is not in
         require(group, dist.ProcessGroup, "group", "a process group of torch.distributed, or None for all ranks")
     rank = dist.get_rank(group)
     if rank < 0:

@@ -41,7 +41,7 @@ class ConnectedTransport(LinkedTransport):
         Args:
             rendezvous: where the processes find each other.
             timeout: seconds that a call, or making the transport, may wait for other ranks.
-            stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+            stall_warning: seconds of waiting after which a warning names the stragglers, once per call.
             node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
             checksum: whether messages carry a checksum; None: those between nodes do. Equal on all ranks.
 

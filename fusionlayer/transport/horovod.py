@@ -27,13 +27,13 @@ _made = 0
 class HorovodTransport(ConnectedTransport):
     """This process's end of all processes of Horovod. All make it together, after ``horovod.torch.init()``.
 
-    Everything travels by Horovod's all-to-all of bytes, CUDA tensors through pinned host memory. Horovod has no
+    Everything is sent by Horovod's all-to-all of bytes, CUDA tensors through pinned host memory. Horovod has no
     operation between two ranks alone, so ``send`` and ``recv`` raise ``UsageError``. The processes watch each other
     through a TCP store that rank 0 keeps.
 
     Args:
         timeout: seconds that a call, or making the transport, may wait for other ranks.
-        stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+        stall_warning: seconds of waiting after which a warning names the stragglers, once per call.
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
         checksum: whether messages carry a checksum; None: those between nodes do.
 

@@ -236,7 +236,7 @@ class _Hub:
 
 
 class _Group:
-    """The state that the ranks of one group share: meetings under way, letters not yet received, and its failure.
+    """The state that the ranks of one group share: meetings in flight, letters not yet received, and its failure.
 
     A meeting is one point that all ranks reach before any goes on. A letter is a tensor from ``send``.
     """

@@ -64,7 +64,7 @@ class MpiTransport(ConnectedTransport):
     """This process's end of an MPI communicator. All its processes make it together.
 
     The transport uses its own communicators and sends bytes only. It adds sums itself, in rank order and in float32.
-    CUDA tensors travel through pinned host memory. ``send`` may wait for the matching ``recv``. A thread that waits
+    CUDA tensors are sent through pinned host memory. ``send`` may wait for the matching ``recv``. A thread that waits
     sleeps.
 
     The processes watch each other through a TCP store that rank 0 keeps. The system chooses its port, and MPI carries
@@ -74,7 +74,7 @@ class MpiTransport(ConnectedTransport):
     Args:
         comm: which processes; None is ``MPI.COMM_WORLD``.
         timeout: seconds that a call, or making the transport, may wait for other ranks.
-        stall_warning: seconds of waiting after which a warning names the late ranks, once per call.
+        stall_warning: seconds of waiting after which a warning names the stragglers, once per call.
         node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
         checksum: whether messages carry a checksum; None: those between nodes do.
 

@@ -43,7 +43,7 @@ class Queueing(ABC):
         """
 
     def stages(self, device: torch.device) -> bool:
-        """Return whether messages of ``device`` travel from the host's memory, to which they are copied first."""
+        """Return whether messages of ``device`` are sent from the host's memory, to which they are copied first."""
         return False
 
     @abstractmethod

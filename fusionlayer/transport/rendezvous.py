@@ -67,7 +67,7 @@ class Connecting:
         rendezvous: where the processes find each other.
         what: what they make, for messages.
         timeout: seconds that this may take, and later a call.
-        stall_warning: seconds of waiting after which a warning names the late ranks.
+        stall_warning: seconds of waiting after which a warning names the stragglers.
         is_overdue: as for ``Heartbeat``.
         interrupt: makes calls over the connections fail, once there are some.
 

@@ -43,7 +43,7 @@ _MOST_LETTER_BYTES = 1 << 20
 _NEAR = "this host"
 _PURPOSE = "star"
 _NAME = re.compile(r"fusionlayer-[0-9a-f]{16}")
-# Size asked for a socket's buffers. All messages that are under way at once fit, so that a sender need not wait for the
+# Size asked for a socket's buffers. All messages that are in flight at once fit, so that a sender need not wait for the
 # reader.
 _BUFFER_BYTES = 1 << 20
 # Bytes to read at once while the length of the next message is unknown.

@@ -103,5 +103,5 @@ def choose(rank: int, world: int, path: str, faster: str) -> list[Any]:
 def test_the_faster_link_is_taken_on_all_ranks(faster: str, taken: str, compared: int) -> None:
     results = run_ranks(choose, 2, compiled(), faster)
     assert [result[:3] for result in results] == [[taken, taken, compared]] * 2
-    reason = ["messages travel by NCCL, as a rank cannot reach the memory of the others: rank 1: no access"]
+    reason = ["messages are sent by NCCL, as a rank cannot reach the memory of the others: rank 1: no access"]
     assert [result[3] for result in results] == [reason if faster == "nobody knows" else []] * 2

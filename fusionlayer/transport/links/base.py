@@ -17,7 +17,7 @@ __all__ = ["DamagedMessage", "DeviceError", "Link", "LinkError", "LinkMessage", 
 class LinkMessage(NamedTuple):
     """A tensor to send to a peer or to receive from it.
 
-    ``key`` has 32 bits, is equal on both ends, and differs from the keys of all other messages under way.
+    ``key`` has 32 bits, is equal on both ends, and differs from the keys of all other messages in flight.
     """
 
     peer: int
@@ -26,7 +26,7 @@ class LinkMessage(NamedTuple):
 
 
 class LinkError(Exception):
-    """The connections are lost. ``peer`` is the rank whose message failed; another rank may be to blame."""
+    """The connections are lost. ``peer`` is the rank whose message failed; another rank may be at fault."""
 
     def __init__(self, peer: int, message: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class DamagedMessage(LinkError):
 
 
 class DeviceError(LinkError):
-    """This rank's own device has failed, so no other rank is to blame."""
+    """This rank's own device has failed, so no other rank is at fault."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(rank, f"the device of rank {rank} has failed: {message.splitlines()[0]}")

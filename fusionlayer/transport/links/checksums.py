@@ -1,4 +1,4 @@
-"""Checksums of messages: which messages carry one, how it travels with a message, and how it is compared.
+"""Checksums of messages: which messages carry one, how it is sent with a message, and how it is compared.
 
 All that leaves a process passes a link: messages of codecs, dense sums, factors, sizes, agreements. So links check
 messages, and the layers above need not.
@@ -26,7 +26,7 @@ def checked_peers(asked: bool | None, rank: int, nodes: Sequence[Sequence[int]])
 
     Args:
         asked: the setting ``checksum``. None: between ranks of different nodes. Between ranks of one node messages
-            travel through its memory, where they come to no harm.
+            are sent through its memory, where they come to no harm.
         rank: this rank.
         nodes: the ranks of each node.
     """

@@ -62,7 +62,7 @@ def is_faster(
     faster: bool = others > _GAIN * own
     if rank == 0:
         _logger.info(
-            "%s: %.2f of the time of %s for %d bytes; bytes travel by %s",
+            "%s: %.2f of the time of %s for %d bytes; bytes are sent by %s",
             names[0],
             own / others,
             names[1],

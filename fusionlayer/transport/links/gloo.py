@@ -35,7 +35,7 @@ from .shared_memory import Invitation, SharedMemory
 __all__ = ["GlooLink"]
 
 # When a connection is lost, gloo fails all waits for messages from there, except the one for a message that is being
-# read. So a long message travels as head and tail, and the tail is waited for first. The receiver of a very long
+# read. So a long message is sent as head and tail, and the tail is waited for first. The receiver of a very long
 # message also acknowledges it. For messages to there see ``_finish``.
 TAIL_BYTES = 4096
 SPLIT_ABOVE_BYTES = 64 << 10
@@ -65,7 +65,7 @@ _LAST_WORD = 1.0  # seconds after the deadline within which gloo says itself tha
 
 @dataclass(slots=True)
 class _Posted:
-    """Messages under way.
+    """Messages in flight.
 
     Attributes:
         incoming: those that this rank receives.
@@ -97,7 +97,7 @@ class GlooLink(ExchangeLink):
         timeout: seconds that a call, or making the group, may wait for other ranks.
         node: name of this rank's node, equal on the ranks of that node.
         checked: the ranks to which, and from which, messages carry a checksum.
-        sums_checked: whether large sums carry one too: by a ring of ours in place of gloo's.
+        sums_checked: whether large sums carry one too: by a ring of ours instead of gloo's.
 
     Raises:
         LinkError: not all ranks came in time.
@@ -182,7 +182,7 @@ class GlooLink(ExchangeLink):
                     head = data[:-TAIL_BYTES]
                     posted.sent.append((peer, group.send([head], peer, _tag(key, data.numel(), 0))))
                     posted.is_short_swap = False
-            # Checksums are computed while heads travel. They travel with the tails.
+            # Checksums are computed while heads are sent. They are sent with the tails.
             for peer, data, key in outgoing:
                 start = data.numel() - TAIL_BYTES if data.numel() > SPLIT_ABOVE_BYTES else 0
                 tail = seal(data, start) if peer in checked else data[start:]
@@ -313,9 +313,9 @@ class GlooLink(ExchangeLink):
             raise LinkError(previous, str(error)) from None
 
     def _sum_by_ring(self, x: Tensor, key: int, deadline: float) -> None:
-        """Replace ``x`` by its sum: shares travel around a ring and are added at every hop, then travel once more.
+        """Replace ``x`` by its sum: shares are sent around a ring and are added at every hop, then are sent once more.
 
-        Shares travel in pieces. While a piece is added, others are under way: the network does not wait for the sums.
+        Shares are sent in pieces. While a piece is added, others are in flight: the network does not wait for the sums.
         """
         following, previous = (self._rank + 1) % self._size, (self._rank - 1) % self._size
         shares = self._shares(x)

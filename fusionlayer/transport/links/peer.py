@@ -27,7 +27,7 @@ class PeerLink(QueueingLink):
     A rank has two slots for each other rank, in memory of its device that all ranks map. To send a piece it copies it
     into a slot, and counts it as sent; the receiver's stream waits for that number, copies the slot to where the
     message has to go, and counts the piece as taken. The sender's stream waits for that before it fills the slot again.
-    A message that is longer than a slot travels in pieces: each rank sends a piece of all its messages, then takes one
+    A message that is longer than a slot is sent in pieces: each rank sends a piece of all its messages, then takes one
     of all that it receives, and so on. So a rank waits only for what others have queued before, in whatever order their
     devices come to it.
 

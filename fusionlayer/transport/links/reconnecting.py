@@ -20,10 +20,10 @@ __all__ = ["Keeper"]
 
 _logger = logging.getLogger("fusionlayer")
 
-# Seconds between two rounds of the keeper's thread: while something is under way, and else.
+# Seconds between two rounds of the keeper's thread: while something is in flight, and else.
 _BUSY = 0.1
 _IDLE = 0.5
-# Seconds for which the thread stays busy after something was under way.
+# Seconds for which the thread stays busy after something was in flight.
 _STAYS_BUSY = 2.0
 # Seconds between two attempts to make a connection again.
 _AGAIN = 1.0

@@ -30,7 +30,7 @@ from .socket_options import SocketOptions, places
 
 __all__ = ["SocketLink"]
 
-# Bytes to each peer that may be under way, or wait there for the call that wants them: the product of rate and round
+# Bytes to each peer that may be in flight, or wait there for the call that wants them: the product of rate and round
 # trip of a link of 2.5 Gbit/s and 100 ms.
 WINDOW_BYTES = 32 << 20
 # Seconds after which ranks go on without connections that cannot be made, if each pair has one.
@@ -154,7 +154,7 @@ class SocketLink(ExchangeLink):
         return left
 
     def add(self, peer: int, index: int, descriptor: int, keys: Keys) -> None:
-        """Take a connected socket as connection ``index`` to ``peer``, in place of an earlier one. Any thread."""
+        """Take a connected socket as connection ``index`` to ``peer``, instead of an earlier one. Any thread."""
         given = keys.sending + keys.receiving if self.is_sealed else None
         self._library.fl_link_add(self._handle, peer, index, descriptor, given, self._encrypt)
 
