@@ -31,7 +31,7 @@ from fusionlayer.elastic import generation
 from fusionlayer.health import report
 from fusionlayer.health.calls import Call
 from fusionlayer.health.judge import judge
-from fusionlayer.health.state import Channel, Finding, State, decode_finding
+from fusionlayer.health.state import ChannelState, Finding, RankState, decode_finding
 from fusionlayer.health.state import decode as decode_state
 from fusionlayer.health.state import encode as encode_state
 from fusionlayer.native.wire import Header
@@ -254,11 +254,13 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _rank_states() -> tuple[State, ...]:
+def _rank_states() -> tuple[RankState, ...]:
     recent = ((7, Call("all_reduce of (10) float32", where="train.py:3")), (8, Call("barrier")))
-    channels = {"group 0": Channel((0, 1), 8, 7, Call("barrier"), recent, {"0": 17})}
+    channels = {"group 0": ChannelState((0, 1), 8, 7, Call("barrier"), recent, {"0": 17})}
     return tuple(
-        State(rank, Identity.own(), 3, waits=bool(rank), channels=channels, counts={"steps": 5.0, "bytes_sent": 1e9})
+        RankState(
+            rank, Identity.own(), 3, waits=bool(rank), channels=channels, counts={"steps": 5.0, "bytes_sent": 1e9}
+        )
         for rank in range(2)
     )
 
@@ -272,8 +274,8 @@ def _stores() -> Iterator[tuple[str, Parser]]:
 
     yield "state of a watcher", Parser([encode_state(other).encode()], compare)
     call = Call("all_gather", (3, 4), (3, 4), None, "a step", "")
-    lost, channel = Finding("gone", (1,), "lost"), Channel((), 4, 3, call, ((3, call),))
-    state = State(1, Identity.own(), 3, "failed", channels={"": channel}, finding=lost, leaving=lost, heard=True)
+    lost, channel = Finding("gone", (1,), "lost"), ChannelState((), 4, 3, call, ((3, call),))
+    state = RankState(1, Identity.own(), 3, "failed", channels={"": channel}, finding=lost, leaving=lost, heard=True)
     yield "state of a transport", Parser([encode_state(state).encode()], lambda data: decode_state(data, 1, 2))
     yield "cause", Parser([encode_state(lost).encode()], lambda data: decode_finding(data, 2))
     identity = Identity.own().encode().encode()
@@ -281,13 +283,16 @@ def _stores() -> Iterator[tuple[str, Parser]]:
 
 
 def _desks() -> Iterator[tuple[str, Parser]]:
-    where = generation.Address("node", ("host", "10.0.0.1"), 29500, "token")
+    where = generation.MemberAddress("node", ("host", "10.0.0.1"), 29500, "token")
     member = generation.Member("a", where, Identity.own().encode())
     now = generation.Generation(3, (member, member), ("a",), 7, where, ())
-    told = [generation.Report(now, 7, True).encode().encode(), generation.Report(now, -1, True).encode().encode()]
+    told = [
+        generation.MemberReport(now, 7, True).encode().encode(),
+        generation.MemberReport(now, -1, True).encode().encode(),
+    ]
     refuses = (TransportError,)
     yield "generation", Parser([now.encode().encode()], generation.Generation.decode, refuses)
-    yield "report of a member", Parser(told, generation.Report.decode, refuses)
+    yield "report of a member", Parser(told, generation.MemberReport.decode, refuses)
     yield "member", Parser([generation.encode_member(member).encode()], generation.decode_member, refuses)
 
 
@@ -306,7 +311,7 @@ def _messages() -> Iterator[tuple[str, Parser]]:
     def star_frames(data: bytes) -> object:
         here, there = socket.socketpair()
         with there:
-            connection = star.Connection(here)
+            connection = star.StarConnection(here)
             there.sendall(data)
             there.shutdown(socket.SHUT_WR)
             while connection.received() is not None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.health.tcp import Counters, Links
+from fusionlayer.health.tcp import Links, TcpCounters
 from fusionlayer.observe import metrics, timeline
 from fusionlayer.transport import local
 from tests.tiers import needs
@@ -115,7 +115,7 @@ def test_a_link_is_slow_if_it_carries_far_less_while_it_has_data_to_send() -> No
     ends, links = ("a:1", "b:2"), Links()
 
     def look(now: float, total: float, busy: float) -> bool:
-        return bool(links.look(now, {ends: Counters(int(total), 0, busy)}))
+        return bool(links.look(now, {ends: TcpCounters(int(total), 0, busy)}))
 
     for second in range(1, 6):
         assert not look(second, 1e7 * second, 0.5 * second)  # 20 MB/s while busy

@@ -12,7 +12,7 @@ from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of,
 from ..planning.cluster import Scenario
 from ..planning.prediction import plan_costs, predict_plan
 from ..planning.profile import Profile
-from ..planning.simulation import Step
+from ..planning.simulation import SimulatedStep
 from ..planning.zipped_costs import expected_costs
 from ..scheduler.fusing import check_pairs
 from .arguments import check_file
@@ -59,7 +59,7 @@ def _disturbed(costs: Sequence[BucketCosts]) -> str:
     return f", {_ms(seconds)} ms of that because buckets disturb backward" if seconds else ""
 
 
-def _buckets(title: str, profile: Profile, plan: FusionPlan, found: Step) -> Table:
+def _buckets(title: str, profile: Profile, plan: FusionPlan, found: SimulatedStep) -> Table:
     elements = [sum(slot.numel for slot in bucket.slots) for bucket in plan.buckets]
     sent = [
         codec_cost(profile, codec_of(bucket)).nbytes(numel)

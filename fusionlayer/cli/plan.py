@@ -19,7 +19,7 @@ from ..planning.plans import make_plan
 from ..planning.prediction import predict_plan
 from ..planning.profile import Profile
 from ..planning.selection import Selection, select
-from ..planning.simulation import Step
+from ..planning.simulation import SimulatedStep
 from ..scheduler import planners
 from ..scheduler.planners import Planner
 from .arguments import as_options, check_file
@@ -153,7 +153,7 @@ def predicted(
     codec: Codec | CodecRules,
     scenario: Scenario,
     options: argparse.Namespace,
-) -> tuple[FusionPlan, Step]:
+) -> tuple[FusionPlan, SimulatedStep]:
     """Return a planner's plan and its timeline."""
     if isinstance(codec, CodecRules):
         chosen = _select(profile, planner, codec, scenario, options)
@@ -181,7 +181,7 @@ def compare(
     tables: list[Table] = []
     with ProgressLine("plan", total) as progress:
         for scenario in scenarios:
-            found: list[tuple[FusionPlan, Step]] = []
+            found: list[tuple[FusionPlan, SimulatedStep]] = []
             for name in names:
                 progress.at(len(tables) * len(names) + len(found), f"{name} at {scenario.rate}")
                 found.append(predicted(profile, planners.get(name), codec, scenario, options))

@@ -11,7 +11,7 @@ from ..base.plan import FusionPlan
 from ..planning.bucket_costs import BucketCosts
 from ..planning.prediction import backward_seconds
 from ..planning.profile import Profile
-from ..planning.simulation import Step
+from ..planning.simulation import SimulatedStep
 
 __all__ = ["write_trace"]
 
@@ -21,7 +21,7 @@ Bar = tuple[int, str, float, float]
 
 
 def write_trace(
-    path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: Step
+    path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: SimulatedStep
 ) -> None:
     """Write the step in Chrome's trace format; times count from the start of backward."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}]
@@ -32,7 +32,7 @@ def write_trace(
     path.write_text(json.dumps(events))
 
 
-def _bars(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: Step) -> Iterator[Bar]:
+def _bars(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: SimulatedStep) -> Iterator[Bar]:
     bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
     computing = backward_seconds(profile.model.tensors)
     now = 0.0

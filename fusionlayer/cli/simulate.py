@@ -13,7 +13,7 @@ from ..planning.cluster import Scenario
 from ..planning.cost_model import parse_rate
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
-from ..planning.simulation import Step
+from ..planning.simulation import SimulatedStep
 from .outputs import check_picture, keep_picture
 from .parsers.simulate import WORKERS
 from .pictures import draw_speedups
@@ -76,7 +76,7 @@ class ProjectedStep:
 
     workers: int
     method: Method
-    step: Step
+    step: SimulatedStep
     band: Band
     speedup: float
 

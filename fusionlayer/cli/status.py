@@ -12,7 +12,7 @@ from pathlib import Path
 from ..base.errors import FusionLayerError
 from ..health import Report, read
 from ..health import reports as known
-from ..health.state import State
+from ..health.state import RankState
 from .tables import Column, Table, print_text, show
 from .units import BYTES, in_words
 
@@ -101,7 +101,7 @@ def _table(report: Report) -> Table:
     return Table("", columns)
 
 
-def _word(state: State, kind: str | None) -> str:
+def _word(state: RankState, kind: str | None) -> str:
     if kind in ("gone", "stopped", "silent", "late", "conflict", "slow"):
         return "differs" if kind == "conflict" else kind
     if state.life != "runs":
@@ -109,7 +109,7 @@ def _word(state: State, kind: str | None) -> str:
     return "waits" if state.waits else "runs"
 
 
-def _does(state: State) -> str:
+def _does(state: RankState) -> str:
     call = next((channel.call.text for channel in state.channels.values() if channel.call), "")
     return state.error or state.place.replace(state.where, _last_part(state.where)) + (
         f", {call}" if call and state.waits else ""

@@ -6,7 +6,7 @@ import threading
 import time
 from queue import SimpleQueue
 
-from ..transport.star import Connection
+from ..transport.star import StarConnection
 from .coordinator import Coordinator
 from .requests import Request, Writer
 
@@ -36,7 +36,7 @@ class Requester:
         cache_capacity: names and signatures that both ends remember.
     """
 
-    def __init__(self, coordinator: Coordinator | None, connection: Connection | None, cache_capacity: int) -> None:
+    def __init__(self, coordinator: Coordinator | None, connection: StarConnection | None, cache_capacity: int) -> None:
         self._coordinator = coordinator
         self._connection = connection
         self._writer = Writer(cache_capacity)

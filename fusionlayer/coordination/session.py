@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, again
 from ..observe.timeline import Timeline
 from ..transport import Transport
-from ..transport.star import Center, Connection, connect, damaged
+from ..transport.star import Center, StarConnection, connect, damaged
 from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
 from .execution import OperationPart
@@ -106,10 +106,10 @@ class Session:
         # Guarded by the table's condition, on which await_steps waits.
         self._told: Begun = {}
         self._coordinator: Coordinator | None = None
-        self._connection: Connection | None = None
+        self._connection: StarConnection | None = None
         self._responses: SimpleQueue[Response | None] = SimpleQueue()
         end = connect(self._transport) if self.size > 1 else None
-        if isinstance(end, Connection):
+        if isinstance(end, StarConnection):
             self._connection = end
         else:
             center = end if isinstance(end, Center) else None

@@ -4,7 +4,7 @@
 the protocol by which those who are left agree on the next generation. ``members`` is this process's part in the job.
 """
 
-from .generation import Generation, Member, Report
+from .generation import Generation, Member, MemberReport
 from .members import Members
 
-__all__ = ["Generation", "Member", "Members", "Report"]
+__all__ = ["Generation", "Member", "Members", "MemberReport"]

@@ -14,7 +14,7 @@ from ..launch.stores import SealedStore, dial, mark, serve
 from ..process.bounded import Aside, bounded
 from ..process.interfaces import own_address, reachable_names
 from ..process.processes import node_name
-from .generation import Address
+from .generation import MemberAddress
 
 __all__ = ["DistantStore", "is_reachable", "names", "open_store", "reach", "sealed"]
 
@@ -26,7 +26,7 @@ _REQUEST = "request to a member"
 _KNOCK = 1.0
 
 
-def open_store(loopback: bool, patience: float) -> tuple[TCPStore, Address]:
+def open_store(loopback: bool, patience: float) -> tuple[TCPStore, MemberAddress]:
     """Open a store in this process, at a port of the system's choice; return it and where it is.
 
     Args:
@@ -36,7 +36,7 @@ def open_store(loopback: bool, patience: float) -> tuple[TCPStore, Address]:
     place = _LOOPBACK if loopback else own_address()
     store = serve(place, patience)
     found = (place,) if place else tuple(reachable_names())
-    return store, Address(node_name(), found, store.port, mark(store))
+    return store, MemberAddress(node_name(), found, store.port, mark(store))
 
 
 class DistantStore:
@@ -53,7 +53,7 @@ class DistantStore:
         RuntimeError: of any request, if it gets no answer in time; ask nothing more then.
     """
 
-    def __init__(self, address: Address, patience: float) -> None:
+    def __init__(self, address: MemberAddress, patience: float) -> None:
         self._patience = patience
         self._aside = Aside(_REQUEST)
         self._store = sealed(reach(address, patience))
@@ -83,7 +83,7 @@ def sealed(store: TCPStore) -> SealedStore:
     return SealedStore(store, "desk")
 
 
-def reach(address: Address, patience: float) -> TCPStore:
+def reach(address: MemberAddress, patience: float) -> TCPStore:
     """Return torch's client of the store at an address, for those who bound its requests themselves.
 
     Raises:
@@ -94,7 +94,7 @@ def reach(address: Address, patience: float) -> TCPStore:
     return bounded(partial(_connect, address, patience), end, name=_REQUEST)
 
 
-def _connect(address: Address, patience: float) -> TCPStore:
+def _connect(address: MemberAddress, patience: float) -> TCPStore:
     for name in names(address):
         store = dial(name, address.port, address.token, patience, _KNOCK)
         if store is not None:
@@ -102,7 +102,7 @@ def _connect(address: Address, patience: float) -> TCPStore:
     raise TransportError(f"nobody answers at port {address.port} of {', '.join(names(address))}")
 
 
-def is_reachable(address: Address, patience: float) -> bool:
+def is_reachable(address: MemberAddress, patience: float) -> bool:
     """Return whether ``reach`` succeeds."""
     try:
         reach(address, patience)
@@ -111,6 +111,6 @@ def is_reachable(address: Address, patience: float) -> bool:
     return True
 
 
-def names(address: Address) -> tuple[str, ...]:
+def names(address: MemberAddress) -> tuple[str, ...]:
     """Return by which names to try a store: where it is on this host and on all addresses, by loopback alone."""
     return (_LOOPBACK,) if address.node == node_name() and len(address.names) > 1 else address.names

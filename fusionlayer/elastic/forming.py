@@ -20,7 +20,7 @@ from ..base.errors import TransportError
 from ..health.processes import Ends
 from ..process import outages
 from .desk import DistantStore, is_reachable, names
-from .generation import Address, Generation, Member, Report, decode_member, encode_member
+from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
 
 __all__ = ["Final", "Former", "ask_to_join"]
 
@@ -50,7 +50,7 @@ class Former:
         open_next: opens the store of a generation that this member leads.
     """
 
-    def __init__(self, me: Member, desk: Store, timeout: float, open_next: Callable[[], Address]) -> None:
+    def __init__(self, me: Member, desk: Store, timeout: float, open_next: Callable[[], MemberAddress]) -> None:
         self._me = me
         self._desk = desk
         self._timeout = timeout
@@ -59,7 +59,7 @@ class Former:
         self._handled: set[int] = set()
         self._heard = 0
 
-    def form(self, report: Report, blamed: Sequence[str] = ()) -> Generation:
+    def form(self, report: MemberReport, blamed: Sequence[str] = ()) -> Generation:
         """Return the generation that follows that of ``report``, which tells how far this member is.
 
         Args:
@@ -99,7 +99,7 @@ class Former:
 
     # ---- by another's lead ------------------------------------------------------------------------------------------
 
-    def _follow(self, leader: Member, report: Report, silent: Collection[str]) -> Generation | Report:
+    def _follow(self, leader: Member, report: MemberReport, silent: Collection[str]) -> Generation | MemberReport:
         """Report to ``leader`` and return what it forms; or a report of a newer one that has ended already.
 
         Raises:
@@ -132,7 +132,7 @@ class Former:
 
     # ---- as the leader ----------------------------------------------------------------------------------------------
 
-    def _lead(self, report: Report, blamed: Sequence[str], silent: set[str]) -> Generation | Report:
+    def _lead(self, report: MemberReport, blamed: Sequence[str], silent: set[str]) -> Generation | MemberReport:
         """Wait for the reports of all who live; return the next generation, or a report of one that knows a newer.
 
         ``silent`` members have not answered when this one wanted to follow them. If they are all that is missing, and
@@ -185,16 +185,16 @@ class Former:
         self._desk.set(ROSTER, formed.encode())
         return formed
 
-    def _told(self, key: str) -> Report | None:
+    def _told(self, key: str) -> MemberReport | None:
         """Return what a member reports; None if something else stands there, which is deleted."""
         try:
-            return Report.decode(self._desk.get(key))
+            return MemberReport.decode(self._desk.get(key))
         except TransportError as error:
             _logger.warning("a report is ignored: %s", error)
             self._desk.delete_key(key)
             return None
 
-    def _next(self, base: Generation, reports: dict[str, Report], others: Sequence[Member]) -> Generation:
+    def _next(self, base: Generation, reports: dict[str, MemberReport], others: Sequence[Member]) -> Generation:
         """Return the generation of those who have reported, with those who ask to join if all are between steps."""
         stay = tuple(each for each in base.members if each.id in reports)
         fresh = tuple(each.id for each in stay if each.id in base.fresh and reports[each.id].done < 0)
@@ -251,7 +251,7 @@ class Former:
         )
 
 
-def ask_to_join(me: Member, desks: Callable[[], Sequence[Address]], timeout: float) -> Generation:
+def ask_to_join(me: Member, desks: Callable[[], Sequence[MemberAddress]], timeout: float) -> Generation:
     """Return the generation that takes ``me`` in, when the members are between two steps.
 
     Args:
@@ -263,7 +263,7 @@ def ask_to_join(me: Member, desks: Callable[[], Sequence[Address]], timeout: flo
         TransportError: they do not.
     """
     end = time.monotonic() + timeout
-    known: Sequence[Address] = ()
+    known: Sequence[MemberAddress] = ()
     why = "no member is known"
     while time.monotonic() < end:
         for address in [*known, *desks()]:

@@ -10,14 +10,14 @@ from typing import Any
 from ..base.errors import TransportError
 from ..process.processes import Identity
 
-__all__ = ["Address", "Generation", "Member", "Report"]
+__all__ = ["MemberAddress", "Generation", "Member", "MemberReport"]
 
 # More names than a host has, and no more than one has the time to try.
 _MOST_NAMES = 256
 
 
 @dataclass(frozen=True)
-class Address:
+class MemberAddress:
     """Where a store is.
 
     Attributes:
@@ -44,7 +44,7 @@ class Member:
     """
 
     id: str
-    desk: Address
+    desk: MemberAddress
     identity: str
 
     @property
@@ -70,7 +70,7 @@ class Generation:
     members: tuple[Member, ...]
     fresh: tuple[str, ...]
     done: int
-    store: Address
+    store: MemberAddress
     behind: tuple[str, ...] = ()
 
     def rank_of(self, member: str) -> int | None:
@@ -104,7 +104,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Report:
+class MemberReport:
     """What a member tells the one that leads a change.
 
     Attributes:
@@ -122,7 +122,7 @@ class Report:
         return json.dumps({"generation": self.generation.encode(), "done": self.done, "between": self.between})
 
     @classmethod
-    def decode(cls, text: bytes | str) -> Report:
+    def decode(cls, text: bytes | str) -> MemberReport:
         """Return what ``encode`` has written.
 
         Raises:
@@ -156,13 +156,13 @@ def _member(given: Mapping[str, Any]) -> Member:
     return Member(str(given["id"]), _address(given["desk"]), str(given["identity"]))
 
 
-def _address(given: Mapping[str, Any]) -> Address:
+def _address(given: Mapping[str, Any]) -> MemberAddress:
     names, port = tuple(map(str, given["names"])), given["port"]
     if type(port) is not int or not 0 < port < 1 << 16 or not 0 < len(names) <= _MOST_NAMES:
         raise ValueError(f"{port!r} is no port, or these are no names of a host: {names[:3]}")
     for name in names:
         name.encode("idna")  # or a look-up of it would raise an error of another kind
-    return Address(str(given["node"]), names, port, str(given["token"]))
+    return MemberAddress(str(given["node"]), names, port, str(given["token"]))
 
 
 def _number(given: object) -> int:

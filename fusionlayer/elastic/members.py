@@ -26,7 +26,7 @@ from ..transport import Transport, local
 from ..transport.c10d import C10dTransport
 from .desk import DistantStore, open_store, reach, sealed
 from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join
-from .generation import Address, Generation, Member, Report, decode_member, encode_member
+from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
 
 __all__ = ["Members"]
 
@@ -66,7 +66,7 @@ class Members:
         self._shared: dict[str, Any] = {}
         self._seen = 0
         self._call: list[Callable[[], object]] = []
-        self._desks: Callable[[], Sequence[Address]] = tuple
+        self._desks: Callable[[], Sequence[MemberAddress]] = tuple
         self.step = 0
         self.has_joined = False
         self.change_due = False
@@ -247,7 +247,7 @@ class Members:
         blamed = [self._now.members[rank].id for rank in ranks if rank < len(self._now.members)]
         old = self.transport
         if self.has_joined:
-            formed = self._former.form(Report(self._now, done, between), blamed)
+            formed = self._former.form(MemberReport(self._now, done, between), blamed)
         else:
             formed = ask_to_join(self._me, self._desks, self._settings.timeout)
         old.close()
@@ -292,7 +292,7 @@ class Members:
 
     # ---- a new generation -------------------------------------------------------------------------------------------
 
-    def _open_next(self) -> Address:
+    def _open_next(self) -> MemberAddress:
         """Open the store of a generation that this member leads."""
         self._next, address = open_store(self._loopback, self._settings.timeout)
         return address
@@ -344,7 +344,7 @@ def _is_dealing(sampler: object) -> bool:
     return isinstance(sampler, torch.utils.data.DistributedSampler)
 
 
-def _newest(address: str, timeout: float) -> tuple[Generation, Address]:
+def _newest(address: str, timeout: float) -> tuple[Generation, MemberAddress]:
     """Return the generation that a member knows, for what a newcomer's rank would be, and where its desk is.
 
     Raises:
@@ -364,7 +364,7 @@ def _newest(address: str, timeout: float) -> tuple[Generation, Address]:
         time.sleep(0.1)
 
 
-def _desks(address: str) -> list[Address]:
+def _desks(address: str) -> list[MemberAddress]:
     """Return the desks that a text names: host:port with commas between, or a file with the roster, if it is there.
 
     Raises:
@@ -379,7 +379,7 @@ def _desks(address: str) -> list[Address]:
             host, _, port = part.strip().rpartition(":")
             if not host or not port.isdecimal() or int(port) > 65535:
                 raise ValueError("no host:port")
-            found.append(Address("", (host.removeprefix("[").removesuffix("]"),), int(port), ""))
+            found.append(MemberAddress("", (host.removeprefix("[").removesuffix("]"),), int(port), ""))
     except FileNotFoundError:
         return []  # the members have not begun yet
     except (OSError, ValueError, TransportError) as error:

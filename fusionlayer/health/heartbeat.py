@@ -27,7 +27,7 @@ from .judge import verdict
 from .meeting import await_all
 from .monitor import STORE_PATIENCE, monitor
 from .processes import Culprits, Processes
-from .state import Channel, Finding, State
+from .state import ChannelState, Finding, RankState
 from .store import StatusKeys, lost_store
 
 __all__ = ["Heartbeat"]
@@ -259,7 +259,7 @@ class Heartbeat:
         culprits = monitor.culprits
         return culprits and culprits.among(self.processes.of) or None
 
-    def where(self) -> tuple[str, Channel]:
+    def where(self) -> tuple[str, ChannelState]:
         """Return the transport's name, and how far this rank is in it. Any thread."""
         with monitor.lock:
             return self.keys.name, self.position.channel
@@ -316,7 +316,7 @@ class Heartbeat:
         self._serial += 1
         with monitor.lock:
             life, finding = self._farewell or ("runs", None)
-            state = State(
+            state = RankState(
                 self._rank,
                 self.processes.own,
                 self._serial,

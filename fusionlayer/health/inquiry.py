@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .calls import Call
 from .judge import EVIDENT, Evidence
 from .processes import Processes
-from .state import Channel, Finding, State
+from .state import ChannelState, Finding, RankState
 from .store import StatusKeys
 
 __all__ = ["POLL", "Inquiry", "Position", "Question"]
@@ -36,9 +36,9 @@ class Position(NamedTuple):
     recent: tuple[tuple[int, Call], ...]
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> ChannelState:
         """The position as a rank writes it for others."""
-        return Channel((), self.sequence, self.sequence - (self.call is not None), self.call, self.recent)
+        return ChannelState((), self.sequence, self.sequence - (self.call is not None), self.call, self.recent)
 
 
 class Question:
@@ -118,7 +118,7 @@ class Inquiry:
             return True
         return False
 
-    def _interpret(self, rank: int, state: State, waited: float, otherwise: Finding) -> Evidence | None:
+    def _interpret(self, rank: int, state: RankState, waited: float, otherwise: Finding) -> Evidence | None:
         """Return the evidence against a rank, from the state that it has written; None if there is none.
 
         Args:
@@ -142,7 +142,7 @@ class Inquiry:
             return Evidence(rank, "silent", f"{name} gives no sign of life, {waited:.1f} s after it was asked")
         return self._compared(rank, state.channel, failed, otherwise)
 
-    def _left(self, rank: int, theirs: Channel, stated: Evidence | None) -> Evidence | None:
+    def _left(self, rank: int, theirs: ChannelState, stated: Evidence | None) -> Evidence | None:
         """Return the evidence against a rank that has closed its transport."""
         sequence, call = self.position.sequence, self.position.call
         amid = theirs.call is not None and theirs.entered == sequence
@@ -152,7 +152,7 @@ class Inquiry:
         hint = "it left its loop earlier or failed: see its log, make equally many steps on all ranks"
         return stated or Evidence(rank, "ended", text if amid else f"{text}; {hint}")
 
-    def _compared(self, rank: int, channel: Channel, failed: bool, otherwise: Finding) -> Evidence | None:
+    def _compared(self, rank: int, channel: ChannelState, failed: bool, otherwise: Finding) -> Evidence | None:
         """Return the evidence that follows from the calls of a rank that has answered, or has failed."""
         sequence, call = self.position.sequence, self.position.call
         behind = channel.entered < sequence

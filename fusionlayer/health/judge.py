@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .calls import Call
-from .state import BLOCK, Channel, Finding, State
+from .state import BLOCK, ChannelState, Finding, RankState
 
 __all__ = ["EVIDENT", "Evidence", "Stall", "judge", "overdue", "verdict"]
 
@@ -137,7 +137,7 @@ def overdue(stalls: Sequence[Stall], limit: float) -> Finding | None:
 # ---- a job, from the states of its ranks ----------------------------------------------------------------------------
 
 
-def judge(states: Mapping[int, State], trouble: Mapping[int, str]) -> list[Finding]:
+def judge(states: Mapping[int, RankState], trouble: Mapping[int, str]) -> list[Finding]:
     """Return what is wrong, the causes first; empty while the job is well.
 
     Args:
@@ -170,16 +170,16 @@ def judge(states: Mapping[int, State], trouble: Mapping[int, str]) -> list[Findi
     ]
 
 
-def _last_seen(state: State | None) -> str:
+def _last_seen(state: RankState | None) -> str:
     return "" if state is None else f" ({state.process}); last seen, it {_past(state)}"
 
 
-def _past(state: State) -> str:
+def _past(state: RankState) -> str:
     call = next((channel.call for channel in state.channels.values() if channel.call), None)
     return state.place + (f" ({call.text})" if call else "")
 
 
-def _conflicts(states: Mapping[int, State]) -> list[Finding]:
+def _conflicts(states: Mapping[int, RankState]) -> list[Finding]:
     """Return the first difference between the calls of ranks in each channel."""
     findings = []
     for name in sorted({name for state in states.values() for name in state.channels}):
@@ -190,7 +190,7 @@ def _conflicts(states: Mapping[int, State]) -> list[Finding]:
     return findings
 
 
-def _differ(name: str, channels: Mapping[int, Channel]) -> Finding | None:
+def _differ(name: str, channels: Mapping[int, ChannelState]) -> Finding | None:
     calls = {rank: dict(channel.recent) for rank, channel in channels.items()}
     for number in sorted(set().union(*calls.values())):
         made = {rank: recent[number] for rank, recent in sorted(calls.items()) if number in recent}
@@ -212,7 +212,7 @@ def _shown(call: Call) -> str:
     return f"{call.what}{' at ' if call.where else ''}{call.where}"
 
 
-def _blocks_differ(name: str, channels: Mapping[int, Channel]) -> Finding | None:
+def _blocks_differ(name: str, channels: Mapping[int, ChannelState]) -> Finding | None:
     for block in sorted(set().union(*(channel.blocks for channel in channels.values())), key=int):
         sums = {rank: channel.blocks[block] for rank, channel in sorted(channels.items()) if block in channel.blocks}
         if len(set(sums.values())) > 1:
@@ -222,7 +222,7 @@ def _blocks_differ(name: str, channels: Mapping[int, Channel]) -> Finding | None
     return None
 
 
-def _waiting(states: Mapping[int, State]) -> list[Finding]:
+def _waiting(states: Mapping[int, RankState]) -> list[Finding]:
     """Return the stragglers, ranks that wait for each other, slow links, or a call that is stuck."""
     awaited, stuck = _awaited(states)
     # A straggler that is in a call itself waits for others, unless all of them wait in a circle.
@@ -241,7 +241,7 @@ def _waiting(states: Mapping[int, State]) -> list[Finding]:
     ][:1]
 
 
-def _awaited(states: Mapping[int, State]) -> tuple[dict[int, dict[int, str]], dict[str, list[int]]]:
+def _awaited(states: Mapping[int, RankState]) -> tuple[dict[int, dict[int, str]], dict[str, list[int]]]:
     """Return which ranks others wait for, in which calls; and the channels in whose call all are, with those ranks."""
     awaited: dict[int, dict[int, str]] = {}
     stuck: dict[str, list[int]] = {}
@@ -268,18 +268,18 @@ def _awaited(states: Mapping[int, State]) -> tuple[dict[int, dict[int, str]], di
     return awaited, stuck
 
 
-def _is_in_call(state: State) -> bool:
+def _is_in_call(state: RankState) -> bool:
     # The last state of a rank that has ended may be older than the end of its last call.
     return state.life == "runs" and bool(_open_calls(state))
 
 
-def _open_calls(state: State) -> list[tuple[str, int]]:
+def _open_calls(state: RankState) -> list[tuple[str, int]]:
     """Return the calls that a rank is in: channels and numbers."""
     peer = [] if state.peer is None else [(f"{state.doing} {state.peer}", 0)]
     return [*peer, *((name, each.entered) for name, each in state.channels.items() if each.entered > each.done)]
 
 
-def _straggler(states: Mapping[int, State], rank: int, waiting: Mapping[int, str]) -> Finding:
+def _straggler(states: Mapping[int, RankState], rank: int, waiting: Mapping[int, str]) -> Finding:
     """Return the finding against a rank; ``waiting``: the ranks that need it, and their calls."""
     state, first = states.get(rank), min(waiting)
     ended = state is not None and state.life == "ended"
@@ -291,7 +291,7 @@ def _straggler(states: Mapping[int, State], rank: int, waiting: Mapping[int, str
     return Finding("ended" if ended else "late", (rank,), text)
 
 
-def _circle(states: Mapping[int, State], ranks: Collection[int]) -> Finding:
+def _circle(states: Mapping[int, RankState], ranks: Collection[int]) -> Finding:
     """Return the finding for ranks that all wait for each other; the odd ones are those in another call than most."""
     odd = _odd({rank: next(iter(_open_calls(states[rank])), ("", 0)) for rank in ranks}) or tuple(ranks)
     rest = [rank for rank in ranks if rank not in odd]
@@ -299,7 +299,7 @@ def _circle(states: Mapping[int, State], ranks: Collection[int]) -> Finding:
     return Finding("conflict", odd, f"ranks wait for each other in different calls: {shown}")
 
 
-def _slow(states: Mapping[int, State]) -> list[Finding]:
+def _slow(states: Mapping[int, RankState]) -> list[Finding]:
     """Return the links that have become slow, and which ranks cause that.
 
     It is a rank which all of them have in common. Where there is one link, it is the end at which other connections

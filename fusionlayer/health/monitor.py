@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..process import forks
 from .processes import Culprits
-from .state import Channel
+from .state import ChannelState
 
 __all__ = ["STORE_PATIENCE", "monitor"]
 
@@ -34,11 +34,11 @@ _LINGER = 12.0
 _LINGER_POLL = 0.02
 
 
-class _Heartbeat(Protocol):
+class _MonitoredHeartbeat(Protocol):
     """What the thread needs of a ``Heartbeat``, which has the descriptions."""
 
     def tick(self) -> float: ...
-    def where(self) -> tuple[str, Channel]: ...
+    def where(self) -> tuple[str, ChannelState]: ...
     def write_state(self) -> None: ...
     def leave_store(self) -> float: ...
     def end(self) -> None: ...
@@ -62,9 +62,9 @@ class _Monitor:
         self.lock = threading.RLock()
         # A queue of this kind, unlike an event, may be put to in the middle of another call of the same thread.
         self._woken: SimpleQueue[None] = SimpleQueue()
-        self._beating: list[_Heartbeat] = []
-        self._leaving: list[_Heartbeat] = []
-        self._kept: list[_Heartbeat] = []
+        self._beating: list[_MonitoredHeartbeat] = []
+        self._leaving: list[_MonitoredHeartbeat] = []
+        self._kept: list[_MonitoredHeartbeat] = []
         self._culprits: Culprits | None = None
         self._thread: threading.Thread | None = None
         self._stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
@@ -106,7 +106,7 @@ class _Monitor:
         with self.lock:
             return clients.setdefault(store, known)
 
-    def add(self, heartbeat: _Heartbeat) -> None:
+    def add(self, heartbeat: _MonitoredHeartbeat) -> None:
         """Tick this heartbeat from now on. Any thread may call it."""
         with self.lock:
             # The job goes on, and what comes now has other causes.
@@ -118,7 +118,7 @@ class _Monitor:
                 self._thread.start()
         self.wake()
 
-    def remove(self, heartbeat: _Heartbeat) -> None:
+    def remove(self, heartbeat: _MonitoredHeartbeat) -> None:
         """Have the thread write the final state, and tick this no more. Any thread may call it; it never waits."""
         with self.lock:
             if heartbeat in self._beating:
@@ -145,7 +145,7 @@ class _Monitor:
             with suppress(RuntimeError):
                 heartbeat.write_state()
 
-    def channels(self) -> dict[str, Channel]:
+    def channels(self) -> dict[str, ChannelState]:
         """Return how far this process is in each of its transports, by their names. Any thread may call it."""
         with self.lock:
             heartbeats = list(self._beating)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from . import stack
 from .calls import Call
 from .monitor import monitor
-from .state import BLOCK, Channel
+from .state import BLOCK, ChannelState
 
 __all__ = ["Recorder"]
 
@@ -47,7 +47,7 @@ class Recorder:
         self._next_names, self._patience = 0.0, 1.0
         self._kept: dict[str, tuple[_Numbered, ...]] = {}
 
-    def progress(self, *, anew: bool = False) -> dict[str, Channel]:
+    def progress(self, *, anew: bool = False) -> dict[str, ChannelState]:
         """Return how far each channel is; it does not look at single calls.
 
         ``anew``: look for names of groups now, though there was none a moment ago.
@@ -69,11 +69,13 @@ class Recorder:
                     name = self._names.get((kind, number), "")
                 entered, done = status["last_enqueued_collective"], status["last_completed_collective"]
                 if name in groups and (entered > 0 or done > 0):
-                    channels[f"group {name}"] = Channel(groups[name], entered, done)
+                    channels[f"group {name}"] = ChannelState(groups[name], entered, done)
         # The calls of transports are compared by their heartbeats.
         return channels | {name: replace(channel, recent=()) for name, channel in monitor.channels().items()}
 
-    def detailed(self, channels: Mapping[str, Channel], *, stacks: bool, asked: str = "") -> dict[str, Channel]:
+    def detailed(
+        self, channels: Mapping[str, ChannelState], *, stacks: bool, asked: str = ""
+    ) -> dict[str, ChannelState]:
         """Return the channels with their last calls.
 
         Args:

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..base import files, records
 from ..base.errors import ConfigError
 from ..process.processes import Identity
-from .state import Finding, State
+from .state import Finding, RankState
 
 __all__ = ["Report", "folder", "forget_old", "read", "reports", "write"]
 
@@ -54,7 +54,7 @@ class Report:
     started: float
     written: float
     life: str = "runs"
-    states: tuple[State, ...] = ()
+    states: tuple[RankState, ...] = ()
     findings: tuple[Finding, ...] = ()
     past: tuple[tuple[float, str], ...] = ()
 

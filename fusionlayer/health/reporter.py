@@ -18,7 +18,7 @@ from ..base.errors import printable
 from ..process.processes import Identity
 from . import report
 from .judge import judge
-from .state import Finding, State
+from .state import Finding, RankState
 from .store import StatusKeys
 
 __all__ = ["Reporter"]
@@ -56,7 +56,7 @@ class Reporter:
         self._findings: tuple[Finding, ...] = ()
         self._past: tuple[tuple[float, str], ...] = ()
         self._count = 0
-        self._states: dict[int, State] = {}
+        self._states: dict[int, RankState] = {}
         self._heard: dict[int, float] = {}
         self._since: dict[_Key, tuple[Finding, float]] = {}
         self._without_lines: set[_Key] = set()
@@ -92,7 +92,7 @@ class Reporter:
         with self._lock:
             self._findings = ()
 
-    def hear(self, state: State, now: float) -> None:
+    def hear(self, state: RankState, now: float) -> None:
         """Note what a rank has written last."""
         known = self._states.get(state.rank)
         if known is None or known.serial != state.serial or state.rank == self._rank:
@@ -125,7 +125,7 @@ class Reporter:
         return all(state.life != "runs" or state.process.trouble(self._process) for state in self._others)
 
     @property
-    def _others(self) -> list[State]:
+    def _others(self) -> list[RankState]:
         return [state for rank, state in self._states.items() if rank != self._rank]
 
     def compare(self, now: float) -> list[Finding]:

@@ -11,7 +11,7 @@ from ..base.errors import ConfigError, printable
 from ..process.processes import Identity
 from .calls import Call
 
-__all__ = ["BLOCK", "Channel", "Finding", "Link", "State", "decode", "decode_finding", "encode"]
+__all__ = ["BLOCK", "ChannelState", "Finding", "LinkState", "RankState", "decode", "decode_finding", "encode"]
 
 BLOCK = 64
 """Calls whose checksums are compared together."""
@@ -53,7 +53,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Channel:
+class ChannelState:
     """How far a rank is in one process group, or in one transport of fusionlayer.
 
     Attributes:
@@ -74,7 +74,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkState:
     """A TCP connection that has become slow.
 
     Attributes:
@@ -91,7 +91,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """Where a rank is: of a transport with its only channel, of a watched process with all.
 
     Attributes:
@@ -125,9 +125,9 @@ class State:
     where: str = ""
     peer: int | None = None
     error: str = ""
-    channels: Mapping[str, Channel] = field(default_factory=dict)
+    channels: Mapping[str, ChannelState] = field(default_factory=dict)
     ends: tuple[str, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkState, ...] = ()
     held_up: tuple[str, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
     finding: Finding | None = None
@@ -146,23 +146,23 @@ class State:
         return f"{self.doing or 'is'}{' at ' if self.where else ''}{self.where}"
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> ChannelState:
         """The only channel of a transport's state."""
-        return next(iter(self.channels.values()), Channel((), 0, 0))
+        return next(iter(self.channels.values()), ChannelState((), 0, 0))
 
 
-def encode(record: State | Finding) -> str:
+def encode(record: RankState | Finding) -> str:
     """Return the text of a state or a finding, without what has its default."""
     return json.dumps(records.plain(record))
 
 
-def decode(text: bytes, rank: int, size: int) -> State | None:
+def decode(text: bytes, rank: int, size: int) -> RankState | None:
     """Return the state that a ``rank`` of ``size`` has written; None for a text that it has not."""
     # A state takes a few KB, and one of a transport some 100 bytes for each rank.
     if not text or len(text) > (1 << 20) + 1024 * size:
         return None
     try:
-        state = records.build(State, json.loads(text), "state")
+        state = records.build(RankState, json.loads(text), "state")
     except (ValueError, RecursionError, ConfigError):
         return None
     fits = state.rank == rank and all(0 <= number < size for number in _numbers(state))
@@ -180,7 +180,7 @@ def decode_finding(text: bytes, size: int) -> Finding | None:
     return replace(finding, ranks=ranks) if ranks or not finding.ranks else None
 
 
-def _numbers(state: State) -> Iterator[int]:
+def _numbers(state: RankState) -> Iterator[int]:
     """Yield the numbers of ranks that a state has."""
     yield from (state.rank, *([] if state.peer is None else [state.peer]))
     for finding in (state.finding, state.leaving):
@@ -189,7 +189,7 @@ def _numbers(state: State) -> Iterator[int]:
         yield from channel.ranks
 
 
-def _is_right(channel: Channel, size: int) -> bool:
+def _is_right(channel: ChannelState, size: int) -> bool:
     calls = [call for _, call in channel.recent] + ([channel.call] if channel.call else [])
     for call in calls:
         most = size if call.partner is None else 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch.distributed as dist
 
 from ..process.processes import Identity
-from .state import Finding, State, decode, decode_finding, encode
+from .state import Finding, RankState, decode, decode_finding, encode
 
 __all__ = ["StatusKeys", "lost_store"]
 
@@ -52,7 +52,7 @@ class StatusKeys:
         for key in ("ask", "cause"):
             self._store.compare_set(self._key(key), "", "")
 
-    def write(self, state: State) -> None:
+    def write(self, state: RankState) -> None:
         """Replace the state of this rank."""
         self._store.set(self._key(f"at/{self.rank}"), encode(state))
 
@@ -60,7 +60,7 @@ class StatusKeys:
         """Return whether all these ranks have written a state."""
         return self._store.check([self._key(f"at/{rank}") for rank in ranks])
 
-    def read(self, ranks: Iterable[int]) -> dict[int, State]:
+    def read(self, ranks: Iterable[int]) -> dict[int, RankState]:
         """Return the last states of these ranks, without those that have none, or none that makes sense."""
         keys = {self._key(f"at/{rank}"): rank for rank in ranks}
         here = list(keys) if keys and self._store.check(list(keys)) else [k for k in keys if self._store.check([k])]
@@ -68,12 +68,12 @@ class StatusKeys:
         states = {keys[key]: decode(text, keys[key], self.size) for key, text in texts}
         return {rank: state for rank, state in states.items() if state is not None}
 
-    def read_all(self, ranks: Iterable[int]) -> dict[int, State]:
+    def read_all(self, ranks: Iterable[int]) -> dict[int, RankState]:
         """Return the last states of these ranks, which have come; in place of one that makes no sense, an odd one."""
         found, ranks = self.read(ranks), list(ranks)
         if len(found) < len(ranks):
             self.complain("what a rank has written about itself")
-        return {rank: found.get(rank) or State(rank, Identity.unknown(), -1, life="unreadable") for rank in ranks}
+        return {rank: found.get(rank) or RankState(rank, Identity.unknown(), -1, life="unreadable") for rank in ranks}
 
     def ask(self, question: str) -> None:
         """Ask the other ranks to write their states again."""

@@ -8,9 +8,9 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
-from .state import Link
+from .state import LinkState
 
-__all__ = ["Counters", "Links", "counters"]
+__all__ = ["TcpCounters", "Links", "counters"]
 
 # struct tcp_info of linux/tcp.h: the offsets of 32-bit numbers in its first 104 bytes, and of 64-bit ones behind.
 _TRIP, _AGAIN, _ACKED, _BUSY, _WINDOW = 68, 100, 120, 168, 176
@@ -29,7 +29,7 @@ _FEW = 1 << 16
 _SHORT = 2e-3
 
 
-class Counters(NamedTuple):
+class TcpCounters(NamedTuple):
     """Of a connection: bytes acknowledged, segments sent again, seconds with data to send, and of a round trip."""
 
     acknowledged: int
@@ -38,7 +38,7 @@ class Counters(NamedTuple):
     trip: float = 0.0
 
 
-def counters() -> dict[tuple[str, str], Counters]:
+def counters() -> dict[tuple[str, str], TcpCounters]:
     """Return the counts of this process's established TCP connections, by address and port of both ends."""
     found = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
@@ -55,13 +55,13 @@ def _name(address: tuple[str, int]) -> str:
     return f"{address[0].removeprefix('::ffff:')}:{address[1]}"
 
 
-def _read(info: bytes) -> Counters:
+def _read(info: bytes) -> TcpCounters:
     if len(info) < _WINDOW + 8:
-        return Counters(0, 0, 0.0)
+        return TcpCounters(0, 0, 0.0)
     # While the other end takes nothing the link is not to blame.
     busy = _LARGE.unpack_from(info, _BUSY)[0] - _LARGE.unpack_from(info, _WINDOW)[0]
     again, trip = _SMALL.unpack_from(info, _AGAIN)[0], _SMALL.unpack_from(info, _TRIP)[0]
-    return Counters(_LARGE.unpack_from(info, _ACKED)[0], again, busy / 1e6, trip / 1e6)
+    return TcpCounters(_LARGE.unpack_from(info, _ACKED)[0], again, busy / 1e6, trip / 1e6)
 
 
 class Links:
@@ -78,13 +78,13 @@ class Links:
         self.ends: tuple[str, ...] = ()
         self.again = 0
         self.held_up: tuple[str, ...] = ()
-        self._before: dict[tuple[str, str], Counters] = {}
+        self._before: dict[tuple[str, str], TcpCounters] = {}
         self._at = 0.0
         self._usual: dict[tuple[str, str], float] = {}
         self._trips: dict[tuple[str, str], float] = {}
         self._slow: dict[tuple[str, str], int] = {}
 
-    def look(self, now: float, counts: dict[tuple[str, str], Counters]) -> tuple[Link, ...]:
+    def look(self, now: float, counts: dict[tuple[str, str], TcpCounters]) -> tuple[LinkState, ...]:
         """Take the ``counters`` of this moment; return the links that are slow."""
         passed, slow, held_up = now - self._at, [], []
         self.ends = tuple(sorted({here for here, _ in counts}))[:64]
@@ -109,6 +109,6 @@ class Links:
             if not is_slow:
                 self._usual[ends] = rate if not usual else usual + _LEARNING * (rate - usual)
             if self._slow[ends] >= _LOOKS:
-                slow.append(Link(*ends, rate, usual))
+                slow.append(LinkState(*ends, rate, usual))
         self._before, self._at, self.held_up = counts, now, tuple(held_up)
         return tuple(slow)

@@ -21,7 +21,7 @@ from . import report, stack
 from .monitor import monitor
 from .recorder import Recorder
 from .reporter import Reporter
-from .state import Channel, Finding, State
+from .state import ChannelState, Finding, RankState
 from .store import StatusKeys
 from .tcp import Links, counters
 from .waits import UsualWait
@@ -94,7 +94,7 @@ class Watcher:
         self._recorder = Recorder()
         self._links = Links()
         self._usual = UsualWait(patience)
-        self._state = State(rank, process, 0)
+        self._state = RankState(rank, process, 0)
         # Moments on the monotonic clock: of the last state written, look at this rank, look at its single calls, and
         # look at other ranks.
         self._written = self._looked = self._detailed = self._read = -1e9
@@ -229,7 +229,7 @@ class Watcher:
             self._here, self._keys = membership, None
             _, rank, size = membership
             self._reporter.move(rank, size)
-            self._state = State(rank, self._state.process, 0)
+            self._state = RankState(rank, self._state.process, 0)
             self._written = self._looked = self._detailed = self._read = -1e9
             self._answered = ""
         met_by = None if membership.store is None else membership.store()
@@ -283,7 +283,9 @@ class Watcher:
         if changed or now - self._written >= (_STILL if self._usual.is_still else _BEAT):
             self._write(keys, replace(self._state, counts=counts.read()))
 
-    def _with_calls(self, now: float, channels: dict[str, Channel], wanted: bool, asked: str) -> dict[str, Channel]:
+    def _with_calls(
+        self, now: float, channels: dict[str, ChannelState], wanted: bool, asked: str
+    ) -> dict[str, ChannelState]:
         """Return the channels with their single calls, read anew if they are wanted, and seldom else."""
         if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
             begun = time.thread_time()
@@ -302,7 +304,7 @@ class Watcher:
             found[name] = channel
         return found
 
-    def _write(self, keys: StatusKeys, state: State) -> None:
+    def _write(self, keys: StatusKeys, state: RankState) -> None:
         written = replace(state, serial=state.serial + 1)
         keys.write(written)
         self._state, self._written = written, time.monotonic()  # its number is in the store before it is seen here

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store
 from ..base.errors import ConfigError, TransportError
 from ..health.meeting import await_all
 from ..health.processes import Processes
-from ..health.state import Finding, State
+from ..health.state import Finding, RankState
 from ..health.store import StatusKeys
 from ..process import outages
 from ..process.bounded import Overdue, bounded
@@ -240,7 +240,7 @@ def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) ->
     keys, processes = _keys(kept, place), Processes(place.rank, place.size, {})
     try:
         _agree_on_size(SealedStore(kept, "meeting"), place)
-        state = State(place.rank, processes.own, 1)
+        state = RankState(place.rank, processes.own, 1)
         keys.write(state)
         finding = await_all(keys, processes, deadline, f"{timeout:g} s; were they started?")
         if finding is not None:
@@ -357,7 +357,7 @@ def _greet(kept: Store, place: RankInfo, timeout: float) -> str:
         store.set(f"{name}/met/{place.rank}", "")
         return name
     # The others must not report rank 0 while it waits here for one that does not come.
-    _keys(_meeting(PrefixStore(token, kept)), place).write(State(0, Identity.own(), 0))
+    _keys(_meeting(PrefixStore(token, kept)), place).write(RankState(0, Identity.own(), 0))
     answered: dict[int, bytes] = {}
     missing = set(range(1, place.size))
     while missing and time.monotonic() < end:

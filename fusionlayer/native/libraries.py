@@ -23,7 +23,7 @@ __all__ = [
     "SEEDS",
     "BuildInfo",
     "Chooser",
-    "LinkMessage",
+    "LinkMessageStruct",
     "LinkResult",
     "Messages",
     "Peers",
@@ -83,7 +83,7 @@ class Peers(ctypes.Structure):
     ]
 
 
-class LinkMessage(ctypes.Structure):
+class LinkMessageStruct(ctypes.Structure):
     """``fl_link_message`` of ``fusionlayer_sockets.h``."""
 
     _fields_ = [
@@ -226,7 +226,7 @@ def _cpu_on_one_thread() -> ctypes.CDLL:
     library.fl_isa.restype = ctypes.c_char_p
     library.fl_set_threads.argtypes = [ctypes.c_int]
     library.fl_dynamiq_widths.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    several, result = ctypes.POINTER(LinkMessage), ctypes.POINTER(LinkResult)
+    several, result = ctypes.POINTER(LinkMessageStruct), ctypes.POINTER(LinkResult)
     library.fl_link_open.argtypes = [_I32, _I32, _I32, ctypes.c_char_p, _I64]
     library.fl_link_open.restype = _POINTER
     library.fl_link_add.argtypes = [_POINTER, _I32, _I32, _I32, ctypes.c_char_p, _I32]

@@ -30,7 +30,7 @@ from .prediction import predict_plan
 from .profile import Profile
 from .profiler import average, profile_training
 from .selection import select
-from .simulation import Step
+from .simulation import SimulatedStep
 
 __all__ = ["CANDIDATES", "OnlinePlanner", "ReplanSchedule"]
 
@@ -135,7 +135,7 @@ class OnlinePlanner(PlanController):
         self._drift = Drift(schedule.tolerance, schedule.looks)
         self._plans = 0
         self._present: FusionPlan | None = None
-        self._predicted: Step | None = None
+        self._predicted: SimulatedStep | None = None
 
     def __str__(self) -> str:
         codec = self._codec if not isinstance(self._codec, Mapping) else sorted(map(str, set(self._codec.values())))
@@ -263,7 +263,7 @@ class OnlinePlanner(PlanController):
         )
         return plan
 
-    def _plan(self, profile: Profile) -> tuple[FusionPlan, Step]:
+    def _plan(self, profile: Profile) -> tuple[FusionPlan, SimulatedStep]:
         scenario = _scenario(profile)
         tensors = list(self._tensors.values())
         if isinstance(self._codec, CodecRules):
@@ -306,7 +306,7 @@ def _scenario(profile: Profile) -> Scenario:
     return Scenario(profile.fastest_rate)
 
 
-def _words(plan: FusionPlan, prediction: Step) -> str:
+def _words(plan: FusionPlan, prediction: SimulatedStep) -> str:
     return (
         f"{len(plan.buckets)} bucket{'s' * (len(plan.buckets) != 1)}, predicted to wait {_ms(prediction.waiting)} of "
         f"{_ms(prediction.seconds)} from backward's first gradient to the last result"

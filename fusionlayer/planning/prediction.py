@@ -17,7 +17,7 @@ from ..scheduler.order import send_order
 from .bucket_costs import BucketCosts, codec_of, costs_of
 from .cluster import Scenario
 from .profile import Gradient, Model, Profile
-from .simulation import Compute, Load, Step, run_local_steps, run_step
+from .simulation import Compute, Load, SimulatedStep, run_local_steps, run_step
 
 __all__ = [
     "OWN_CORES",
@@ -63,7 +63,7 @@ OWN_CORES = Resources()
 
 def predict(
     model: Model, buckets: Sequence[PlannedBucket], resources: Resources = OWN_CORES, *, whole: bool = True
-) -> Step:
+) -> SimulatedStep:
     """Return the simulated step of a model whose gradients are sent in ``buckets``.
 
     Args:
@@ -87,7 +87,7 @@ def predict(
     loads = [_load([tensors[name] for name in b.names], ready, b.costs, resources) for b in buckets]
     compute = Compute(model.forward, model.backward + encoded, model.optimizer) if whole else Compute(0.0, at, 0.0)
 
-    def step(loads: Sequence[Load]) -> Step:
+    def step(loads: Sequence[Load]) -> SimulatedStep:
         return run_step(
             compute,
             loads,
@@ -115,7 +115,7 @@ def predict_local_steps(
     delay: int = 0,
     resources: Resources = OWN_CORES,
     measured: bool = False,
-) -> Step:
+) -> SimulatedStep:
     """Return the mean step of training whose buckets leave once in ``every`` steps; it has no spans.
 
     What is sent are differences of parameters, which are there at the end of a step. Steps between do not wait.
@@ -194,7 +194,7 @@ def plan_costs(profile: Profile, plan: FusionPlan, scenario: Scenario, measured:
     return costs
 
 
-def predict_plan(profile: Profile, plan: FusionPlan, scenario: Scenario, measured: bool = False) -> Step:
+def predict_plan(profile: Profile, plan: FusionPlan, scenario: Scenario, measured: bool = False) -> SimulatedStep:
     """Return the step of a plan until the last result, as planners predict it; ``measured``: as for ``costs_of``.
 
     Raises:

@@ -21,7 +21,7 @@ from .collective_phases import ALGORITHMS
 from .cost_model import CodecCost
 from .prediction import PlannedBucket, Resources, backward_seconds, predict
 from .profile import Profile
-from .simulation import Step
+from .simulation import SimulatedStep
 
 __all__ = ["BASELINE", "Band", "Method", "break_even", "project", "projected_band"]
 
@@ -120,7 +120,7 @@ def _ddp_buckets(
     return runs
 
 
-def project(profile: Profile, method: Method, scenario: Scenario, workers: int) -> Step:
+def project(profile: Profile, method: Method, scenario: Scenario, workers: int) -> SimulatedStep:
     """Return the simulated step of ``method`` with so many ranks."""
     codec = profile.codec(method.codec)
     cluster = scenario.cluster(profile, workers)

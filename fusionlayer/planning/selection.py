@@ -15,7 +15,7 @@ from .codec_rules import CodecChoice, CodecRules
 from .plans import make_plan
 from .prediction import predict_plan
 from .profile import Profile
-from .simulation import Step
+from .simulation import SimulatedStep
 
 __all__ = ["Selection", "choose_codecs", "select", "ways"]
 
@@ -33,7 +33,7 @@ class Selection:
 
     choices: Mapping[str, CodecChoice]
     plan: FusionPlan
-    prediction: Step
+    prediction: SimulatedStep
     verdict: str
 
     def because(self, why: str) -> Selection:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .collective_phases import Phase
 
-__all__ = ["Compute", "Load", "SimulatedSpan", "Step", "run_local_steps", "run_step"]
+__all__ = ["Compute", "Load", "SimulatedSpan", "SimulatedStep", "run_local_steps", "run_step"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SimulatedSpan:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A simulated step.
 
     Attributes:
@@ -179,7 +179,7 @@ def run_step(
     threads: int = 1,
     lanes: int = 1,
     overlap_forward: bool = False,
-) -> Step:
+) -> SimulatedStep:
     """Return the simulated step; the buckets ``loads`` are sent in the given order.
 
     The computing thread goes through backward, update and forward. A bucket can be sent when its gradients and those of
@@ -199,7 +199,7 @@ def run_step(
     computing = _SimulatedThread(_computation(compute, loads, overlap_forward), threads)
     events, now = _simulate(computing, [_lane(loads, lane, lanes) for lane in range(lanes)], cores)
     phases = [phase for load in loads for phase in load.phases]
-    return Step(
+    return SimulatedStep(
         now,
         (compute.forward + compute.backward + compute.optimizer) * max(1.0, threads / cores),
         sum(phase.seconds for phase in phases),
@@ -217,7 +217,7 @@ def run_local_steps(
     cores: float = math.inf,
     threads: int = 1,
     lanes: int = 1,
-) -> Step:
+) -> SimulatedStep:
     """Return the mean step of a period of local steps, in which each bucket is sent once or more; it has no spans.
 
     The computing thread takes whole steps without waiting. At the end of a step it makes that step's buckets ready,
@@ -257,7 +257,7 @@ def run_local_steps(
         busy[place % lanes] += phase.seconds
         if phase.link is not None:
             busy[phase.link] += phase.seconds * phase.share
-    return Step(
+    return SimulatedStep(
         max(end - events["period", periods - 2], *busy.values(), 0.0) / len(leaving),
         (compute.forward + compute.backward + compute.optimizer) * max(1.0, threads / cores),
         sum(phase.seconds for _, phase in phases) / len(leaving),

@@ -34,7 +34,7 @@ from .base import Transport
 from .links.base import damaged
 from .links.introduction import PATIENCE, Reception, introduce
 
-__all__ = ["Center", "Connection", "connect", "damaged"]
+__all__ = ["Center", "StarConnection", "connect", "damaged"]
 
 # Length and checksum of a message, then a checksum of these two.
 _PREFIX = struct.Struct("<III")
@@ -56,7 +56,7 @@ _NO_LONGER = struct.pack("@ll", 0, 50_000)
 _WORTH_A_CALL = 16 << 10
 
 
-class Connection:
+class StarConnection:
     """One end of the connection between two ranks. At most one thread sends and one thread receives at a time.
 
     Attributes:
@@ -170,7 +170,7 @@ class Connection:
         return message
 
 
-_live: weakref.WeakSet[Connection] = weakref.WeakSet()
+_live: weakref.WeakSet[StarConnection] = weakref.WeakSet()
 
 
 def _begin_child() -> None:
@@ -189,7 +189,7 @@ class Center:
         connections: the connections by rank.
     """
 
-    def __init__(self, connections: dict[int, Connection]) -> None:
+    def __init__(self, connections: dict[int, StarConnection]) -> None:
         self.connections = connections
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -230,8 +230,8 @@ def _prefix(message: bytes) -> bytes:
     return facts + struct.pack("<I", zlib.crc32(facts))
 
 
-def connect(transport: Transport) -> Center | Connection:
-    """Return a ``Center`` on rank 0, a ``Connection`` to rank 0 on others. All ranks of ``transport`` call it together.
+def connect(transport: Transport) -> Center | StarConnection:
+    """Return a ``Center`` on rank 0, a ``StarConnection`` to it on others. All ranks of ``transport`` call it together.
 
     Raises:
         TransportError: a rank cannot reach rank 0, or did not come within the transport's timeout.
@@ -247,7 +247,7 @@ def connect(transport: Transport) -> Center | Connection:
         letter = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         transport.broadcast(letter, 0)
         near = hosts[transport.rank] == hosts[0]
-        return Connection(_call(_Address.read(letter), transport.rank, near=near, deadline=deadline))
+        return StarConnection(_call(_Address.read(letter), transport.rank, near=near, deadline=deadline))
     nonce = secrets.token_bytes(16)
     secret = shared_secret(_PURPOSE, nonce)
     name = f"fusionlayer-{secrets.token_hex(8)}"
@@ -264,13 +264,13 @@ def connect(transport: Transport) -> Center | Connection:
             reception.close()
 
 
-def _receive(reception: Reception, size: int, deadline: float, timeout: float) -> dict[int, Connection]:
+def _receive(reception: Reception, size: int, deadline: float, timeout: float) -> dict[int, StarConnection]:
     """Return the connections of all other ranks.
 
     Raises:
         TransportError: some did not come until ``deadline``, ``timeout`` seconds after the start.
     """
-    ends: dict[int, Connection] = {}
+    ends: dict[int, StarConnection] = {}
     while len(ends) < size - 1:
         now = time.monotonic()
         if now > deadline:
@@ -281,7 +281,7 @@ def _receive(reception: Reception, size: int, deadline: float, timeout: float) -
         for rank, end, _ in reception.admit(min(deadline - now, 0.5)):
             if rank in ends:  # its earlier call took too long for it
                 ends[rank].close()
-            ends[rank] = Connection(end)
+            ends[rank] = StarConnection(end)
     return ends
 
 

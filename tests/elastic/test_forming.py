@@ -14,7 +14,7 @@ from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import forming as elastic_forming
 from fusionlayer.elastic.desk import open_store
 from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former, ask_to_join
-from fusionlayer.elastic.generation import Address, Generation, Member, Report, encode_member
+from fusionlayer.elastic.generation import Generation, Member, MemberAddress, MemberReport, encode_member
 from fusionlayer.process.processes import Identity
 from tests.loops import looped
 from tests.transport.relays import Relay
@@ -33,7 +33,7 @@ class Desk:
         self.next: list[Any] = []
         self.former = Former(self.me, self.store, timeout, self._open_next)
 
-    def _open_next(self) -> Address:
+    def _open_next(self) -> MemberAddress:
         store, where = open_store(True, PATIENCE)
         self.next.append(store)
         return where
@@ -55,7 +55,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         return [each.result(timeout=180) for each in [pool.submit(call) for call in calls]]
 
 
-def forming(desk: Desk, report: Report, blamed: tuple[str, ...] = ()) -> Callable[[], Generation]:
+def forming(desk: Desk, report: MemberReport, blamed: tuple[str, ...] = ()) -> Callable[[], Generation]:
     return lambda: desk.former.form(report, blamed)
 
 
@@ -68,7 +68,7 @@ def test_those_who_are_left_form_the_next_generation_in_their_order(lost: int) -
     desks, first = begun(4)
     desks[lost].close()
     left = [desk for desk in desks if desk.store is not None]
-    found = at_once(*(forming(desk, Report(first, 7, False)) for desk in left))
+    found = at_once(*(forming(desk, MemberReport(first, 7, False)) for desk in left))
     assert {each.encode() for each in found} == {found[0].encode()}
     assert ids(found[0]) == [desk.me.id for desk in left] and found[0].number == 1 and found[0].done == 7
 
@@ -76,7 +76,7 @@ def test_those_who_are_left_form_the_next_generation_in_their_order(lost: int) -
 def test_a_step_counts_if_one_who_is_left_has_its_results_and_who_lacks_them_is_known_to_all() -> None:
     desks, first = begun(3)
     for done, counts, behind in (((8, 8, 8), 8, ()), ((8, 7, 7), 8, ("m1", "m2")), ((7, 7, 7), 7, ())):
-        reports = [Report(first, each, False) for each in done]
+        reports = [MemberReport(first, each, False) for each in done]
         found = at_once(*(forming(desk, report) for desk, report in zip(desks, reports, strict=True)))
         assert [(each.done, each.behind) for each in found] == [(counts, behind)] * 3
         first = found[0]
@@ -87,7 +87,7 @@ def test_nobody_joins_while_a_member_lacks_results() -> None:
     guest = Desk(9)
     number = desks[0].store.add(TICKETS, 1)
     desks[0].store.set(f"knock/{number}", encode_member(guest.me))
-    reports = Report(first, 5, True), Report(first, 4, True)
+    reports = MemberReport(first, 5, True), MemberReport(first, 4, True)
     found = at_once(*(forming(desk, report) for desk, report in zip(desks, reports, strict=True)))
     assert [(ids(each), each.behind) for each in found] == [(["m0", "m1"], ("m1",))] * 2
 
@@ -96,9 +96,9 @@ def test_nobody_joins_while_a_member_lacks_results() -> None:
 def test_a_leader_that_is_lost_before_all_have_read_is_followed_by_the_next(reader: int) -> None:
     """One rank has read the generation that rank 0 has formed; the others, with the next leader, know an older one."""
     desks, first = begun(4)
-    formed = at_once(*(forming(desk, Report(first, 3, False)) for desk in desks))[0]
+    formed = at_once(*(forming(desk, MemberReport(first, 3, False)) for desk in desks))[0]
     desks[0].close()
-    found = at_once(*(forming(desks[n], Report(formed if n == reader else first, 3, False)) for n in (2, 1, 3)))
+    found = at_once(*(forming(desks[n], MemberReport(formed if n == reader else first, 3, False)) for n in (2, 1, 3)))
     assert {each.number for each in found} == {2} and all(ids(each) == ["m1", "m2", "m3"] for each in found)
 
 
@@ -110,9 +110,9 @@ def test_a_process_joins_when_all_are_between_two_steps_and_not_before() -> None
     joining.start()
     while not desks[0].former.has_visitors():
         pass
-    first = at_once(*(forming(desk, Report(first, 4, False)) for desk in desks))[0]
+    first = at_once(*(forming(desk, MemberReport(first, 4, False)) for desk in desks))[0]
     assert ids(first) == ["m0", "m1"] and desks[0].former.has_visitors()
-    found = at_once(*(forming(desk, Report(first, 5, True)) for desk in desks))
+    found = at_once(*(forming(desk, MemberReport(first, 5, True)) for desk in desks))
     joining.join(180)
     assert {each.encode() for each in [*found, *joined]} == {found[0].encode()} and joined
     assert ids(found[0]) == ["m0", "m1", "m9"] and found[0].fresh == ("m9",) and found[0].done == 5
@@ -141,7 +141,7 @@ def test_a_leader_that_is_stopped_while_others_report_is_left_out_by_more_than_h
 
     relay.alter = swallow
     first = replace(first, members=tuple(desk.me for desk in desks))
-    found = at_once(*(forming(desk, Report(first, 7, False), blamed=("m0",)) for desk in desks[1:]))
+    found = at_once(*(forming(desk, MemberReport(first, 7, False), blamed=("m0",)) for desk in desks[1:]))
     relay.close()
     assert len(reported) == 2
     assert {each.encode() for each in found} == {found[0].encode()}
@@ -165,10 +165,10 @@ def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half(
     def come_late() -> Generation:
         assert skipped.wait(180)
         gate.set()
-        return desks[0].former.form(Report(first, 6, False))
+        return desks[0].former.form(MemberReport(first, 6, False))
 
     desks[1].former._lead = note  # type: ignore[assignment, method-assign]
-    found = at_once(come_late, forming(desks[1], Report(first, 7, False)))
+    found = at_once(come_late, forming(desks[1], MemberReport(first, 7, False)))
     relay.close()
     assert {each.encode() for each in found} == {found[0].encode()}
     assert ids(found[0]) == ["m0", "m1"] and found[0].done == 7 and found[0].behind == ("m0",)
@@ -177,18 +177,18 @@ def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half(
 def test_no_more_than_half_do_not_go_on_if_nobody_knows_what_became_of_the_others() -> None:
     desks, first = begun(2, timeout=0.5)  # the other is silent, and its port is open
     with pytest.raises(TransportError, match="1 of 2 members are left, and nobody knows whether the others go on"):
-        desks[0].former.form(Report(first, 1, False))
+        desks[0].former.form(MemberReport(first, 1, False))
     desks[1].close()
     desks[0].former._ends._refused.clear()
-    assert ids(desks[0].former.form(Report(first, 1, False))) == ["m0"]
+    assert ids(desks[0].former.form(MemberReport(first, 1, False))) == ["m0"]
 
 
 def test_who_was_left_out_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic_forming, "_BLAMED", 0.0)
     desks, first = begun(3)
-    at_once(*(forming(desk, Report(first, 1, False), blamed=("m2",)) for desk in desks[:2]))
+    at_once(*(forming(desk, MemberReport(first, 1, False), blamed=("m2",)) for desk in desks[:2]))
     with pytest.raises(Final, match="generation 1 of the job goes on without this process"):
-        desks[2].former.form(Report(first, 1, False))
+        desks[2].former.form(MemberReport(first, 1, False))
 
 
 def test_nobody_goes_on_without_a_member_that_has_the_state() -> None:
@@ -196,7 +196,7 @@ def test_nobody_goes_on_without_a_member_that_has_the_state() -> None:
     first = replace(first, fresh=("m1",))
     desks[0].close()
     with pytest.raises(Final, match="nobody is left that has the job's state"):
-        desks[1].former.form(Report(first, -1, True))
+        desks[1].former.form(MemberReport(first, -1, True))
 
 
 @looped("text", ["", "{}", "[1]", '{"generation": 3}', "\\x00", '{"number": 0, "members": 7}'])
@@ -204,4 +204,4 @@ def test_what_makes_no_sense_is_told(text: str) -> None:
     with pytest.raises(TransportError, match="makes no sense"):
         Generation.decode(text)
     with pytest.raises(TransportError, match="makes no sense"):
-        Report.decode(text)
+        MemberReport.decode(text)

@@ -23,7 +23,7 @@ from fusionlayer.health.heartbeat import Heartbeat
 from fusionlayer.health.inquiry import Inquiry, Position
 from fusionlayer.health.judge import Evidence, verdict
 from fusionlayer.health.processes import Culprits, Processes
-from fusionlayer.health.state import Channel, Finding, State, encode
+from fusionlayer.health.state import ChannelState, Finding, RankState, encode
 from fusionlayer.health.store import StatusKeys, lost_store
 from fusionlayer.process.processes import Identity
 from fusionlayer.transport.linked import key_of
@@ -160,7 +160,7 @@ def write(keys: StatusKeys, serial: int, sequence: int, call: Call | None, *rece
     """Write a state, whose last calls are ``recent``."""
     first = sequence - len(recent) + 1
     channel = Position(sequence, call, 0.0, tuple(enumerate(recent, first))).channel
-    keys.write(State(keys.rank, Identity.own(), serial, life, channels={"": channel}))
+    keys.write(RankState(keys.rank, Identity.own(), serial, life, channels={"": channel}))
 
 
 def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
@@ -294,7 +294,7 @@ def test_a_rank_that_has_gone_explains_a_silent_store_only_if_it_keeps_it(
     assert watch.judge_here(is_silent=silent).ranks == blamed
 
 
-RIGHT = json.loads(encode(State(1, Identity.own(), 9, channels={"": Channel((), 1, 0, Call("exchange"))})))
+RIGHT = json.loads(encode(RankState(1, Identity.own(), 9, channels={"": ChannelState((), 1, 0, Call("exchange"))})))
 GARBAGE = [
     b"",
     b"{",

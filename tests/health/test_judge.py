@@ -13,9 +13,9 @@ from fusionlayer.health.calls import Call
 from fusionlayer.health.judge import judge
 from fusionlayer.health.recorder import Recorder, _blocks
 from fusionlayer.health.reporter import Reporter
-from fusionlayer.health.state import BLOCK, Channel, Link, State, decode, encode
+from fusionlayer.health.state import BLOCK, ChannelState, LinkState, RankState, decode, encode
 from fusionlayer.health.store import StatusKeys
-from fusionlayer.health.tcp import Counters, Links
+from fusionlayer.health.tcp import Links, TcpCounters
 from fusionlayer.health.waits import UsualWait
 from fusionlayer.process.processes import Identity
 from tests.loops import looped
@@ -26,11 +26,11 @@ ME = Identity.own()
 CALL = Call("all_reduce of (4) float32")
 
 
-def ranks(*entered: int, done: int = 7, where: str = "train.py:9") -> dict[int, State]:
+def ranks(*entered: int, done: int = 7, where: str = "train.py:9") -> dict[int, RankState]:
     """Return ranks of one group; those that have entered more calls than are done have waited for long."""
     every = tuple(range(len(entered)))
     return {
-        rank: State(
+        rank: RankState(
             rank,
             ME,
             1,
@@ -39,14 +39,14 @@ def ranks(*entered: int, done: int = 7, where: str = "train.py:9") -> dict[int, 
             doing="is in all_reduce" if calls > done else "is",
             where=where if calls > done else f"data.py:{rank}",
             channels={
-                "group 0": Channel(every, calls, done, Call("all_reduce of (4) float32") if calls > done else None)
+                "group 0": ChannelState(every, calls, done, Call("all_reduce of (4) float32") if calls > done else None)
             },
         )
         for rank, calls in enumerate(entered)
     }
 
 
-def with_calls(states: dict[int, State], *whats: str, first: int = 7) -> dict[int, State]:
+def with_calls(states: dict[int, RankState], *whats: str, first: int = 7) -> dict[int, RankState]:
     """Return the ranks with the calls that each has made, "a, b"."""
     found = {}
     for (rank, state), what in zip(states.items(), whats, strict=True):
@@ -133,7 +133,7 @@ def test_lines_that_come_after_a_conflict_was_reported_are_reported_too(tmp_path
 
 def test_who_waits_for_another_is_not_blamed() -> None:
     states = ranks(8, 7, 7)
-    other = Channel((1, 2), 3, 2, Call("all_gather of (2) float32"))
+    other = ChannelState((1, 2), 3, 2, Call("all_gather of (2) float32"))
     states[1] = replace(states[1], waits=True, channels={**states[1].channels, "group 1": other})
     states[2] = replace(states[2], channels={**states[2].channels, "group 1": replace(other, entered=2)})
     assert [found.ranks for found in judge(states, {})] == [(2,)]
@@ -141,7 +141,7 @@ def test_who_waits_for_another_is_not_blamed() -> None:
 
 def test_ranks_that_wait_for_each_other_are_told_so() -> None:
     states = ranks(8, 7)
-    group = Channel((0, 1), 4, 3, Call("barrier"))
+    group = ChannelState((0, 1), 4, 3, Call("barrier"))
     states[0] = replace(states[0], channels={**states[0].channels, "group 1": replace(group, entered=3)})
     states[1] = replace(states[1], waits=True, channels={**states[1].channels, "group 1": group})
     (found,) = judge(states, {})
@@ -150,7 +150,7 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
 
 def test_of_ranks_that_wait_for_each_other_the_one_in_another_group_is_odd() -> None:
     states = ranks(8, 7, 8)
-    group = Channel((0, 1, 2), 4, 3, Call("barrier"))
+    group = ChannelState((0, 1, 2), 4, 3, Call("barrier"))
     for rank, state in states.items():
         mine = group if rank == 1 else replace(group, entered=3)
         states[rank] = replace(state, waits=True, channels={**state.channels, "group 1": mine})
@@ -158,14 +158,14 @@ def test_of_ranks_that_wait_for_each_other_the_one_in_another_group_is_odd() -> 
     assert (found.kind, found.ranks) == ("conflict", (1,)) and "calls: rank 1" in found.text
 
 
-def linked(slow: dict[int, int], held_up: dict[int, tuple[int, ...]]) -> dict[int, State]:
+def linked(slow: dict[int, int], held_up: dict[int, tuple[int, ...]]) -> dict[int, RankState]:
     """Return ranks that wait in one call, of which some have a slow link to another, or connections that wait."""
     states = ranks(8, 8, 8)
     return {
         rank: replace(
             state,
             ends=(f"10.0.0.{rank}:1",),
-            links=tuple(Link("here", f"10.0.0.{to}:1", 1e6, 1e7) for of, to in slow.items() if of == rank),
+            links=tuple(LinkState("here", f"10.0.0.{to}:1", 1e6, 1e7) for of, to in slow.items() if of == rank),
             held_up=tuple(f"10.0.0.{to}:1" for to in held_up.get(rank, ())),
         )
         for rank, state in states.items()
@@ -191,10 +191,10 @@ def test_connections_whose_round_trips_become_long_are_told_while_data_go() -> N
     trips = [0.001, 0.001, 0.0012, 0.05, 0.05, 0.001]
     told = []
     for number, trip in enumerate(trips):
-        links.look(float(number), {ends: Counters((number + 1) << 20, 0, 0.1 * number, trip)})
+        links.look(float(number), {ends: TcpCounters((number + 1) << 20, 0, 0.1 * number, trip)})
         told.append(links.held_up)
     assert told == [(), (), (), (ends[1],), (ends[1],), ()]
-    links.look(9.0, {ends: Counters(6 << 20, 0, 0.6, 0.05)})
+    links.look(9.0, {ends: TcpCounters(6 << 20, 0, 0.6, 0.05)})
     assert links.held_up == (), "nothing was sent"
 
 
@@ -205,7 +205,7 @@ def test_a_link_is_slow_only_while_it_has_much_to_send() -> None:
         for number in range(12):  # 10 MB/s, and then a tenth of that
             share, rate = (1.0, 10 * mega) if number < 6 else (busy, mega)
             sent, spent = sent + int(rate * share), spent + share
-            found.append(bool(links.look(float(number), {ends: Counters(sent, 0, spent)})))
+            found.append(bool(links.look(float(number), {ends: TcpCounters(sent, 0, spent)})))
         assert not any(found[:6]) and found[-1] == is_slow, busy
 
 
@@ -220,7 +220,7 @@ def test_groups_whose_names_come_late_are_looked_for_at_the_end(monkeypatch: pyt
     assert "group 0" not in recorder.progress()
     entry["process_group"] = ("0", "default_pg")
     assert "group 0" not in recorder.progress()
-    assert recorder.progress(anew=True)["group 0"] == Channel((0, 1), 3, 2)
+    assert recorder.progress(anew=True)["group 0"] == ChannelState((0, 1), 3, 2)
 
 
 def test_a_receive_blames_the_rank_that_it_waits_for() -> None:

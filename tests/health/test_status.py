@@ -14,7 +14,7 @@ from fusionlayer.cli import main
 from fusionlayer.health import report as status_file
 from fusionlayer.health.calls import Call
 from fusionlayer.health.report import Report
-from fusionlayer.health.state import Channel, Finding, State
+from fusionlayer.health.state import ChannelState, Finding, RankState
 from fusionlayer.process.processes import Identity
 
 pytestmark = pytest.mark.short
@@ -25,7 +25,7 @@ ME = Identity.own()
 def report(**more: object) -> Report:
     """Return the report of a job in which rank 1 is late."""
     states = [
-        State(
+        RankState(
             rank,
             ME,
             3,
@@ -33,7 +33,7 @@ def report(**more: object) -> Report:
             waits=rank != 1,
             doing="waits for data" if rank == 1 else "is in all_reduce",
             where="examples/a_long_folder/train_a_large_model.py:31",
-            channels={"group 0": Channel((0, 1, 2), 58 - (rank == 1), 57, Call("all_reduce of (4160) float32"))},
+            channels={"group 0": ChannelState((0, 1, 2), 58 - (rank == 1), 57, Call("all_reduce of (4160) float32"))},
             counts={"steps": 57.0, "bytes_sent": 3.1e9},
         )
         for rank in range(3)

@@ -11,7 +11,7 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.collective_phases import ALGORITHMS, Phase, message_phases
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
-from fusionlayer.planning.simulation import Compute, Load, Step, run_step
+from fusionlayer.planning.simulation import Compute, Load, SimulatedStep, run_step
 
 pytestmark = pytest.mark.short
 
@@ -30,7 +30,7 @@ def load(ready: float, *phases: Phase, used: float = 0.0) -> Load:
     return Load(ready, used, 1.0, phases)
 
 
-def travels(step: Step) -> tuple[tuple[float, float], ...]:
+def travels(step: SimulatedStep) -> tuple[tuple[float, float], ...]:
     """Return when each bucket began and ended to travel."""
     return tuple((span.start, span.end) for span in step.spans)
 
@@ -201,7 +201,7 @@ def solve(
     workers: int = 2,
     beta: float = 1e-6,
     copy: AlphaBeta = COPY,
-) -> tuple[Step, list[Load]]:
+) -> tuple[SimulatedStep, list[Load]]:
     link = LinkCost(1e-4, 1e-5, 1e-9, AlphaBeta(1e-4, beta), AlphaBeta(2e-4, beta))
     cluster = Cluster(workers, link, cores=cores)
     loads = [

@@ -14,7 +14,7 @@ from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, Cost, LinkCost
 from fusionlayer.planning.prediction import PlannedBucket, predict
 from fusionlayer.planning.profile import Gradient, Model
-from fusionlayer.planning.simulation import Step
+from fusionlayer.planning.simulation import SimulatedStep
 from fusionlayer.scheduler.planners import StepCosts
 
 __all__ = ["costs_of", "steps", "tensors_of", "timeline"]
@@ -38,7 +38,7 @@ def costs_of(
     return StepCosts(by_name, encode, decode, communicate, communicate(1), ahead, disturbance)
 
 
-def timeline(tensors: Sequence[TensorInfo], runs: Sequence[Sequence[str]], costs: StepCosts) -> Step:
+def timeline(tensors: Sequence[TensorInfo], runs: Sequence[Sequence[str]], costs: StepCosts) -> SimulatedStep:
     """Return what is predicted of a plan: a timeline from the start of backward to the last result."""
     encode, decode, sum_of_two, communicate = (
         _as_cost(cost) for cost in (costs.encode, costs.decode, lambda n: costs.decode(n / 2), costs.communicate)

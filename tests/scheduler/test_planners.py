@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.cost_model import AlphaBeta
-from fusionlayer.planning.simulation import SimulatedSpan, Step
+from fusionlayer.planning.simulation import SimulatedSpan, SimulatedStep
 from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._costs import Pipeline
@@ -127,7 +127,7 @@ def ends_of(runs: list[list[TensorInfo]]) -> list[int]:
     return [sum(map(len, runs[: i + 1])) for i in range(len(runs))]
 
 
-def prediction(name: str, step: tuple[list[TensorInfo], StepCosts], **options: object) -> Step:
+def prediction(name: str, step: tuple[list[TensorInfo], StepCosts], **options: object) -> SimulatedStep:
     tensors, costs = step
     runs = planners.get(name, **options)(tensors, costs)
     return timeline(tensors, [[tensor.name for tensor in run] for run in runs], costs)

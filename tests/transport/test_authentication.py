@@ -183,12 +183,12 @@ def test_both_ends_have_the_same_keys_and_no_two_connections_do() -> None:
             mine: list[object] = []
             thread = threading.Thread(target=lambda: mine.append(call()))  # noqa: B023
             thread.start()
-            admitted: list[tuple[int, socket.socket, introduction.Keys]] = []
+            admitted: list[tuple[int, socket.socket, introduction.ConnectionKeys]] = []
             while not admitted:
                 admitted = reception.admit(1)
             thread.join()
             number, end, theirs = admitted[0]
-            assert number == 4 and mine == [introduction.Keys(theirs.receiving, theirs.sending)]
+            assert number == 4 and mine == [introduction.ConnectionKeys(theirs.receiving, theirs.sending)]
             seen |= {theirs.sending, theirs.receiving}
             end.close()
             ends[0].close()
@@ -226,8 +226,8 @@ def test_encrypted_bytes_that_were_changed_end_the_call_and_name_the_peer() -> N
 def test_tls_needs_the_key_of_the_connection_on_both_ends() -> None:
     with links(encrypt=True) as (made, _), socket.create_server(("127.0.0.1", 0)) as listener:
         far = socket.create_connection(listener.getsockname())
-        made[0].add(1, 0, listener.accept()[0].detach(), introduction.Keys(MINE, THEIRS))
-        made[1].add(0, 0, far.detach(), introduction.Keys(alter(THEIRS, 5), MINE))
+        made[0].add(1, 0, listener.accept()[0].detach(), introduction.ConnectionKeys(MINE, THEIRS))
+        made[1].add(0, 0, far.detach(), introduction.ConnectionKeys(alter(THEIRS, 5), MINE))
 
         def fail(rank: int) -> None:
             with pytest.raises(LinkError, match=f"{REFUSED}|its connections are lost"):
@@ -245,7 +245,9 @@ def test_a_certificate_does_not_stand_in_for_the_key(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with links(encrypt=True) as (made, _), socket.create_server(("127.0.0.1", 0)) as listener:
-        made[1].add(0, 0, socket.create_connection(listener.getsockname()).detach(), introduction.Keys(MINE, THEIRS))
+        made[1].add(
+            0, 0, socket.create_connection(listener.getsockname()).detach(), introduction.ConnectionKeys(MINE, THEIRS)
+        )
         end = listener.accept()[0]
 
         def pretend() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusionlayer.base.errors import ConfigError, TransportError, UsageError
 from fusionlayer.health.monitor import STORE_PATIENCE
-from fusionlayer.health.state import State
+from fusionlayer.health.state import RankState
 from fusionlayer.health.store import StatusKeys
 from fusionlayer.launch import stores
 from fusionlayer.transport import C10dTransport, Transport, linked
@@ -85,7 +85,7 @@ def meet_by_a_slow_store(rank: int, world: int, port: int, store_rank: int) -> f
     first = C10dTransport(timeout=TIMEOUT)
     read_states = StatusKeys.read_all
 
-    def read_slowly(keys: StatusKeys, ranks: Sequence[int]) -> dict[int, State]:
+    def read_slowly(keys: StatusKeys, ranks: Sequence[int]) -> dict[int, RankState]:
         os.kill(store_rank, signal.SIGSTOP)
         threading.Timer(1.5 * STORE_PATIENCE, os.kill, (store_rank, signal.SIGCONT)).start()
         return read_states(keys, ranks)

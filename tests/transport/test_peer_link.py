@@ -313,5 +313,5 @@ def test_many_counters_go_to_the_driver_in_several_calls(host: Host) -> None:
 def test_the_driver_is_declared_as_by_cuda() -> None:
     options = ("-xc", "-std=gnu11", "-fsyntax-only", "-Wall", "-Werror", "-DWITH_CUDA_H", f"-I{CUDA}")
     subprocess.run([find_compiler(), *options, str(SOURCE)], check=True)
-    assert ctypes.sizeof(copy_engines._Operation) == 48
-    assert [getattr(copy_engines._Operation, n).offset for n in ("address", "value", "flags")] == [8, 16, 24]
+    assert ctypes.sizeof(copy_engines._CopyOperation) == 48
+    assert [getattr(copy_engines._CopyOperation, n).offset for n in ("address", "value", "flags")] == [8, 16, 24]

@@ -262,7 +262,7 @@ def raw(link: SocketLink, index: int) -> Iterator[socket.socket]:
 
 
 # A link adds them only where it is sealed.
-KEYS = introduction.Keys(bytes(range(32)), bytes(range(32, 64)))
+KEYS = introduction.ConnectionKeys(bytes(range(32)), bytes(range(32, 64)))
 
 
 NONSENSE = {

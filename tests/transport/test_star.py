@@ -15,7 +15,7 @@ import pytest
 
 from fusionlayer.transport import Transport, star
 from fusionlayer.transport.links import introduction
-from fusionlayer.transport.star import Center, Connection, connect
+from fusionlayer.transport.star import Center, StarConnection, connect
 from tests.loops import looped
 from tests.ranks import over_threads
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.short
 def test_messages_of_any_length_and_a_peer_that_goes() -> None:
     def body(transport: Transport) -> list[str]:
         end = connect(transport)
-        if isinstance(end, Connection):
+        if isinstance(end, StarConnection):
             end.send(b"", bytes([transport.rank]) * 300_000)
             assert end.receive() == b"answer"
             end.close()
@@ -50,16 +50,16 @@ def test_messages_of_any_length_and_a_peer_that_goes() -> None:
 
 
 def framed(message: bytes) -> bytes:
-    """Return the bytes that ``Connection.send`` sends."""
+    """Return the bytes that ``StarConnection.send`` sends."""
     near, far = socket.socketpair()
     with near, far:
-        Connection(near).send(message)
+        StarConnection(near).send(message)
         return far.recv(1 << 20)
 
 
 def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() -> None:
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
-    center = Center({rank: Connection(near) for rank, (near, _) in pairs.items()})
+    center = Center({rank: StarConnection(near) for rank, (near, _) in pairs.items()})
     message = bytes(range(256)) * 300
     stopped = framed(message)
     pairs[1][1].sendall(stopped[:30_000])
@@ -73,7 +73,7 @@ def test_a_rank_that_stops_in_a_message_does_not_keep_others_from_being_heard() 
                 heard[who] += messages or []
         return heard[rank].pop()
 
-    Connection(pairs[2][1]).send(b"early")
+    StarConnection(pairs[2][1]).send(b"early")
     assert listen(2) == b"early" and not heard[1]
     pairs[1][1].sendall(stopped[40_000:] + framed(b"on"))
     assert listen(1) == message
@@ -92,7 +92,7 @@ def test_a_flipped_bit_in_a_message_is_damage_and_nobody_waits_for_the_rest(at: 
             sent = bytearray(framed(b"before") + framed(bytes(3000)))
             sent[len(framed(b"before")) + at] ^= 1
             near.sendall(sent)
-            connection = Connection(far)
+            connection = StarConnection(far)
             if hear == "receive":
                 assert connection.receive() == b"before" and connection.receive() is None
             else:
@@ -168,7 +168,7 @@ def test_a_length_takes_no_memory() -> None:
     far.sendall(facts + struct.pack("<I", zlib.crc32(facts)) + b"abc")
     far.close()
     tracemalloc.start()
-    assert Connection(near).receive() is None
+    assert StarConnection(near).receive() is None
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
     near.close()

@@ -27,7 +27,7 @@ from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import forming
 from fusionlayer.elastic.desk import open_store, reach, sealed
 from fusionlayer.elastic.forming import KNOCKS, PATIENCE, ROSTER, TICKETS, Former
-from fusionlayer.elastic.generation import Generation, Member, Report, encode_member
+from fusionlayer.elastic.generation import Generation, Member, MemberReport, encode_member
 from fusionlayer.launch import RankInfo, meeting, stores
 from fusionlayer.process.processes import Identity
 from fusionlayer.transport import Transport, c10d, star
@@ -231,7 +231,7 @@ def begun() -> tuple[list[Former], list[Any], Generation, list[Any]]:
 
 
 def form(formers: list[Former], first: Generation, between: bool = True) -> Generation:
-    found = at_once(*(partial(each.form, Report(first, 3, between)) for each in formers))
+    found = at_once(*(partial(each.form, MemberReport(first, 3, between)) for each in formers))
     assert len({each.encode() for each in found}) == 1, found
     return found[0]  # type: ignore[no-any-return]
 

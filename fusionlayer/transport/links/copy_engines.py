@@ -23,7 +23,7 @@ _AT_LEAST, _ORDERED = 0, 0
 _MOST = 255
 
 
-class _Operation(ctypes.Structure):
+class _CopyOperation(ctypes.Structure):
     """``CUstreamBatchMemOpParams``: its writes and waits have the same fields, and a union of six words around them."""
 
     _fields_ = (
@@ -58,7 +58,7 @@ class CopyEngines:
             driver.cuStreamBatchMemOp_v2,
             ctypes.c_void_p,
             ctypes.c_uint,
-            ctypes.POINTER(_Operation),
+            ctypes.POINTER(_CopyOperation),
             ctypes.c_uint,
         )
         self._register = _declared(driver.cuMemHostRegister_v2, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
@@ -93,11 +93,11 @@ class CopyEngines:
             writes: address and number.
             waits: address and number, which is less than 2 ** 63.
         """
-        operations = [_Operation(_WRITE_32, address, value, _ORDERED) for address, value in writes]
-        operations += [_Operation(_WAIT_64, address, value, _AT_LEAST) for address, value in waits]
+        operations = [_CopyOperation(_WRITE_32, address, value, _ORDERED) for address, value in writes]
+        operations += [_CopyOperation(_WAIT_64, address, value, _AT_LEAST) for address, value in waits]
         for start in range(0, len(operations), _MOST):
             batch = operations[start : start + _MOST]
-            array = (_Operation * len(batch))(*batch)
+            array = (_CopyOperation * len(batch))(*batch)
             self._check("cuStreamBatchMemOp", self._batch(stream, len(batch), array, 0))
 
     def _check(self, what: str, status: int) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ...base.secrets import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
 from ...base.secrets import Keys as BothKeys
 
-__all__ = ["PATIENCE", "Keys", "Reception", "introduce", "is_exhausted"]
+__all__ = ["PATIENCE", "ConnectionKeys", "Reception", "introduce", "is_exhausted"]
 
 # Numbers of the caller and of the host.
 _NUMBERS = struct.Struct("<II")
@@ -39,7 +39,7 @@ def is_exhausted(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Keys(NamedTuple):
+class ConnectionKeys(NamedTuple):
     """Keys of one connection, which only its two ends know; 32 bytes each.
 
     Attributes:
@@ -91,9 +91,9 @@ class Reception:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def admit(self, patience: float) -> list[tuple[int, socket.socket, Keys]]:
+    def admit(self, patience: float) -> list[tuple[int, socket.socket, ConnectionKeys]]:
         """Wait for ``patience`` seconds at most; return callers' numbers, connections that are the job's, and keys."""
-        admitted: list[tuple[int, socket.socket, Keys]] = []
+        admitted: list[tuple[int, socket.socket, ConnectionKeys]] = []
         now = time.monotonic()
         for caller in [caller for caller in self._callers.values() if caller.until < now]:
             self._send_away(caller)
@@ -147,7 +147,7 @@ class Reception:
         else:
             time.sleep(_NO_DESCRIPTOR_SECONDS)
 
-    def _listen_to(self, caller: _Caller) -> list[tuple[int, socket.socket, Keys]]:
+    def _listen_to(self, caller: _Caller) -> list[tuple[int, socket.socket, ConnectionKeys]]:
         try:
             heard = caller.end.recv(_HELLO.size - len(caller.heard))
         except BlockingIOError:
@@ -173,7 +173,7 @@ class Reception:
             caller.end.close()
             return []
         both = BothKeys.derive(self._secret, said)
-        return [(number, caller.end, Keys(both.host, both.caller))]
+        return [(number, caller.end, ConnectionKeys(both.host, both.caller))]
 
     def _send_away(self, caller: _Caller) -> None:
         self._selector.unregister(caller.end)
@@ -181,7 +181,7 @@ class Reception:
         caller.end.close()
 
 
-def introduce(end: socket.socket, secret: bytes, number: int, deadline: float, host: int = 0) -> Keys | None:
+def introduce(end: socket.socket, secret: bytes, number: int, deadline: float, host: int = 0) -> ConnectionKeys | None:
     """Prove to the ``Reception`` of ``host`` that this is caller ``number``; return the connection's keys.
 
     Returns:
@@ -208,4 +208,4 @@ def introduce(end: socket.socket, secret: bytes, number: int, deadline: float, h
     if not is_proof(read(PROOF_BYTES), secret, b"host", said):
         return None
     both = BothKeys.derive(secret, said)
-    return Keys(both.caller, both.host)
+    return ConnectionKeys(both.caller, both.host)

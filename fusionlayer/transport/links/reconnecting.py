@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ...process.interfaces import family_of
 from .base import LinkError
-from .introduction import PATIENCE, Keys, Reception, introduce
+from .introduction import PATIENCE, ConnectionKeys, Reception, introduce
 from .socket_options import Place, Told, ways
 
 __all__ = ["Keeper"]
@@ -41,7 +41,7 @@ _DOWN, _UP, _STALLED, _LEFT = range(4)
 class Kept(Protocol):
     """What the keeper needs of a link."""
 
-    def add(self, peer: int, index: int, descriptor: int, keys: Keys) -> None:
+    def add(self, peer: int, index: int, descriptor: int, keys: ConnectionKeys) -> None:
         """Take a connected socket, and the keys that both its ends have."""
 
     def states(self) -> list[list[int]]:

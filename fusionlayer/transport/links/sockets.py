@@ -24,7 +24,7 @@ from ...process.processes import node_name
 from ..rendezvous import Connecting
 from .base import DamagedMessage, LinkError, LinkMessage
 from .exchange import ExchangeLink
-from .introduction import Keys
+from .introduction import ConnectionKeys
 from .reconnecting import Keeper
 from .socket_options import SocketOptions, places
 
@@ -153,7 +153,7 @@ class SocketLink(ExchangeLink):
         left: int = self._library.fl_link_tend(self._handle)
         return left
 
-    def add(self, peer: int, index: int, descriptor: int, keys: Keys) -> None:
+    def add(self, peer: int, index: int, descriptor: int, keys: ConnectionKeys) -> None:
         """Take a connected socket as connection ``index`` to ``peer``, instead of an earlier one. Any thread."""
         given = keys.sending + keys.receiving if self.is_sealed else None
         self._library.fl_link_add(self._handle, peer, index, descriptor, given, self._encrypt)
@@ -204,8 +204,8 @@ class SocketLink(ExchangeLink):
         store.wait([f"sockets/{peer}/up" for peer in range(size)])
 
 
-def _records(messages: Sequence[LinkMessage]) -> ctypes.Array[libraries.LinkMessage]:
-    record = libraries.LinkMessage
+def _records(messages: Sequence[LinkMessage]) -> ctypes.Array[libraries.LinkMessageStruct]:
+    record = libraries.LinkMessageStruct
     return (record * len(messages))(*[record(data.data_ptr(), data.numel(), key, peer) for peer, data, key in messages])
 
 
