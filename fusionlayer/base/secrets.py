@@ -38,7 +38,7 @@ def prove(secret: bytes, role: bytes, heard: bytes) -> bytes:
 
 
 def is_proof(proof: bytes, secret: bytes, role: bytes, heard: bytes) -> bool:
-    """Return whether ``proof`` is that of ``prove``; the time that it takes tells nothing."""
+    """Return whether ``proof`` is that of ``prove``; the time that it takes reveals nothing."""
     return hmac.compare_digest(proof, prove(secret, role, heard))
 
 
@@ -75,7 +75,7 @@ class Keys(NamedTuple):
 class Seal:
     """Tags of the pieces that one end sends, in their order: none can be changed, repeated, left out or moved.
 
-    A tag is HMAC-SHA256 of the piece's number and its SHA-256, cut to 16 bytes. Who sends one piece to many hashes it
+    A tag is HMAC-SHA256 of the piece's number and its SHA-256, cut to 16 bytes. A sender of one piece to many hashes it
     once. Processors have instructions for SHA-256: with them it is twice as fast as keyed BLAKE2b.
 
     Args:

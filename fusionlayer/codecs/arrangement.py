@@ -1,4 +1,4 @@
-"""The order in which blocks of a tensor travel, and the means that are subtracted from them first."""
+"""The order in which blocks of a tensor are sent, and the means that are subtracted from them first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Arrangement"]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The order in which blocks of a tensor travel, and the mean subtracted from each; the same on all ranks.
+    """The order in which blocks of a tensor are sent, and the mean subtracted from each; the same on all ranks.
 
     Attributes:
         numel: elements of the tensor.
         block: elements of a block; the last one is filled up with zeros.
-        order: (m,) int64, for each place the block that travels there; None keeps blocks in place.
+        order: (m,) int64, for each place the block that is sent there; None keeps blocks in place.
         means: (m,) f32, subtracted from each block on every rank; None subtracts nothing.
         ranks: number of ranks that subtract the means.
     """
@@ -29,7 +29,8 @@ class Arrangement:
     ranks: int
 
     def arrange(self, x: Tensor, *, centred: bool = True) -> Tensor:
-        """Return a copy of ``x`` (numel,) in the order of travel, less the means if ``centred``: (m * block,) f32."""
+        """Return a copy of ``x`` (numel,) in the order in which they are sent, less the means if ``centred``: (m *
+        block,) f32."""
         missing = -self.numel % self.block
         rows = torch.nn.functional.pad(x.float(), (0, missing)).view(-1, self.block)
         rows = rows.clone() if self.order is None else rows.index_select(0, self.order)
@@ -41,7 +42,7 @@ class Arrangement:
         return rows.view(-1)
 
     def restore(self, total: Tensor, out: Tensor, *, centred: bool = True) -> None:
-        """Fill ``out`` (numel,) from ``total`` (m * block,) f32, a sum over ranks in the order of travel.
+        """Fill ``out`` (numel,) from ``total`` (m * block,) f32, a sum over ranks in the order in which they are sent.
 
         If ``centred``, the means that the ranks subtracted are added back.
         """

@@ -100,7 +100,7 @@ class Codec(ABC):
         return form or remember(self._forms, (numel, dtype), _wire(self, numel, dtype))
 
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes of ``payload`` (capacity,) must travel: all, unless the codec has variable size."""
+        """Return how many bytes of ``payload`` (capacity,) must be sent: all, unless the codec has variable size."""
         return payload.numel()
 
     @cached_property

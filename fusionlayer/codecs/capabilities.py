@@ -32,7 +32,7 @@ class VariableSizeCodec(Codec):
     """A codec whose messages may use fewer bytes than their capacity."""
 
     def used_bytes(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes of ``payload`` (capacity,) must travel; on CUDA the host waits for the encoder.
+        """Return how many bytes of ``payload`` (capacity,) must be sent; on CUDA the host waits for the encoder.
 
         Raises:
             WireError: the message contradicts itself.
@@ -41,7 +41,7 @@ class VariableSizeCodec(Codec):
 
     @abstractmethod
     def compact(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the bytes of ``payload`` (capacity,), a message of ``numel`` elements, that must travel."""
+        """Return the bytes of ``payload`` (capacity,), a message of ``numel`` elements, that must be sent."""
 
     @abstractmethod
     def expand(self, data: Tensor, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> None:
@@ -65,7 +65,7 @@ class ZippedCodec(VariableSizeCodec):
 
     @abstractmethod
     def static_extent(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes of a payload, from its start, must travel for any data."""
+        """Return how many bytes of a payload, from its start, must be sent for any data."""
 
     @abstractmethod
     def extents(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
@@ -79,7 +79,7 @@ class ZippedCodec(VariableSizeCodec):
 
 
 class ChangeCodec(ZippedCodec):
-    """A lossless codec whose messages tell what changed since a base, which sender and receivers have to the bit."""
+    """A lossless codec whose messages list what changed since a base, which sender and receivers have to the bit."""
 
     @abstractmethod
     def encode_change(self, x: Tensor, base: Tensor, payload: Tensor) -> None:
@@ -100,7 +100,7 @@ class AgreeingCodec(Codec):
 
     @property
     def arrangement(self) -> Arrangement | None:
-        """The order in which the elements of this sum travel, and their means; None if they travel as they are."""
+        """The order in which the elements of this sum are sent, and their means; None if they are sent as they are."""
         return None
 
     @abstractmethod

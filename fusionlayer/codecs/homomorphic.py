@@ -21,7 +21,7 @@ __all__ = ["HomomorphicCodec"]
 class HomomorphicCodec(Codec):
     """A codec whose codes stand for integers; the sum of all ranks' integers stands for the sum of their values.
 
-    Integers of several messages may be added only if their codec comes from one ``agree``. Sums travel in 8, 12 or 16
+    Integers of several messages may be added only if their codec comes from one ``agree``. Sums are sent in 8, 12 or 16
     bits, wide enough for the number of ranks, without header.
     """
 

@@ -32,7 +32,7 @@ class TensorState:
         tensors: other tensors that a codec keeps on the device of its gradients, flat f32, by name, such as DGC's
             "velocity", (n,), or numbers that the host need not know, such as a "threshold" and its age.
         numbers: numbers of the host that a codec keeps, by name.
-        packed: the residual in 8 bits, in place of ``residual`` between two steps; None: it is not packed.
+        packed: the residual in 8 bits, instead of ``residual`` between two steps; None: it is not packed.
         ADDED: names of ``tensors`` that add up, as residuals do, where one rank replaces several.
         SHARED: names of ``tensors`` that all ranks must hold alike.
     """

@@ -33,7 +33,7 @@ class LaunchMemory:
         warps: that this rank's device runs at a time.
 
     Attributes:
-        peers: what a launch is told.
+        peers: arguments of a launch.
         is_whole: whether every rank reaches the memory of all; the same on all ranks. Without it there are no peers.
     """
 

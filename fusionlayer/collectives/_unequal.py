@@ -62,7 +62,8 @@ def two_shot_by_shares(
 ) -> None:
     """Sum as ``two_shot`` does, with parts of a length for each rank: rank j sums a part as large as ``shares[j]``.
 
-    With share w of a message of M bytes, a rank sends (1 - w) M to those who sum, and (size - 1) w M of what it has
+    With share w of a message of M bytes, a rank sends (1 - w) M to the ranks that sum, and (size - 1) w M of what it
+    has
     summed: (1 + (size - 2) w) M together, and it receives as much. So a rank with share 0 sends M, a rank with an equal
     share almost 2 M. But it sends before and receives after the sum. Hence the tensor goes in pieces, and the sums of
     one piece are sent in the same exchange as the summands of the next one: both directions of each link are busy.

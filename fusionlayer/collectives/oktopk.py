@@ -24,7 +24,7 @@ DIGITS = ((31, 24), (24, 16), (16, 8), (8, 0))  # the bits of a magnitude, in fo
 
 Pairs = tuple[Tensor, Tensor]
 
-_KEY = "oktopk "  # before the names of what is kept, which other codecs keep beside it
+_KEY = "oktopk "  # before the names of what is kept, which other codecs keep next to it
 
 
 @collective("oktopk", takes=lambda codec, size: codec.ahead, because="sums sparse selections")
@@ -40,7 +40,8 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
     6. All-gather: every rank gets every sum that passed.
 
     With the codec ``oktopk`` and the parts of a bucket, regions serve ``tau`` sums and the threshold ``reuse`` sums.
-    Before it sends, each rank tells what it has kept; if ranks have kept different things, all of them find both anew.
+    Before it sends, each rank announces what it has kept; if ranks have kept different things, all of them find both
+    anew.
 
     A pair is a 32-bit position and an f32 value. A rank sends at most 3 (size - 1) / size * 8k bytes in pairs, if its
     selection lies in all regions evenly, and its sizes; where a threshold is found, some KiB of histograms too. Regions

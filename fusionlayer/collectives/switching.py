@@ -117,7 +117,7 @@ class Switcher:
     """Lossless collectives, each in the form that takes less time: native or zipped.
 
     For each collective, calls with sizes between two powers of two share a choice. At first a few calls of both forms
-    are timed. This is left out if a prediction tells which form is faster, from ``expected`` costs or from lines
+    are timed. This is left out if a prediction shows which form is faster, from ``expected`` costs or from lines
     through the times of other sizes. Ranks exchange their medians and take the largest, so all make the same choice.
     From then on only the chosen form runs; the native form calls no codec. At intervals, which are longer the more the
     other form costs, one call of each form is timed again, so the choice follows network and data. It changes only for

@@ -1,6 +1,6 @@
 """``zipped``: lossless messages that are as short as the data allow; results keep every bit (ZipCCL, section 3).
 
-A message of variable size begins with its static part. All ranks know the length of this part beforehand, and it tells
+A message of variable size begins with its static part. All ranks know the length of this part beforehand, and it has
 the length of the rest. So a message is sent in two exchanges, and ranks exchange no sizes. Messages are not copied:
 encoders write into the buffers that are sent, and decoders read the buffers that were received.
 """
@@ -44,7 +44,7 @@ def all_gather(
         transport: the ranks; only the calling thread uses it.
         lengths: elements of each rank, the same list on all ranks; None: all ranks have equally many.
         piece: elements of a rank that are sent at a time, while others are encoded or decoded; None: 4 MiB of them.
-        changes: ``out`` has the same bits on every rank, and the codec, a ``ChangeCodec``, tells what changed since.
+        changes: ``out`` has the same bits on every rank, and the codec, a ``ChangeCodec``, sends what changed since.
             Then ``x`` is no part of ``out``.
 
     Raises:

@@ -124,7 +124,7 @@ class Request(NamedTuple):
     """One rank's request to take part in an operation.
 
     Attributes:
-        handle: number by which this rank knows it. Below 0: the rank has refused it, and the others must be told.
+        handle: number by which this rank knows it. Below 0: the rank has refused it, and the others must be notified.
         name: name of the operation, or a number if the user gave none.
         signature: what must be equal on all ranks.
         numbers: what may differ over ranks: first dimensions, rows for each rank, or steps that have begun.
@@ -180,7 +180,7 @@ class Response(NamedTuple):
             "lost": the items fail, because a rank is lost;
             "end": everything fails, now and later;
             "ready": the coordinator is ready for the rank's next requests;
-            "joined": a rank has joined, so tell the coordinator which steps begin;
+            "joined": a rank has joined, so notify the coordinator of steps that begin;
             "begun": to a rank that has joined: the steps that have begun, for which it stands in.
         items: the operations.
         why: the reason of "fail", "lost" and "end".

@@ -44,7 +44,7 @@ __all__ = ["Session"]
 _GRACE = 1.0
 _BEGIN = Signature("begin")
 _BLOCKED = Signature("blocked")
-# Seconds of waiting after which a rank tells the coordinator that it does nothing but wait.
+# Seconds of waiting after which a rank reports to the coordinator that it only waits.
 _BLOCKED_AFTER = 10.0
 
 
@@ -55,7 +55,7 @@ class SessionState(Enum):
     """Operations can be requested and run. The first phase, and again when all ranks have joined. The communication
     thread sets it then."""
     TELLING_STEPS = auto()
-    """As RUNNING, and some rank has joined. It must take part in steps that others begin, so this rank tells the
+    """As RUNNING, and some rank has joined. It must take part in steps that others begin, so this rank notifies the
     coordinator each step that it begins. The communication thread sets it when the coordinator says so."""
     ENDED = auto()
     """No operation can be requested any more. Any thread sets it by ``close``; the communication thread sets it after a
@@ -188,11 +188,11 @@ class Session:
                 label = name
             key = (process_set, kind, label)
             if self._table.has(key):
-                # The other ranks may wait for this second operation, so they must be told that it will not come.
+                # The other ranks may wait for this second operation, so they must be notified that it will not come.
                 self._requester.note(Request(-1, label, signature, numbers))
                 self._requester.bring_soon()
                 raise ConfigError(
-                    f"{describe(key)} was asked for again before it was done; give operations that are under way at "
+                    f"{describe(key)} was asked for again before it was done; give operations that are in flight at "
                     "once different names, or synchronize() the first"
                 )
             text = name if name is not None else f"{kind}.noname.{label}"
@@ -255,7 +255,7 @@ class Session:
         return key
 
     def begin_step(self, key: tuple[int, int]) -> None:
-        """Count a step that this rank begins. The coordinator is told only while some rank has joined."""
+        """Count a step that this rank begins. The coordinator is notified only while some rank has joined."""
         with self._lock:
             self._begun[key] += 1
             tells = self._state is SessionState.TELLING_STEPS
@@ -441,7 +441,7 @@ class Session:
                 self._coordinator.note_done()
 
     def _resume(self) -> None:
-        """Stop telling steps: all ranks have joined, so no rank stands in for steps any more."""
+        """Stop announcing steps: all ranks have joined, so no rank stands in for steps any more."""
         with self._lock:
             if self._state is SessionState.TELLING_STEPS:
                 self._state = SessionState.RUNNING

@@ -20,7 +20,7 @@ class OperationTable:
     """
 
     def __init__(self) -> None:
-        # Guards the end of operations, and is notified then. The session also uses it for the steps it was told. Never
+        # Guards the end of operations, and is notified then. The session also uses it for announced steps. Never
         # taken together with the session's lock. Accesses without it are single operations on a dictionary or set.
         self.changed = threading.Condition()
         self._unfetched: dict[int, Operation] = {}

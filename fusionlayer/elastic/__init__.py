@@ -1,7 +1,7 @@
-"""Who takes part in an elastic job: members leave and come, and the rest forms the job's next generation.
+"""The members of an elastic job: members leave and come, and the rest forms the job's next generation.
 
 ``generation`` is data: a list of members. ``desk`` is the store that each member keeps for the others. ``forming`` is
-the protocol by which those who are left agree on the next generation. ``members`` is this process's part in the job.
+the protocol by which the remaining members agree on the next generation. ``members`` is this process's part in the job.
 """
 
 from .generation import Generation, Member, MemberReport

@@ -1,4 +1,4 @@
-"""The store that each member keeps: there it is found when the job changes, whoever else is lost."""
+"""The store that each member keeps: the others find it there when the job changes, whichever member fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DistantStore:
         patience: seconds that a request may take.
 
     Raises:
-        TransportError: nobody answers there, or another program does.
+        TransportError: no process answers there, or another program does.
         RuntimeError: of any request, if it gets no answer in time; ask nothing more then.
     """
 
@@ -84,10 +84,10 @@ def sealed(store: TCPStore) -> SealedStore:
 
 
 def reach(address: MemberAddress, patience: float) -> TCPStore:
-    """Return torch's client of the store at an address, for those who bound its requests themselves.
+    """Return torch's client of the store at an address, for callers that bound its requests themselves.
 
     Raises:
-        TransportError: nobody answers there, or another program does.
+        TransportError: no process answers there, or another program does.
         RuntimeError: it takes longer than ``patience`` seconds, and a second for each of the host's names.
     """
     end = time.monotonic() + patience + _KNOCK * len(names(address))
@@ -99,7 +99,7 @@ def _connect(address: MemberAddress, patience: float) -> TCPStore:
         store = dial(name, address.port, address.token, patience, _KNOCK)
         if store is not None:
             return store
-    raise TransportError(f"nobody answers at port {address.port} of {', '.join(names(address))}")
+    raise TransportError(f"nothing answers at port {address.port} of {', '.join(names(address))}")
 
 
 def is_reachable(address: MemberAddress, patience: float) -> bool:

@@ -1,6 +1,6 @@
-"""How those who are left, and those who have come, agree on the next generation.
+"""How the remaining members, and newcomers, agree on the next generation.
 
-The member with the lowest rank that still lives leads. The others report to its desk how far they are. When all who
+The member with the lowest rank that still lives leads. The others report to its desk how far they are. When all that
 live have done so, the leader writes the next generation there. If the leader is lost meanwhile, they go to the next.
 
 So that two halves of a job whose network is cut do not both go on, a generation is formed only by more than half of
@@ -29,14 +29,15 @@ _logger = logging.getLogger("fusionlayer")
 _POLL = 0.004
 # Seconds between two looks at whether a process still lives: on this host, and by a connection to another.
 _LOOK, _PROBE = 0.05, 0.5
-# Seconds that a member has to report which others blame for the change and which nobody can see to have ended.
+# Seconds that a member has to report which others blame for the change and which no process can see to have ended.
 _BLAMED = 5.0
 # Processes that ask to join at once.
 _MOST_VISITORS = 1024
 # Seconds that a request to a desk may take. One on another host takes a millisecond, but no member is left out because
 # its host is busy.
 PATIENCE = _BLAMED
-# Keys of a desk: the newest generation that its member knows; how many processes have come, and have said who they are.
+# Keys of a desk: the newest generation that its member knows; how many processes have come, and have identified
+# themselves.
 ROSTER, TICKETS, KNOCKS = "roster", "tickets", "knocks"
 
 
@@ -60,7 +61,7 @@ class Former:
         self._heard = 0
 
     def form(self, report: MemberReport, blamed: Sequence[str] = ()) -> Generation:
-        """Return the generation that follows that of ``report``, which tells how far this member is.
+        """Return the generation that follows that of ``report``, which has how far this member is.
 
         Args:
             report: of this member.
@@ -133,7 +134,7 @@ class Former:
     # ---- as the leader ----------------------------------------------------------------------------------------------
 
     def _lead(self, report: MemberReport, blamed: Sequence[str], silent: set[str]) -> Generation | MemberReport:
-        """Wait for the reports of all who live; return the next generation, or a report of one that knows a newer.
+        """Wait for the reports of all live members; return the next generation, or a report of one that knows a newer.
 
         ``silent`` members have not answered when this one wanted to follow them. If they are all that is missing, and
         it cannot go on without them, they are asked again: they may have been late, and lead now. Once one answers, it
@@ -175,7 +176,7 @@ class Former:
         if unknown and too_few:
             names = ", ".join(str(each.process) for each in unknown)
             raise Final(
-                f"{len(reports)} of {len(base.members)} members are left, and nobody knows whether the others go on "
+                f"{len(reports)} of {len(base.members)} members are left, and it is unknown whether the others go on "
                 f"({names}); more than half have to be: start the job again from a checkpoint",
                 [rank for each in unknown if (rank := base.rank_of(each.id)) is not None],
             )
@@ -195,12 +196,13 @@ class Former:
             return None
 
     def _next(self, base: Generation, reports: dict[str, MemberReport], others: Sequence[Member]) -> Generation:
-        """Return the generation of those who have reported, with those who ask to join if all are between steps."""
+        """Return the generation of the members that have reported, with processes that ask to join if all are between
+        steps."""
         stay = tuple(each for each in base.members if each.id in reports)
         fresh = tuple(each.id for each in stay if each.id in base.fresh and reports[each.id].done < 0)
         old = {member: told for member, told in reports.items() if member not in fresh}
         if not old:
-            raise Final("nobody is left that has the job's state; start again from a checkpoint")
+            raise Final("no process is left that has the job's state; start again from a checkpoint")
         # A member that has the results of a step may have made its update, so the step counts, and others get them.
         done = max(told.done for told in old.values())
         behind = tuple(each.id for each in stay if each.id in old and old[each.id].done < done)
@@ -223,7 +225,7 @@ class Former:
         """Return the processes that ask to join and still live."""
         found: dict[str, Member] = {}  # one may have asked twice
         self._heard = self._desk.add(KNOCKS, 0)
-        # Anybody who reaches the desk can count up, and write there.
+        # Any process that reaches the desk can count up, and write there.
         last = min(self._desk.add(TICKETS, 0), max(self._handled, default=0) + _MOST_VISITORS)
         for number in range(1, last + 1):
             key = f"knock/{number}"

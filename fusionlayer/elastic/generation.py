@@ -59,7 +59,7 @@ class Generation:
 
     Attributes:
         number: counts the changes; 0 at first.
-        members: in the order of ranks. Who stays keeps its place before those who came later.
+        members: in the order of ranks. Members that stay keep their places before newcomers.
         fresh: ids of the members that have not got the job's state yet.
         done: number of steps whose results count: a member that is left has them.
         behind: ids of the members that lack the results of the last of these steps; the others have them.
@@ -105,7 +105,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class MemberReport:
-    """What a member tells the one that leads a change.
+    """What a member reports to the one that leads a change.
 
     Attributes:
         generation: the newest that it knows of.

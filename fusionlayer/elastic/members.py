@@ -1,4 +1,4 @@
-"""This process's part in an elastic job: who the members are, the step they have come to, and what newcomers get."""
+"""This process's part in an elastic job: the members, the step they have come to, and what newcomers get."""
 
 from __future__ import annotations
 

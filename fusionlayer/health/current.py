@@ -19,7 +19,7 @@ _logger = logging.getLogger("fusionlayer")
 
 # The thread that makes and ends transports alone sets these two. Others read the first once, for their numbers.
 _current: Watcher | None = None
-# Where the members of an elastic job have met last, and who this process is there; None: the job is not elastic.
+# Where the members of an elastic job have met last, and this process's identity there; None: the job is not elastic.
 _members: tuple[dist.Store | None, int, int] | None = None
 
 
@@ -104,7 +104,7 @@ def _gauges() -> Mapping[str, float]:
 def watch(patience: float = 5.0) -> Watcher | None:
     """Watch the job of torch.distributed that this process belongs to; all ranks call it.
 
-    While a rank is late, stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
+    While a rank straggles, is stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
     program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder
     notes calls in any case, and a thread of this process reads it. The thread that calls this is the one whose line
     is reported. In an elastic job it goes on with the present members after each change.

@@ -123,7 +123,7 @@ class Heartbeat:
         own, store = monitor.own_store(self._met_by), monitor.meeting_store(self._met_by, timeout)
 
         def explain(missing: list[int], is_late: bool) -> Finding | None:
-            # A rank does not come, because it has failed in another transport. This process hears of that, too.
+            # A rank does not come, because it has failed in another transport. This process is notified of that, too.
             # What it has heard before may be over.
             known = self.because() if is_late or monitor.culprits is not before else None
             return known if known and (not is_late or set(known.ranks) <= set(missing)) else None

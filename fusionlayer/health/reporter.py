@@ -150,8 +150,8 @@ class Reporter:
             self._without_lines.discard(key)
             if not finding.final:
                 names = ", ".join(map(str, key[1]))
-                who = f"ranks {names} go" if len(key[1]) > 1 else f"rank {names} goes" if names else "the job goes"
-                self._log(f"{who} on, {now - since:.0f} s after that")
+                ranks = f"ranks {names} go" if len(key[1]) > 1 else f"rank {names} goes" if names else "the job goes"
+                self._log(f"{ranks} on, {now - since:.0f} s after that")
         changed = tuple(findings) != self.findings
         with self._lock:
             self._findings = tuple(findings)
@@ -213,7 +213,7 @@ class Reporter:
     def _predates_wait(self, ranks: Iterable[int], now: float) -> bool:
         """Return whether a state of these ranks is older than the wait for them, and a newer one will be read soon.
 
-        An older state does not show the line at which a rank is late. It may even lack the call that the others are in.
+        An older state does not show the line at which a rank lags. It may even lack the call that the others are in.
         """
         waiting = max(state.idle for state in self._states.values() if state.waits)
         ages = [now - self._heard[rank] for rank in ranks if rank in self._heard]

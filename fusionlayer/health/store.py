@@ -69,7 +69,7 @@ class StatusKeys:
         return {rank: state for rank, state in states.items() if state is not None}
 
     def read_all(self, ranks: Iterable[int]) -> dict[int, RankState]:
-        """Return the last states of these ranks, which have come; in place of one that makes no sense, an odd one."""
+        """Return the last states of these ranks, which have come; instead of one that makes no sense, an odd one."""
         found, ranks = self.read(ranks), list(ranks)
         if len(found) < len(ranks):
             self.complain("what a rank has written about itself")

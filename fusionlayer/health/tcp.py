@@ -58,7 +58,7 @@ def _name(address: tuple[str, int]) -> str:
 def _read(info: bytes) -> TcpCounters:
     if len(info) < _WINDOW + 8:
         return TcpCounters(0, 0, 0.0)
-    # While the other end takes nothing the link is not to blame.
+    # While the other end takes nothing the link is not at fault.
     busy = _LARGE.unpack_from(info, _BUSY)[0] - _LARGE.unpack_from(info, _WINDOW)[0]
     again, trip = _SMALL.unpack_from(info, _AGAIN)[0], _SMALL.unpack_from(info, _TRIP)[0]
     return TcpCounters(_LARGE.unpack_from(info, _ACKED)[0], again, busy / 1e6, trip / 1e6)

@@ -166,7 +166,7 @@ class Watcher:
         self._release()
 
     def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Note what the process ends with; in place of ``sys.excepthook``, which it calls."""
+        """Note what the process ends with; instead of ``sys.excepthook``, which it calls."""
         self._note(kind, error, trace)
         self._hook(kind, error, trace)
 

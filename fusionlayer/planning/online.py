@@ -15,7 +15,6 @@ from ..base.errors import ConfigError
 from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
 from ..process.clock import HOST, Clock
-from ..scheduler.engine import Engine
 from ..scheduler.plan_controller import PlanController, StepSeconds
 from ..scheduler.planners import Planner
 from ..transport import Transport
@@ -163,9 +162,9 @@ class OnlinePlanner(PlanController):
 
     # ---- PlanController ----------------------------------------------------------------------------------------------
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
+    def note_step(self, plan: FusionPlan | None, step: int, seconds: StepSeconds | None) -> None:
         """Keep the seconds of a step, as far as the next plan or look needs them."""
-        self._present = engine.plan
+        self._present = plan
         if self._skip:
             self._skip -= 1
             self._from = step + 1

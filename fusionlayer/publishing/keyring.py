@@ -142,7 +142,7 @@ class Keyring:
 
 
 def common_of(keyring: Keyring | None) -> bytes | None:
-    """Return the secret that signs a folder for all: the first that belongs to no one name.
+    """Return the secret that signs a folder for all: the first that belongs to no process name.
 
     Raises:
         ConfigError: the file cannot be used, or has none.

@@ -121,7 +121,7 @@ def _tensors_that_differ(tensors: Iterable[TensorInfo], transport: Transport) ->
     """Return a clause that names the tensors which not all ranks have, or have with the same size and type.
 
     All ranks call it together, after their digests have been found to differ. It is empty if all tensors are equal, or
-    if a rank cannot tell its own.
+    if a rank does not know its own.
     """
     mine = json.dumps([(t.name, t.numel, t.dtype) for t in tensors]).encode()
     try:

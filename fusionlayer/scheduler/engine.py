@@ -244,7 +244,7 @@ class Engine(Lifecycle):
         Their results mean nothing. Once those are taken, ``memory.restore`` gives them their error feedback back.
 
         Raises:
-            TransportError: a peer was lost, stopped or late.
+            TransportError: a peer failed, stopped or timed out.
         """
         usage = self._usage
         if usage is None:
@@ -264,7 +264,7 @@ class Engine(Lifecycle):
         Raises:
             UsageError: tensors are missing, or results that were sent under another plan have not been taken.
             PlanMismatch: ranks disagree on model, plan or options.
-            TransportError: a peer was lost, stopped or too late.
+            TransportError: a peer failed, stopped or timed out.
         """
         step, plans, lanes, results = self._step, self._plans, self.lanes, self._results
         lanes.steps += 1
@@ -317,7 +317,7 @@ class Engine(Lifecycle):
         Raises:
             UsageError: tensors are missing.
             PlanMismatch: ranks disagree on model, plan or options.
-            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
+            TransportError: a peer failed, stopped or timed out; it names rank, bucket, tensors and sequence.
         """
         self.end_step()
         self.take_all()
@@ -328,7 +328,7 @@ class Engine(Lifecycle):
         The caller may use them until it submits the bucket's next gradient. Each bucket is taken once.
 
         Raises:
-            TransportError: a peer was lost, stopped or too late; it names rank, bucket, tensors and sequence.
+            TransportError: a peer failed, stopped or timed out; it names rank, bucket, tensors and sequence.
         """
         results = self._results
         try:
@@ -354,7 +354,7 @@ class Engine(Lifecycle):
         plans, number = self._plans, self._step.number
         plan_controller = plans.agreement.plan_controller
         if plans.watch is not None and plan_controller is not None and plans.watch.begin(number):
-            plan_controller.note_step(self, number - 1, plans.watch.read())
+            plan_controller.note_step(self.plan, number - 1, plans.watch.read())
         if self._timeline.enabled:
             self._timeline.settle()
         plans.begin_step()

@@ -136,7 +136,7 @@ class Lifecycle:
 
         Raises:
             PlanMismatch: ranks disagree on model or options.
-            TransportError: a peer was lost, stopped or too late.
+            TransportError: a peer failed, stopped or timed out.
         """
         out: list[frozenset[str]] = []
         leave_out, step = self._plans.agreement.leave_out, self._step

@@ -47,7 +47,7 @@ class Memory:
         self._before: dict[str, dict[str, Any]] = {}
         self._spare: dict[str, Tensor] = {}
         self._states: dict[str, TensorState] = {}
-        # With 8 bits: the residuals, in place of those of the states; views of what a bucket keeps, if there is one.
+        # With 8 bits: the residuals, instead of those of the states; views of what a bucket keeps, if there is one.
         self._packed: dict[str, PackedPart] = {}
         self._codecs: dict[str, StatefulCodec] = {}
 

@@ -7,14 +7,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..base.plan import FusionPlan
 from ..process.clock import HOST, Clock, Stamp
 from ..transport import Transport
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 __all__ = ["StepSeconds", "StepTimer", "PlanController"]
 
@@ -65,13 +61,13 @@ class PlanController(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
+    def note_step(self, plan: FusionPlan | None, step: int, seconds: StepSeconds | None) -> None:
         """Take note that ``step`` has ended, and the seconds of a step on this rank.
 
         The thread that submits calls it during backward, with the engine's lock held: it must not send or wait.
 
         Args:
-            engine: that has run the step.
+            plan: of the step.
             step: its number.
             seconds: of step ``step - seconds.late``. None: a device has finished no other step since the last call.
                 Ranks may differ in that, so what they do together must not depend on it.

@@ -81,7 +81,7 @@ def refuse_averaged(
 
     if first() is None:
         return
-    # A cycle of references, such as a traceback's, may have kept what nobody uses any more.
+    # A cycle of references, such as a traceback's, may have kept what no rank uses any more.
     gc.collect()
     found = first()
     if found is not None:

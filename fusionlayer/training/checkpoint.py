@@ -132,7 +132,7 @@ def _read(folder: Path, version: int) -> dict[str, Any]:
 
 
 def _encoded(value: Any, before: Any) -> Any:
-    """Return ``value`` with a message in place of each tensor that codecs take; ``before`` is the last version's."""
+    """Return ``value`` with a message instead of each tensor that codecs take; ``before`` is the last version's."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter):
             raise ConfigError(f"save_delta: got {kind_of(value)}; expected plain tensors, such as p.to_local()")
@@ -159,7 +159,7 @@ def _message(x: Tensor, before: Any) -> dict[str, Any]:
 
 
 def _decoded(value: Any, before: Any) -> Any:
-    """Return ``value`` with tensors in place of messages: the inverse of ``_encoded``."""
+    """Return ``value`` with tensors instead of messages: the inverse of ``_encoded``."""
     if isinstance(value, dict):
         if value.keys() == _MESSAGE:
             return _tensor(value, before)

@@ -294,7 +294,7 @@ class CommHook:
         """End the step, after DDP has waited for its results, or raise what has failed in it.
 
         Args:
-            present: False: this rank has joined, so its parameters may differ, and DDP tells only later which
+            present: False: this rank has joined, so its parameters may differ, and DDP shows only later which
                 parameters were used.
         """
         error, self._error = self._error, None

@@ -60,7 +60,7 @@ class Connection:
 
         Args:
             names: of the parameters that are reduced.
-            rejoining: this rank had a part in an earlier job, so nobody's parameters are replaced.
+            rejoining: this rank had a part in an earlier job, so no parameters are replaced.
 
         Raises:
             ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.

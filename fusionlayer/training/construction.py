@@ -121,7 +121,7 @@ def make_engine(
 
 
 def _say_where_shares_count(planning: EnginePlanning, transport: Transport) -> None:
-    """Warn on rank 0 if no gradient travels by the collective that takes shares."""
+    """Warn on rank 0 if no gradient is sent by the collective that takes shares."""
     if planning.plan is not None:
         used = {bucket.algorithm for bucket in planning.plan.buckets}
     else:
@@ -129,7 +129,7 @@ def _say_where_shares_count(planning: EnginePlanning, transport: Transport) -> N
         used = {collectives.choose(c, transport.size, planning.algorithm, ahead=planning.ahead) for c in each}
     if collectives.TAKES_SHARES not in used and planning.plan_controller is None and transport.rank == 0:
         _logger.warning(
-            "the links have unequal rates, but shares count for %s alone and gradients travel by %s; choose "
+            "the links have unequal rates, but shares count for %s alone and gradients are sent by %s; choose "
             "algorithm=%r, or a lossy codec, for it",
             collectives.TAKES_SHARES,
             ", ".join(sorted(used)) or "nothing",
@@ -189,7 +189,7 @@ def make_planning(
     by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
     if isinstance(codec, CodecRules) and plan is None and not (algorithm is None and ahead is None):
         raise ConfigError(
-            f"algorithm={algorithm!r} and ahead={ahead!r} beside codec 'auto' or a policy, which choose both for each "
+            f"algorithm={algorithm!r} and ahead={ahead!r} with codec 'auto' or a policy, which choose both for each "
             "codec; leave them out"
         )
     replan = settings.planning.replan if options.planning.replan is None else options.planning.replan
@@ -257,7 +257,7 @@ def _in_every_step(rules: CodecRules) -> CodecRules:
     """Return rules for a trainer that sends each gradient in each step; refuse others."""
     if rules.fidelity == LOCAL:
         raise ConfigError(
-            "fidelity='local' is for `fusionlayer plan`, which tells how often to exchange; here expected one of: "
+            "fidelity='local' is for `fusionlayer plan`, which prints how often to exchange; here expected one of: "
             f"{', '.join(fidelity for fidelity in FIDELITIES if fidelity != LOCAL)}"
         )
     return rules
@@ -273,7 +273,7 @@ def _planner(planner: str | Planner | None, settings: Config) -> Planner:
 
 
 def _by_rules(policy: CodecRules, tensors: Sequence[TensorInfo]) -> dict[str, Codec]:
-    """Return the codec of each gradient until costs are known; "auto" gradients travel raw until then."""
+    """Return the codec of each gradient until costs are known; "auto" gradients are sent raw until then."""
     rules = {tensor.name: policy.rule_for(tensor)[1] for tensor in tensors}
     return {
         name: codecs.get("raw") if rule.codec == AUTO else codecs.get(rule.codec, **rule.options).bare

@@ -92,7 +92,7 @@ def register(
     refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan"} & given.keys())
     if refused:
         raise ConfigError(
-            f"ddp.register got {refused[0]}={given[refused[0]]!r}; DDP makes its own buckets, which all travel "
+            f"ddp.register got {refused[0]}={given[refused[0]]!r}; DDP makes its own buckets, which are all sent "
             f"by one codec: wrap the optimizer in DistributedOptimizer for {refused[0]}"
         )
     refuse_unknown(register, codec, codec_options)

@@ -80,16 +80,16 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     for the same parameters, give ``backward_passes_per_step``.
 
     A step reduces what requires gradients when it begins: parameters may be frozen, unfrozen and added
-    (``add_param_group``) between two steps, on all ranks alike. That step makes a new plan. A frozen parameter does not
-    travel, and the optimizer leaves it alone.
+    (``add_param_group``) between two steps, on all ranks alike. That step makes a new plan. A frozen parameter is not
+    sent, and the optimizer leaves it alone.
 
     Args:
         optimizer: any optimizer over parameters of one device.
         named_parameters: the model, or ``model.named_parameters()``; without it, the place in the optimizer names each
             parameter. Buffers, and parameters that are neither trained nor the optimizer's, are known of a model only.
         codec: name or codec of the gradients; None takes the configured one (``raw`` by default). "auto" measures the
-            first steps, in which gradients travel as they are. Then it chooses one codec for all gradients, or one for
-            each, by the predicted time of the step; the log says why.
+            first steps, in which gradients are sent as they are. Then it chooses one codec for all gradients, or one
+            for each, by the predicted time of the step; the log says why.
         algorithm: name of a collective; None chooses by codec and number of ranks.
         planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
@@ -100,7 +100,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         backward_passes_per_step: number of backward passes that accumulate gradients before they are reduced.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
         sparse_as_dense: make sparse gradients dense; without it they are refused.
-        overlap_forward: the model. Its next forward may begin while results are still under way: ``step`` returns at
+        overlap_forward: the model. Its next forward may begin while results are still in flight: ``step`` returns at
             once, and each module's parameters are updated just before it runs, to the same values. This pays off where
             the network is the bottleneck. After ``step`` the gradients are gone. Between ``step`` and the next forward,
             call ``synchronize`` before you read parameters other than by ``state_dict()``. Before you clip gradients,
@@ -109,23 +109,23 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             independently of the others.
         group: process group or transport to reduce over; None means all ranks. For a DTensor model whose parameters
             are sharded by tensor parallelism: the ranks that hold the same parts.
-        broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already does not
-            travel. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves
-            parameters as they are; if they differ in the first step or later, a warning names them once.
+        broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already is not
+            sent. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False
+            leaves parameters as they are; if they differ in the first step or later, a warning names them once.
         check_replicas: compare all parameters in the first step, and then a part of them in each step, so that a
             difference over ranks is found within this many steps. False: never; None takes the configured number.
         sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average how far they have come every so many
-            steps; gradients do not travel. None: average gradients in each step.
+            steps; gradients are not sent. None: average gradients in each step.
         options: options of a codec given by name; the attributes of ``Planning`` by their own names, such as
             ``planner="wfbp"``; and Horovod's ``num_groups``, a deprecated name for an integer ``groups``.
 
     Raises:
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
         UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order; from ``step``
-            and ``synchronize`` for a gradient that nobody reduces, as its parameter was unfrozen within the step.
+            and ``synchronize`` for a gradient that no rank reduces, as its parameter was unfrozen within the step.
         PlanMismatch: ranks have other parameters or options; also from ``step`` and ``synchronize``.
         ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
-        TransportError: a peer was lost, stopped or late; also from ``step`` and ``synchronize``.
+        TransportError: a peer failed, stopped or timed out; also from ``step`` and ``synchronize``.
     """
     refuse_wrapper(optimizer)
     require(optimizer, Optimizer, "DistributedOptimizer", "an optimizer, such as torch.optim.AdamW(model.parameters())")

@@ -1,4 +1,4 @@
-"""Lets the next forward run while gradients are still under way, and updates parameters one bucket at a time."""
+"""Lets the next forward run while gradients are still in flight, and updates parameters one bucket at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records FORWARD and BACKWARD of the training thread in the timeline, beside the engine's WAIT and UPDATE."""
+"""Records FORWARD and BACKWARD of the training thread in the timeline, next to the engine's WAIT and UPDATE."""
 
 from __future__ import annotations
 

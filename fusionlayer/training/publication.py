@@ -55,13 +55,13 @@ def publish(
             in memory at most, those that followers have. In a folder the files of as many versions are kept.
         secret: what followers must prove to have over TCP, and what signs the files of a folder: a text of 16 bytes at
             least, or a Path of a file with secrets, which is read again when it changes. None: those in the file
-            FUSIONLAYER_PUBLISH_SECRET_FILE; if that is not set, whoever can connect gets the weights, and whoever can
+            FUSIONLAYER_PUBLISH_SECRET_FILE; if that is not set, any caller gets the weights, and any process that can
             write to the folder can change them.
         tls: how connections are encrypted, over TCP, such as ``fl.TLS("cert.pem", "key.pem")``. None: they are not.
         timeout: seconds in which a follower must take some of what is sent to it, at least 2.
 
     Raises:
-        ConfigError: an argument is invalid, or nobody can listen or write there.
+        ConfigError: an argument is invalid, or no rank can listen or write there.
     """
     if not isinstance(source, (nn.Module, Mapping)):
         raise ConfigError(f"publish: got {kind_of(source)}; expected a model, or tensors by name")
@@ -171,7 +171,7 @@ class Publisher:
         return self._outlet.flush(timeout) if self._outlet else True
 
     def close(self, timeout: float = 30.0) -> None:
-        """Wait as ``flush`` does, tell followers that this was the last version, and end.
+        """Wait as ``flush`` does, notify followers that this was the last version, and end.
 
         A second call does nothing.
         """

@@ -34,7 +34,7 @@ _TENSOR = "tensor of this rank"
 
 
 def rank_state(*, group: Group = None, **objects: Any) -> dict[str, dict[str, Any]]:
-    """Return this rank's states of ``objects``, for ``torch.distributed.checkpoint.save`` beside other states.
+    """Return this rank's states of ``objects``, for ``torch.distributed.checkpoint.save`` next to other states.
 
     The one key names the rank, so that states of all ranks are kept. All values are tensors. ``load_ranks`` loads it.
 
@@ -232,7 +232,7 @@ def _key(rank: int, size: int) -> str:
 
 
 def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Return ``value`` with a mapping in place of each tensor, and append the tensors to ``tensors``."""
+    """Return ``value`` with a mapping instead of each tensor, and append the tensors to ``tensors``."""
     if isinstance(value, Tensor):
         if type(value).__name__ == "DTensor":
             raise ConfigError("the state holds a DTensor; save state_dict() with torch.save, on each rank its own")

@@ -27,7 +27,7 @@ from .parameters import is_distributed, local_part
 __all__ = ["ReplicaCheck", "Replicas", "broadcast_from_0", "check_interval"]
 
 _FUSED_BYTES = 1 << 25
-"""Bytes that a broadcast copies into one message: what it needs beside the parameters."""
+"""Bytes that a broadcast copies into one message: what it needs next to the parameters."""
 
 _DESCRIPTION_BYTES = 1 << 26
 """A longer description of a rank's parameters is not asked for: its size has come from another rank."""
@@ -87,7 +87,7 @@ class Replicas:
     def unite(self, transport: Transport, *, rejoining: bool = False) -> None:
         """Compare names, shapes and options with the other ranks, then give all of them rank 0's values.
 
-        Only what differs travels. Nothing does where ``rejoining`` is set on any rank.
+        Only what differs is sent. Nothing does where ``rejoining`` is set on any rank.
 
         Args:
             transport: connects the ranks, all of which call this together.
@@ -95,7 +95,7 @@ class Replicas:
 
         Raises:
             PlanMismatch: ranks have other parameters or options; it names the first that differs.
-            TransportError: a peer was lost, stopped or late.
+            TransportError: a peer failed, stopped or timed out.
         """
         tensors, lines = {**self.named, **self.buffers}, self.lines
         value = digest_of(tensors.values()) if self.broadcast and not rejoining else 0
@@ -195,7 +195,7 @@ class ReplicaCheck:
 
         Raises:
             ReplicaMismatch: parameters differ. All ranks raise it in the same step; it names tensors and ranks.
-            TransportError: a peer was lost, stopped or late.
+            TransportError: a peer failed, stopped or timed out.
         """
         if self.waiting is not None and not self._on_gpu:
             self._judge(self.waiting)
@@ -210,7 +210,7 @@ class ReplicaCheck:
             self._report(present)
 
     def finish(self) -> None:
-        """Wait for a comparison that ``begin`` has begun, whatever comes of it: nothing is under way then."""
+        """Wait for a comparison that ``begin`` has begun, whatever comes of it: nothing is in flight then."""
         if self.waiting is not None:
             with suppress(Exception):
                 self.waiting()
@@ -269,7 +269,7 @@ class ReplicaCheck:
 
 
 def broadcast_from_0(tensors: Iterable[Tensor], transport: Transport) -> None:
-    """Give every rank rank 0's values of ``tensors``, in place; small ones travel together.
+    """Give every rank rank 0's values of ``tensors``, in place; small ones are sent together.
 
     All ranks call it together, with tensors of the same shapes and types, of any devices. Of a DTensor this rank's part
     is meant.

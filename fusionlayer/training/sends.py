@@ -1,4 +1,4 @@
-"""``SendsItsOwn``: what an optimizer has that says by itself what travels in place of its gradients."""
+"""``SendsItsOwn``: what an optimizer has that says by itself what is sent instead of its gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SendsItsOwn(Protocol):
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-1, 1)
 
-    The averages of all ranks are in ``parameter.grad`` when ``step`` is called. In a job of one rank nothing travels:
+    The averages of all ranks are in ``parameter.grad`` when ``step`` is called. In a job of one rank nothing is sent:
     ``exchanged`` is not called, and ``step`` finds gradients as they are. A rank that waits in ``hvd.join`` does not
     ask either: it sends zeros.
 
@@ -40,7 +40,7 @@ class SendsItsOwn(Protocol):
     """
 
     def sends(self) -> Sent:
-        """Return what travels from the next step on, in words, and its codec: a name, a codec or None.
+        """Return what is sent from the next step on, in words, and its codec: a name, a codec or None.
 
         None means the codec that ``DistributedOptimizer`` was given. Other arguments that belong to that codec, such as
         ``algorithm``, do not count for a codec named here.
@@ -50,11 +50,11 @@ class SendsItsOwn(Protocol):
         """
 
     def exchanged(self, parameter: Tensor) -> object:
-        """Put what travels for ``parameter`` into ``parameter.grad``: in place, or as another dense tensor.
+        """Put what is sent for ``parameter`` into ``parameter.grad``: in place, or as another dense tensor.
 
         It is called once in each step for each parameter, when backward has accumulated the gradient. If backward has
         made none on this rank, it is called at the end: ``parameter.grad`` is None then, and if it stays so, zeros
-        travel.
+        are sent.
         """
 
 
@@ -85,7 +85,7 @@ class FollowsSyncs(Protocol):
 
 
 def sent_by(optimizer: Optimizer) -> Sent | None:
-    """Return what an optimizer says that it sends; None: it says nothing, so gradients travel as they are.
+    """Return what an optimizer says that it sends; None: it says nothing, so gradients are sent as they are.
 
     Raises:
         ConfigError: the optimizer says something else.

@@ -1,4 +1,4 @@
-"""Names from papers for the ways in which weights travel, and presets that name weights and gradients together."""
+"""Names from papers for the ways in which weights are sent, and presets that name weights and gradients together."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwd": _INT4, "qw": _INT4,
 PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "qgz"), "qsdp": ("qsdp", "qsdp_gradients")}
 """Presets, each with its weights and gradients: SDP4Bit, ZeRO++ (its qwZ and qgZ), and QSDP.
 
-``qsdp`` is a codec too: beside it gradients may name another one.
+``qsdp`` is a codec too: next to it gradients may name another one.
 """
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How weights travel from their owners to all ranks.
+    """How weights are sent from their owners to all ranks.
 
     Attributes:
         codec: of the messages.
@@ -76,7 +76,7 @@ def both_ways(
             if codecs.knows(weights):
                 return weights, gradients
             raise ConfigError(
-                f"weights={weights} names gradients too, as {preset[1]}, beside gradients={gradients}; leave one out, "
+                f"weights={weights} names gradients too, as {preset[1]}, next to gradients={gradients}; leave one out, "
                 f"or give weights={preset[0]}"
             )
         return preset

@@ -25,7 +25,7 @@ def refuse_capture(what: str) -> None:
     try:
         is_captured = torch.cuda.is_current_stream_capturing()
     except RuntimeError:
-        return  # the device has failed, and what is called next tells so
+        return  # the device has failed, and the next call reports it
     if is_captured:
         raise UsageError(
             f"{what} while a CUDA graph is captured, and a graph cannot hold messages between ranks; capture forward "

@@ -17,7 +17,7 @@ def measure_clock(transport: Transport, *, wanted: bool) -> tuple[int, int] | No
     """Return by how many nanoseconds rank 0's ``perf_counter_ns`` is ahead of this rank's, and the largest error.
 
     All ranks call it together. If no rank has ``wanted`` it, all get None after one small exchange. Ranks of a node
-    have one clock, so its first rank measures for all of them. A message there and back brings rank 0's time. The
+    have one clock, so its first rank measures for all of them. A message there and back carries rank 0's time. The
     shortest of eight counts: rank 0 read its clock in the middle of it, or at most half of it earlier or later.
     """
     flags = torch.empty(transport.size, 1, dtype=torch.uint8, device="cpu")

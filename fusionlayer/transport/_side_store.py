@@ -1,4 +1,4 @@
-"""A TCP store for processes that met without one. Rank 0 keeps it, and a broadcast tells the others its address."""
+"""A TCP store for processes that met without one. Rank 0 keeps it, and broadcasts its address."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Transport(Composed, Queueing):
     takes a ``duplicate``. Calls return when the result may be used on the calling thread (CPU) or the current stream
     (CUDA). Tensors are contiguous.
 
-    Every call may raise ``TransportError`` (a peer is lost, stopped or late). The transport is then closed: on this
+    Every call may raise ``TransportError`` (a peer failed, stopped or timed out). The transport is then closed: on this
     rank at once, on the others at their next call.
 
     Attributes:
@@ -37,7 +37,7 @@ class Transport(Composed, Queueing):
         sequence: number of collective calls so far. ``send`` and ``recv`` involve two ranks only and do not count.
         purpose: what the next collective calls are for. A user that makes different calls of equal sizes sets it before
             them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
-            nothing to what is sent. Over NCCL, which cannot tell messages apart, only calls on CPU tensors differ.
+            nothing to what is sent. Over NCCL, which cannot distinguish messages, only calls on CPU tensors differ.
         why: what led this rank to the next exchanges, for the errors of ranks that make other calls.
         peer_bytes: bytes of each rank's device that messages by peer memory, and sums in one launch, may take each; the
             same on all ranks.

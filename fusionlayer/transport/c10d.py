@@ -212,7 +212,7 @@ class C10dTransport(ConnectedTransport):
         self._rendezvous = replace(self._rendezvous, peers_pay=pays)
 
     def _gather_by(self, connecting: Connecting) -> Gather:
-        """Return a function by which the ranks tell each other what they need to connect."""
+        """Return a function by which the ranks exchange what they need to connect."""
         turns = itertools.count()
 
         def gather(mine: bytes) -> list[bytes]:
@@ -225,7 +225,7 @@ class C10dTransport(ConnectedTransport):
                     return [bytes.fromhex(each.decode()) for each in told]
                 except ValueError:
                     raise TransportError(
-                        "what ranks tell in the store of their devices' memory makes no sense"
+                        "what ranks have put into the store about their devices' memory makes no sense"
                     ) from None
 
             return connecting.run(swap)
@@ -275,7 +275,7 @@ def make_default_group(
         stall_warning: seconds of waiting after which a warning names the stragglers.
 
     Raises:
-        TransportError: a rank was lost meanwhile, or is late.
+        TransportError: a rank failed meanwhile, or timed out.
     """
     rendezvous = Rendezvous(
         store=store, name="fusionlayer/group", rank=rank, size=size, store_rank=_store_rank(range(size))

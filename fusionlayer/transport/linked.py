@@ -169,7 +169,7 @@ class LinkedTransport(Transport):
     def _run(self, call: Call, work: Callable[Concatenate[int, P], None], *given: P.args, **named: P.kwargs) -> None:
         """Make ``call``: ``work`` with the key of its messages. The watch sees it; an error closes the transport.
 
-        Every message passes here, so it tells the watch by an assignment and not by calls.
+        Every message passes here, so it notifies the watch by an assignment and not by calls.
         """
         if self._failure is not None:
             self._check_open()
@@ -288,7 +288,7 @@ class LinkedTransport(Transport):
         if isinstance(error, (DamagedMessage, DeviceError)):
             known = Finding("failed", tuple(error.ranks), str(error))
         finding = self._watch.diagnose(Finding("disconnected", (error.peer,), lost), known)
-        self._check_open()  # it was closed meanwhile, and nobody wants to know the cause
+        self._check_open()  # it was closed meanwhile, and no process wants to know the cause
         if not finding.ranks:
             finding = replace(finding, ranks=(error.peer,))
         failure = TransportError(
@@ -300,7 +300,8 @@ class LinkedTransport(Transport):
         return failure
 
     def _shut(self, failure: TransportError, finding: Finding | None) -> None:
-        """Make every later call raise ``failure``, and tell the other ranks the finding; None: this rank closed it."""
+        """Make every later call raise ``failure``, and report the finding to the other ranks; None: this rank closed
+        it."""
         self._failure = again(failure)  # not what is raised here: its traceback holds this transport
         close_all(self._links)
         if self._watch is not None:

@@ -173,5 +173,5 @@ class Connecting:
         return Finding("failed", (rank,), f"rank {rank} has {cause.text}") if cause.here else None
 
     def error(self, finding: Finding) -> TransportError:
-        """Return the error that tells a finding."""
+        """Return the error of a finding."""
         return TransportError(f"rank {self._rendezvous.rank}: making {self._what}: {finding.text}", finding.ranks)

@@ -20,10 +20,10 @@ def gather_settings(
     Raises:
         TransportError: something else stands in the store.
     """
-    store.set(f"told/{rank}", json.dumps([node, settings]))
+    store.set(f"settings/{rank}", json.dumps([node, settings]))
     nodes, every = [], []
     for peer in range(size):
-        text = store.get(f"told/{peer}")
+        text = store.get(f"settings/{peer}")
         try:
             name, theirs = json.loads(text)
             every.append({key: theirs[key] for key in settings})

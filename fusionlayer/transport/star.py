@@ -1,7 +1,7 @@
-"""Connections between rank 0 and every other rank, for messages of any length at any time, beside a transport's calls.
+"""Connections between rank 0 and every other rank, for messages of any length at any time, next to a transport's calls.
 
 A transport's calls need all ranks at once and end within its timeout. These connections carry messages that one rank
-sends alone, perhaps hours after the last one. They also tell at once that a peer is gone.
+sends alone, perhaps hours after the last one. They also show at once that a peer is gone.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class StarConnection:
             return None
         length, checksum, own = _PREFIX.unpack_from(self._read)
         end = _PREFIX.size + length
-        # The prefix is checked first: nobody waits for, or makes room for, a length that is wrong.
+        # The prefix is checked first: no process waits for, or makes room for, a length that is wrong.
         if own != zlib.crc32(self._read[:_OWN]):
             self.damage = "the prefix of a message"
             return None

@@ -176,7 +176,7 @@ def test_a_leader_that_was_late_is_followed_if_the_others_are_no_more_than_half(
 
 def test_no_more_than_half_do_not_go_on_if_nobody_knows_what_became_of_the_others() -> None:
     desks, first = begun(2, timeout=0.5)  # the other is silent, and its port is open
-    with pytest.raises(TransportError, match="1 of 2 members are left, and nobody knows whether the others go on"):
+    with pytest.raises(TransportError, match="1 of 2 members are left, and it is unknown whether the others go on"):
         desks[0].former.form(MemberReport(first, 1, False))
     desks[1].close()
     desks[0].former._ends._refused.clear()
@@ -195,7 +195,7 @@ def test_nobody_goes_on_without_a_member_that_has_the_state() -> None:
     desks, first = begun(2)
     first = replace(first, fresh=("m1",))
     desks[0].close()
-    with pytest.raises(Final, match="nobody is left that has the job's state"):
+    with pytest.raises(Final, match="no process is left that has the job's state"):
         desks[1].former.form(MemberReport(first, -1, True))
 
 

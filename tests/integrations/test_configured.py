@@ -66,7 +66,7 @@ def test_shares_follow_the_rates_of_the_ranks(
     assert shares == [(333, 0, 333, 333)] * 4
     assert not caplog.records
     assert [bucket.shares for bucket in plan_of(4, codec="raw", planner="single").buckets] == [()]
-    assert "shares count for two_shot alone and gradients travel by dense" in caplog.text
+    assert "shares count for two_shot alone and gradients are sent by dense" in caplog.text
     plan = plan_of(4, codec="raw", algorithm="two_shot", planner="single")
     assert [bucket.shares for bucket in plan.buckets] == [(333, 0, 333, 333)]
     monkeypatch.setenv("FUSIONLAYER_RATES", "measured")

@@ -157,7 +157,7 @@ def test_rules_hold_from_the_first_step(tmp_path: Path) -> None:
     [
         ({"codec": "auto", "density": 0.1}, "codec 'auto' takes no options, got {'density': 0.1}"),
         ({"codec": "auto", "fidelity": "none"}, "known: lossless, near_lossless, aggressive"),
-        ({"codec": "auto", "algorithm": "gather"}, "algorithm='gather' and ahead=None beside codec 'auto'"),
+        ({"codec": "auto", "algorithm": "gather"}, "algorithm='gather' and ahead=None with codec 'auto'"),
         ({"codec": "int8", "fidelity": "lossless"}, "fidelity='lossless' is for codec='auto'"),
         ({"codec": "int8", "policy": "policy.yaml"}, "got a codec and a policy"),
         ({"policy": "policy.yaml", "fidelity": "lossless"}, "stand in the policy's file"),

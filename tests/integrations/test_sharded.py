@@ -385,7 +385,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         make([w], weights="onebit")
     with pytest.raises(fl.ConfigError, match="unknown codec 'qwdd'"):
         make([w], weights="qwdd")
-    with pytest.raises(fl.ConfigError, match="weights=sdp4bit names gradients too, as tlq_hs, beside.*weights=qwd"):
+    with pytest.raises(fl.ConfigError, match="weights=sdp4bit names gradients too, as tlq_hs, next to.*weights=qwd"):
         make([w], weights="sdp4bit", gradients="int8")
     with pytest.raises(fl.ConfigError, match="gradients=zero.. names weights too.*gradients=qgz"):
         make([w], gradients="zero++")

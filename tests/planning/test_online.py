@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def drive(
     """
     plans = [first or fuse(MODEL, START, RAW, transport.size)]
     for number, seconds in enumerate(steps, begin):
-        planner.note_step(SimpleNamespace(plan=plans[-1]), number, seconds)  # type: ignore[arg-type]
+        planner.note_step(plans[-1], number, seconds)
         if planner.due(number):
             plan = planner.next_plan(transport)
             plans += [] if plan is None else [plan]

@@ -12,7 +12,7 @@ from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError, PlanMismatch
 from fusionlayer.base.plan import FusionPlan
 from fusionlayer.process import clock
-from fusionlayer.scheduler import Engine, Memory, PlanController, StepSeconds, planners
+from fusionlayer.scheduler import Memory, PlanController, StepSeconds, planners
 from fusionlayer.scheduler.plan_controller import _UNREAD, StepTimer
 from fusionlayer.transport import Transport
 from tests.fake_device import FakeDevice, streams_joined
@@ -39,10 +39,10 @@ class Script(PlanController):
         self.planned: list[int] = []
         self.asked = 0
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
-        assert engine.plan is not None and seconds is not None
+    def note_step(self, plan: FusionPlan | None, step: int, seconds: StepSeconds | None) -> None:
+        assert plan is not None and seconds is not None
         self.noted.append((step, seconds))
-        self.planned.append(len(engine.plan.buckets))
+        self.planned.append(len(plan.buckets))
 
     def due(self, step: int) -> bool:
         return step in self.plans
@@ -58,7 +58,7 @@ class Script(PlanController):
 class Late(Script):
     """Keeps what it is told of a device."""
 
-    def note_step(self, engine: Engine, step: int, seconds: StepSeconds | None) -> None:
+    def note_step(self, plan: FusionPlan | None, step: int, seconds: StepSeconds | None) -> None:
         self.noted.append((step, seconds))  # type: ignore[arg-type]
 
 

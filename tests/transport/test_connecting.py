@@ -36,7 +36,7 @@ PHASES: dict[str, tuple[object, str, str, int]] = {
     "group": (dist, "init_process_group", "", 0),
     "group, at its end": (Heartbeat, "end", "", 0),
     "meeting": (Heartbeat, "meet", "", 1),
-    "settings": (stores.EndingStore, "wait", "told/", 0),
+    "settings": (stores.EndingStore, "wait", "settings/", 0),
     "mesh, before its address is known": (stores.EndingStore, "set", "gloo/", 0),
     "mesh": (stores.EndingStore, "wait", "gloo/", 0),
     "mesh, half connected": (stores.EndingStore, "get", "gloo/", 1),

@@ -453,9 +453,9 @@ def train_with(rank: int, world: int, port: int, key: str | None, name: str, val
             raise
 
 
-KEYS = ("told/", "gloo/", "who/", "at/", "node/")
+KEYS = ("settings/", "gloo/", "who/", "at/", "node/")
 POISON = [(key, name, value) for key in (None, KEY) for name in KEYS for value in JUNK[2::5]]
-FAST = [(None, "told/", b"junk"), (None, "gloo/", b"junk"), (KEY, "told/", b"junk"), (KEY, "gloo/", b"junk")]
+FAST = [(None, "settings/", b"junk"), (None, "gloo/", b"junk"), (KEY, "settings/", b"junk"), (KEY, "gloo/", b"junk")]
 
 
 @pytest.mark.medium
@@ -466,7 +466,7 @@ def test_a_poisoned_key_is_an_error_that_says_so_or_nothing(key: str | None, nam
     outcomes = outcomes_of(train_with, 2, free_port(), key, name, value, backend=None)
     for outcome in outcomes:
         assert outcome.kind == "returned" and outcome.value == 3.0 or outcome.error[0] == "TransportError", outcome
-    if key is not None and name in ("told/", "gloo/"):
+    if key is not None and name in ("settings/", "gloo/"):
         assert any("has no seal of this job's key" in outcome.error[1] for outcome in outcomes), outcomes
 
 

@@ -1,4 +1,4 @@
-"""``delta``: lossless messages that tell what changed since a base that all ranks have."""
+"""``delta``: lossless messages of what changed since a base that all ranks have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
     bytes more than its elements. It carries digests of base and result: another base, or a damaged message, is an error
     and never gives other values. All bits are kept, those of a NaN too.
 
-    Each 16,384 elements are coded by themselves. An unchanged block takes 2 bytes. Else gaps tell which elements
+    Each 16,384 elements are coded by themselves. An unchanged block takes 2 bytes. Else gaps list which elements
     changed, and small numbers by how many steps of their type. Where a message is decoded on CUDA, the host waits for
     the digests.
     """

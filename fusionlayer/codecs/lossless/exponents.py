@@ -29,7 +29,7 @@ ROW_ALIGNMENT = 16
 class ExponentCodec(ZippedCodec, NativeCodec):
     """A codec whose message is a head and data: a static part and a rest, or the elements as they are.
 
-    The length of the static part does not depend on the data. The head tells the form of the data and the number of
+    The length of the static part does not depend on the data. The head has the form of the data and the number of
     bytes of the rest. A subclass gives ``_static_bytes`` and ``_params``.
     """
 
@@ -85,7 +85,7 @@ class ExponentCodec(ZippedCodec, NativeCodec):
         return [slice(start, start + nbytes) for start, nbytes in parts]
 
     def _used(self, payloads: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """Return how many bytes of each message's data are used, as its head tells."""
+        """Return how many bytes of each message's data are used, by its head."""
         used = [0] * len(numels)
         filled = [i for i, numel in enumerate(numels) if numel]
         if not filled:

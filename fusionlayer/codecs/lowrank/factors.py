@@ -44,7 +44,7 @@ def orthonormal(factors: Tensor) -> Tensor:
 
 
 def _scaled(rows: Tensor) -> Tensor:
-    """Return the rows, each times the power of two that brings its largest magnitude between 1/2 and 1."""
+    """Return the rows, each times the power of two that scales its largest magnitude to between 1/2 and 1."""
     largest = rows.abs().amax(2, keepdim=True)
     unit = largest / torch.frexp(largest).mantissa
     return rows / torch.where(largest == 0, 1.0, unit)

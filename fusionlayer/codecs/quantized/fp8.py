@@ -16,7 +16,7 @@ __all__ = ["FP8", "FP8Block"]
 class FP8(BlockCodec, name="fp8"):
     """8-bit floats, all of a message scaled by its largest magnitude (Micikevicius et al., arXiv 2209.05433).
 
-    8 bits per element travel. One value that is not finite makes the whole message NaN. Encoding takes two passes.
+    8 bits per element are sent. One value that is not finite makes the whole message NaN. Encoding takes two passes.
 
     Attributes:
         format: "e4m3", or "e5m2" with more range and less precision.
@@ -47,7 +47,7 @@ class FP8(BlockCodec, name="fp8"):
 class FP8Block(BlockCodec, name="fp8_block"):
     """8-bit floats and an f32 scale for each ``block_size`` elements, not rotated: what ``taco`` is compared with.
 
-    8 + 32 / block_size bits per element travel.
+    8 + 32 / block_size bits per element are sent.
 
     Attributes:
         format: "e4m3", or "e5m2" with more range and less precision.

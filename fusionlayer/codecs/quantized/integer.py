@@ -27,7 +27,7 @@ __all__ = ["FullRangeInt", "Int"]
 class Int(TransformCodec, NativeCodec, name="int"):
     """Integers of ``bits`` bits and an f32 scale for each ``group_size`` elements (SDP4Bit, sections 3.2 and 3.3).
 
-    bits + 32 / group_size bits per element travel. A group with a value that is not finite decodes to NaN; a group
+    bits + 32 / group_size bits per element are sent. A group with a value that is not finite decodes to NaN; a group
     whose values are all below 2^-100 decodes to zeros. ``wire_format.md`` has the planes.
 
     4 and 8 bits have a level at 0 and one at the largest magnitude. 2 and 3 bits have levels at odd multiples of half a

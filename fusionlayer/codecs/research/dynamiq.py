@@ -41,7 +41,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
     Unless you name another collective, it takes ``butterfly`` over a power of two of ranks, ``ring`` over other
     numbers, and ``one_shot`` over two. In ``ring`` and ``butterfly`` the ranks agree first: they sum the mean and the
     energy of each super-group, 4 bytes for 256 values. From these every rank computes the bits of each super-group and
-    the chunk in which it travels, so that all chunks take equally many bytes. Values travel relative to the mean over
+    the chunk in which it is sent, so that all chunks take equally many bytes. Values are sent relative to the mean over
     ranks. Ranks round with anticorrelated random numbers: where one rounds up, another rounds down. In other
     collectives each message gets its bits from its own energy.
 
@@ -56,10 +56,10 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         hierarchical: scales of groups are relative to that of their super-group. False gives each 32 values a bf16
             scale, which takes as many bits (DynamiQ, table 6).
         correlated: the rounding of ranks is anticorrelated.
-        centred: values travel relative to the mean of their super-group.
+        centred: values are sent relative to the mean of their super-group.
         epsilon4: levels of 4 bits are f(r) = ((1 + 2 e^2)^r - 1) / ((1 + 2 e^2)^7 - 1), in steps of 1e-4; 0.05 to 0.33.
         epsilon8: levels of 8 bits, by the same formula with 127 for 7; 0.02 to 0.07.
-        given: (m,) uint8, the bits that ranks agreed on, in the order of travel.
+        given: (m,) uint8, the bits that ranks agreed on, in the order in which they are sent.
         agreed: the order and the means that ranks agreed on.
         shared: the seed that all ranks have.
         place: number of this rank's rounding interval, and the number of intervals.

@@ -31,7 +31,7 @@ class OkTopk(PartsCodec, ThresholdSparsifier, name="oktopk"):
     A threshold that finds less than k / 4 elements or more than k * slack is found anew at once.
 
     Attributes:
-        slack: most elements that a rank sends, in multiples of k. Only those that a threshold finds travel.
+        slack: most elements that a rank sends, in multiples of k. Only those that a threshold finds are sent.
         reuse: number of sums that use one threshold (the paper's tau').
         tau: number of sums that use the same regions.
         balance: if a rank has more than so many times the mean number of sums that pass, ranks deal them out evenly

@@ -21,7 +21,7 @@ _MOMENTUM = 0.8
 
 
 class Share:
-    """The share of the blocks that may travel which one rank selects; kept from one sum to the next.
+    """The share of the blocks that may be sent which one rank selects; kept from one sum to the next.
 
     Selections of ranks overlap, and ranks know only their union, afterwards. So the share follows the size of the
     union, with momentum (DynamiQ, appendix C, equation 1). It begins with 1 / ranks, with which the union cannot be too
@@ -43,7 +43,7 @@ class Share:
             return max(1, min(wanted, round(self.value * wanted)))
 
     def adapt(self, wanted: int, union: int) -> None:
-        """Adapt the share after a sum: ranks selected ``union`` blocks together, and ``wanted`` may travel."""
+        """Adapt the share after a sum: ranks selected ``union`` blocks together, and ``wanted`` may be sent."""
         with self._lock:
             assert self.value is not None
             self.value *= _MOMENTUM + (1 - _MOMENTUM) * wanted / max(1, union)
@@ -58,8 +58,8 @@ class OmniReduce(TorchCodec, name="omnireduce"):
     the tensor, then the selected blocks. Blocks with a NaN or Inf are selected first.
 
     Attributes:
-        bits: budget for each value, 1 to 16; the share of blocks that travel is ``bits`` / 16.
-        block_size: elements that travel together or not at all; a power of two from 32 to 4096.
+        bits: budget for each value, 1 to 16; the share of blocks that are sent is ``bits`` / 16.
+        block_size: elements that are sent together or not at all; a power of two from 32 to 4096.
         share: the share of blocks that a rank selects, adapted in each sum.
     """
 
@@ -88,7 +88,7 @@ class OmniReduce(TorchCodec, name="omnireduce"):
         return -(-numel // self.block_size)
 
     def travelling(self, numel: int) -> int:
-        """Return how many blocks of a tensor of ``numel`` elements may travel, at least one."""
+        """Return how many blocks of a tensor of ``numel`` elements may be sent, at least one."""
         return min(self.blocks(numel), max(1, self.blocks(numel) * self.bits // _VALUE_BITS))
 
     def rows(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ _TAU, _EPSILON = 448.0, 1e-6
 class Taco(TransformCodec, BlockCodec, name="taco"):
     """Blocks rotated by a Hadamard matrix of their size, then sent as FP8 or INT8 with a scale (TACO, section 4).
 
-    8 + 32 / block_size bits per element travel, with dual scales 8 + 64 / block_size.
+    8 + 32 / block_size bits per element are sent, with dual scales 8 + 64 / block_size.
 
     TACO scales a block by alpha to a target energy, and by s to the range of the format. In exact arithmetic alpha
     cancels, since s is a maximum and rotation is linear. So one scale is enough ("folded"). "dual" multiplies by alpha,

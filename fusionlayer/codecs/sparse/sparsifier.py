@@ -57,7 +57,7 @@ class Sparsifier(VariableSizeCodec):
 
     Attributes:
         density: share of the elements that are sent.
-        values: type in which they travel; what "bf16" loses stays in the residual.
+        values: type in which they are sent; what "bf16" loses stays in the residual.
     """
 
     local: ClassVar[bool] = False
@@ -227,7 +227,7 @@ class ThresholdSparsifier(Sparsifier):
     the tensor in every step. Codecs with the option ``guarded`` do all this only if it is True.
 
     Attributes:
-        slack: capacity is k * slack, rounded up. All of it travels: slack costs bytes and makes room for what a
+        slack: capacity is k * slack, rounded up. All of it is sent: slack costs bytes and makes room for what a
             threshold finds. In training of a small network at density 0.01, estimate or ladder had such a count in 70
             to 99 of 100 cases with a slack of 1.1, depending on the codec; in 57 to 85 with 1.0, in 78 to 100 with
             1.25.

@@ -1,4 +1,4 @@
-"""The base of planners: pure functions that cut tensors, in order of arrival, into runs that travel together."""
+"""The base of planners: pure functions that cut tensors, in order of arrival, into runs that are sent together."""
 
 from __future__ import annotations
 

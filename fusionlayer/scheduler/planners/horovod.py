@@ -1,6 +1,6 @@
 """``horovod``: fill a buffer up to a threshold, as Horovod's tensor fusion does.
 
-Horovod looks for new tensors once in a cycle (1 ms, formerly 5 ms). The cycle does not decide which tensors may travel
+Horovod looks for new tensors once in a cycle (1 ms, formerly 5 ms). The cycle does not decide which tensors may be sent
 together, so plans have no cycle.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["Horovod"]
 
 @dataclass(frozen=True)
 class Horovod(Planner, name="horovod"):
-    """Fuse consecutive tensors while their bytes stay within ``threshold``; a larger tensor travels alone.
+    """Fuse consecutive tensors while their bytes stay within ``threshold``; a larger tensor is sent alone.
 
     Attributes:
         threshold: bytes of gradients in a bucket. Horovod's default is 128 MiB; the preset ``horovod_64mb`` has its

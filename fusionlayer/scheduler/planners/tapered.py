@@ -21,7 +21,7 @@ class Tapered(Planner, name="tapered"):
     with the bucket, so these buckets are small. Between them, larger buckets pay fewer fixed costs.
 
     Attributes:
-        threshold: largest number of bytes in a bucket; a larger tensor travels alone.
+        threshold: largest number of bytes in a bucket; a larger tensor is sent alone.
         edge: largest number of bytes in the first and in the last bucket.
     """
 

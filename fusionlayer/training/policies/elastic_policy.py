@@ -72,7 +72,7 @@ def check_elastic(optimizer: Optimizer, **given: Any) -> None:
 
 
 class ElasticStepPolicy(StepPolicy):
-    """A step is a transaction: either all members make it with the same results, or nobody does.
+    """A step is a transaction: either all members make it with the same results, or none does.
 
     Gradients stay as backward made them until the results of all buckets are there. Only then results replace gradients
     and the wrapped optimizer makes its update. So if a member fails, each of the others either has made the step, or
@@ -116,7 +116,7 @@ class ElasticStepPolicy(StepPolicy):
         self.is_attached = True
 
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """Take the step of the wrapped optimizer with the gradients that are averaged over those who take part.
+        """Take the step of the wrapped optimizer with the gradients that are averaged over those that take part.
 
         The first call of a process that joins takes over the members' state instead.
 
@@ -160,7 +160,7 @@ class ElasticStepPolicy(StepPolicy):
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Exchange gradients, again if members failed meanwhile, until all who are left have the results."""
+        """Exchange gradients, again if members failed meanwhile, until all remaining members have the results."""
         reducer = self.reducer
         if reducer.state in WITH_RESULTS or not self.members.has_joined:
             return
@@ -295,7 +295,8 @@ class ElasticStepPolicy(StepPolicy):
                 error = again
 
     def _bring(self, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
-        """Give those who lack it the results of the last step, or the whole state, without loss; all others only wait.
+        """Give members that lack it the results of the last step, or the whole state, without loss; all others only
+        wait.
 
         Args:
             transport: over the members.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,20 +13,32 @@ from ... import context
 from ...base.config import flat
 from ...base.errors import ConfigError
 from ...base.plan import FusionPlan
+from ...elastic import Members
 from ...native.wire import digest
 from ...transport import Transport
 from ..parameters import local_part
+from ..reducer import Reducer
 from ..step_state import StepState
 from . import handover
 from .handover import Fingerprint
 
-if TYPE_CHECKING:
-    from .elastic_policy import ElasticStepPolicy
-
 __all__ = ["own_fingerprints", "receive_results", "receive_state", "send_results", "send_state", "without_unsure"]
 
 
-def own_fingerprints(policy: ElasticStepPolicy) -> dict[str, Fingerprint]:
+class Elastic(Protocol):
+    """What these functions need of an ``ElasticStepPolicy``."""
+
+    reducer: Reducer
+    facts: tuple[object, ...]
+    at: int
+
+    @property
+    def members(self) -> Members: ...
+    def more(self) -> Any: ...
+    def begin_with(self, more: Any) -> None: ...
+
+
+def own_fingerprints(policy: Elastic) -> dict[str, Fingerprint]:
     """Return the fingerprints of what a newcomer has already, for ``receive_state``."""
     return handover.fingerprints(handover.parted(state_of(policy))[1])
 
@@ -54,7 +66,7 @@ _COMPLETE_WHEN_SENT = ("one_shot", "two_shot", "two_level")
 def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[str, Any]:
     """Return a memory's state after a step whose results this rank lacked, without what may be of before the step.
 
-    All messages of this rank have arrived, or nobody would have results. So its error feedback is right where it is
+    All messages of this rank have arrived, or no rank would have results. So its error feedback is right where it is
     complete before the last message leaves. Where it is not, it begins anew, so that nothing is sent twice.
     """
     buckets = () if plan is None else plan.buckets
@@ -64,21 +76,21 @@ def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[s
     return {key: {name: x for name, x in kept.items() if name not in unsure} for key, kept in memory.items()}
 
 
-def tensors_of(policy: ElasticStepPolicy) -> list[Tensor]:
+def tensors_of(policy: Elastic) -> list[Tensor]:
     """Return the tensors that all members hold alike, in the same order on all of them."""
     replicas = policy.reducer.replicas
     every = (*replicas.named.values(), *replicas.buffers.values())
     return [local_part(x.detach()).as_subclass(Tensor) for x in every]
 
 
-def facts_of(policy: ElasticStepPolicy) -> Tensor:
+def facts_of(policy: Elastic) -> Tensor:
     """Return (32,) uint8 that differ where a newcomer's first step with the members would be a ``PlanMismatch``."""
     settings = flat(context.settings())
     facts = [policy.facts, *(settings[key] for key in _AGREED), policy.reducer.replicas.lines]
     return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
 
 
-def state_of(policy: ElasticStepPolicy) -> dict[str, Any]:
+def state_of(policy: Elastic) -> dict[str, Any]:
     """Return what members hold alike: parameters, buffers, the optimizer's state and those of shared objects."""
     members, reducer = policy.members, policy.reducer
     return {
@@ -91,7 +103,7 @@ def state_of(policy: ElasticStepPolicy) -> dict[str, Any]:
     }
 
 
-def send_state(policy: ElasticStepPolicy, transport: Transport, to: int) -> None:
+def send_state(policy: Elastic, transport: Transport, to: int) -> None:
     """Send a newcomer the state, as far as it has another one."""
     transport.send(facts_of(policy), to)
     theirs = json.loads(handover.receive_bytes(transport, to))
@@ -99,7 +111,7 @@ def send_state(policy: ElasticStepPolicy, transport: Transport, to: int) -> None
     handover.send(state_of(policy), known, transport, to)
 
 
-def receive_state(policy: ElasticStepPolicy, transport: Transport, source: int, own: Mapping[str, Fingerprint]) -> None:
+def receive_state(policy: Elastic, transport: Transport, source: int, own: Mapping[str, Fingerprint]) -> None:
     """Receive what ``send_state`` sends.
 
     Args:

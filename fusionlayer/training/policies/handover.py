@@ -1,7 +1,8 @@
 """The state that a newcomer of an elastic job gets from a member: all bits of it, in as few bytes as pay.
 
-A tensor that the newcomer has already, such as one that is frozen, or that it has loaded from a checkpoint, does not
-travel. Between hosts the others travel by ``zip``; within a host that would take longer than to send them as they are.
+A tensor that the newcomer has already, such as one that is frozen, or that it has loaded from a checkpoint, is not
+sent. Between hosts the others are sent by ``zip``; within a host that would take longer than to send them as they
+are.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ __all__ = ["Fingerprint", "fingerprints", "joined", "parted", "receive", "send"]
 _CODECS = ("same", "raw", "zip")
 _MOST_BYTES = 1 << 40
 _LEAST_BYTES = 1 << 14
-"""A smaller tensor travels with what is no tensor: a message of its own would cost more than it saves."""
+"""A smaller tensor is sent with what is no tensor: a message of its own would cost more than it saves."""
 
 _AHEAD = 2
 """Tensors that are encoded, or received, before the one that is sent, or decoded, is done."""
 
 
 class Fingerprint(NamedTuple):
-    """What tells whether two processes have the same tensor: its crc32c is compared first, because it is quick.
+    """Shows whether two processes have the same tensor: its crc32c is compared first, because it is quick.
 
     Attributes:
         crc: of its bytes.

@@ -38,17 +38,17 @@ class Local:
         momentum: of the outer optimizer, from 0 to below 1.
         fragments: parts of the model that sync one after the other, each once in ``every`` steps; buckets of the fusion
             plan make them up.
-        delay: local steps that a rank makes while a fragment is under way, below ``every``; 0 waits for it.
+        delay: local steps that a rank makes while a fragment is in flight, below ``every``; 0 waits for it.
         alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
             with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
         states: of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too, and every
-            how many syncs: ``{"exp_avg": 3}``. They travel uncompressed. Not with fragments or a delay.
+            how many syncs: ``{"exp_avg": 3}``. They are sent uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
         codec_options: of ``codec``.
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
         feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1,
             error feedback acts as the momentum of the outer optimizer.
-        carry: add what a rank learned while a fragment was under way to the new anchor, so that none of it is lost. For
+        carry: add what a rank learned while a fragment was in flight to the new anchor, so that none of it is lost. For
             a ``delay``, without ``alpha``.
         after: steps at the beginning in which ranks average gradients, as without local steps (post-local SGD, arXiv
             1808.07217). None: what the wrapped optimizer needs. That is 0, or ``freeze_step`` of ``OneBitAdam``.
@@ -108,7 +108,7 @@ class Local:
 
     @classmethod
     def overlapped(cls, every: int = 4, fragments: int | None = None, delay: int = 1, **options: Any) -> Local:
-        """Return averaging whose messages travel under the next step, and lose nothing of it (CoCoD-SGD, IJCAI 2019).
+        """Return averaging whose messages are sent under the next step, and lose nothing of it (CoCoD-SGD, IJCAI 2019).
 
         By default a fragment leaves after each step, so that the link has as much to do in each.
         """
@@ -124,7 +124,7 @@ class Local:
     def streaming(
         cls, every: int = 30, fragments: int = 3, delay: int = 5, alpha: float = 0.5, **options: Any
     ) -> Local:
-        """Return Streaming DiLoCo: fragments travel one by one, under the next local steps (arXiv 2501.18512)."""
+        """Return Streaming DiLoCo: fragments are sent one by one, under the next local steps (arXiv 2501.18512)."""
         return cls.diloco(every=every, fragments=fragments, delay=delay, alpha=alpha, **options)
 
     @classmethod
@@ -176,7 +176,7 @@ def state_name(state: str, name: str) -> str:
 
 
 def state_tensors(sync: Local | None, tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:
-    """Return what travels of the wrapped optimizer's states, by their keys; ``tensors`` describe the parameters."""
+    """Return what is sent of the wrapped optimizer's states, by their keys; ``tensors`` describe the parameters."""
     states = () if sync is None else sync.states
     return {state: [replace(t, name=state_name(state, t.name), group=None) for t in tensors] for state in states}
 
@@ -196,7 +196,7 @@ def check_sync(sync: Local, optimizer: Optimizer, op: ReduceOp, plan: object, ov
             "steps; leave after out"
         )
     if after and plan is not None:
-        raise ConfigError(f"sync: after={after} beside a plan, which is of gradients or of differences; leave it out")
+        raise ConfigError(f"sync: after={after} with a plan, which is of gradients or of differences; leave it out")
     if op is not Average:
         raise ConfigError(f"op={op.name} with sync=fl.Local(...), which averages differences; leave op out")
     if overlap_forward is not None:

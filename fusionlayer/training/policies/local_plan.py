@@ -24,8 +24,8 @@ def planned_syncs(sync: Local, planning: EnginePlanning, tensors: Sequence[Tenso
     plan = planning.plan
     if planning.plan_controller is not None:
         raise ConfigError(
-            "sync=fl.Local(...) beside codec='auto' or a planner that needs costs, which measure steps in which "
-            "gradients travel; name a codec and a planner that needs no costs"
+            "sync=fl.Local(...) with codec='auto' or a planner that needs costs, which measure steps in which "
+            "gradients are sent; name a codec and a planner that needs no costs"
         )
     if (sync.overlaps or sync.states) and tensors and plan is None:
         plan = _plan_of_fragments(sync, planning, tensors, size)

@@ -29,7 +29,7 @@ __all__ = ["LocalStepPolicy", "go_on"]
 class LocalStepPolicy(StepPolicy):
     """Local steps: the engine sums differences of parameters at each sync, not gradients.
 
-    A step of the engine is a sync. Gradients have no hooks, so whoever scales, clips or accumulates them finds the
+    A step of the engine is a sync. Gradients have no hooks, so code that scales, clips or accumulates them finds the
     rank's own.
 
     Until as many steps are made as ``sync.after`` says, ``step`` averages gradients. What a step does follows from the
@@ -358,7 +358,7 @@ class LocalStepPolicy(StepPolicy):
         super().leave()
         if self.reducer.engine is not None and self.reducer.engine.failure is None:
             for flight in self.local.flights:
-                with suppress(FusionLayerError):  # a rank is gone, and nobody takes these results
+                with suppress(FusionLayerError):  # a rank is gone, and no rank takes these results
                     flight.take()
 
     def stand_in(self) -> None:

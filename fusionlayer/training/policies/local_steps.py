@@ -22,14 +22,14 @@ __all__ = ["Flight", "LocalSteps", "beginning", "compare", "due_states"]
 
 @dataclass
 class Flight:
-    """A fragment that is under way.
+    """A fragment that is in flight.
 
     Attributes:
         parameters: of the fragment, by name.
         left: local steps until its results are taken.
         take: waits for the averaged differences, and returns them by name; states too.
         states: of the wrapped optimizer that sync too, by name; averages replace them.
-        left_with: values of the parameters, by name, as they were when the fragment left; None: nobody asks for them.
+        left_with: values of the parameters, by name, as they were when the fragment left; None: no rank asks for them.
     """
 
     parameters: dict[str, Tensor]
@@ -48,7 +48,7 @@ class Flight:
 
 
 class LocalSteps:
-    """One rank's local steps since the last sync, and the fragments that are under way.
+    """One rank's local steps since the last sync, and the fragments that are in flight.
 
     Args:
         sync: how often ranks sync, and by which outer optimizer.
@@ -143,7 +143,7 @@ class LocalSteps:
                 torch._foreach_add_(parts, learned)
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """Return copies of all that the next steps depend on; tensors by name. Waits for what is under way."""
+        """Return copies of all that the next steps depend on; tensors by name. Waits for what is in flight."""
         momenta = {names[p]: kept for p, kept in self._carried.items()}
         momenta |= {names[p]: self._outer.state.get(anchor, {}).get(_MOMENTUM) for p, anchor in self.anchors.items()}
         flights = []
@@ -250,18 +250,18 @@ def due_states(
     return states
 
 
-def compare(count: int | None, told: Sequence[float], transport: Transport) -> list[list[float]]:
-    """Check that all ranks sync after as many local steps, and return what each has ``told``, by rank.
+def compare(count: int | None, numbers: Sequence[float], transport: Transport) -> list[list[float]]:
+    """Check that all ranks sync after as many local steps, and return the numbers of each, by rank.
 
     Args:
         count: local steps of this rank since the last sync; None: it has joined (``hvd.join``) and makes none.
-        told: numbers for the others, as many on all ranks.
+        numbers: numbers for the others, as many on all ranks.
         transport: the ranks.
 
     Raises:
         PlanMismatch: they do not. All ranks raise it; it names those that differ from the first.
     """
-    mine = torch.tensor([-1 if count is None else count, *told], dtype=torch.float64, device="cpu")
+    mine = torch.tensor([-1 if count is None else count, *numbers], dtype=torch.float64, device="cpu")
     every = torch.empty(transport.size, len(mine), dtype=torch.float64, device="cpu")
     with transport.doing("a sync of local steps"):
         transport.all_gather(mine.view(torch.uint8), every.view(torch.uint8))

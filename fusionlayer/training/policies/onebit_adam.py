@@ -1,4 +1,4 @@
-"""``OneBitAdam``: Adam that sends momentum in place of gradients once its variance has settled (Tang et al., 2021)."""
+"""``OneBitAdam``: Adam that sends momentum instead of gradients once its variance has settled (Tang et al., 2021)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OneBitAdam(Optimizer):
         optimizer = fl.OneBitAdam(model.parameters(), lr=3e-4, freeze_step=100)
         optimizer = fl.DistributedOptimizer(optimizer, model, codec="onebit")
 
-    This is algorithm 1 of 1-bit Adam. While it warms up, gradients travel as they are, and each step is that of
+    This is algorithm 1 of 1-bit Adam. While it warms up, gradients are sent as they are, and each step is that of
     ``torch.optim.AdamW``. Then each rank adds its gradient to the momentum that all ranks have, the ranks average
     these momenta by the codec that ``DistributedOptimizer`` was given, and the average is the new momentum. A step
     divides it by the square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
@@ -102,9 +102,9 @@ class OneBitAdam(Optimizer):
         self._begin()
 
     def _begin(self) -> None:
-        # Asks GradScaler to tell step() that it is there.
+        # Asks GradScaler to pass itself to step().
         self._step_supports_amp_scaling = True
-        # Parameters of the step under way whose gradients, or momenta, were averaged over ranks.
+        # Parameters of the step in flight whose gradients, or momenta, were averaged over ranks.
         self._exchanged: set[Tensor] = set()
         self._settled = False
 
@@ -134,9 +134,10 @@ class OneBitAdam(Optimizer):
         return int(self.__dict__["param_groups"][0]["freeze_step"])
 
     def sends(self) -> Sent:
-        """Return that gradients travel by ``warmup_codec`` at first, and then momentum by the codec that was given."""
+        """Return that gradients are sent by ``warmup_codec`` at first, and then momentum by the codec that was
+        given."""
         self._settle()
-        return ("momentum in place of gradients", None) if self._settled else ("gradients", self.warmup_codec)
+        return ("momentum instead of gradients", None) if self._settled else ("gradients", self.warmup_codec)
 
     def _counts(self) -> list[int]:
         """Return how many steps each parameter in use has taken."""
@@ -166,7 +167,7 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def exchanged(self, parameter: Tensor) -> Tensor | None:
-        """Return what this rank sends for ``parameter`` in place of its gradient, in the gradient's memory.
+        """Return what this rank sends for ``parameter`` instead of its gradient, in the gradient's memory.
 
         That is the momentum which the gradient makes, or without a gradient what is left of the momentum. While the
         optimizer warms up it is the gradient itself.
@@ -336,12 +337,12 @@ class OneBitAdam(Optimizer):
                 self.state[parameter]["exp_avg"].copy_(momentum)
 
     def _widths(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        """Return what momenta are divided by. Of a frozen variance it is made once, and kept beside it."""
+        """Return what momenta are divided by. Of a frozen variance it is made once, and kept next to it."""
         beta2, eps = group["betas"][1], group["eps"]
         corrected = group.get("bias_correction", True)
         states = [self.state[p] for p in parameters]
         variances, steps = ([state[key] for state in states] for key in ("exp_avg_sq", "variance_step"))
-        # A checkpoint may bring other tensors, or other values into these.
+        # A checkpoint may have other tensors, or other values into these.
         made_of = [(beta2, eps, n, corrected, v._version) for v, n in zip(variances, steps, strict=True)]
         kept = self.__dict__.setdefault("_kept_widths", {})
         known = [kept.get(p, (None, None, None)) for p in parameters]

@@ -1,4 +1,4 @@
-"""``OwnSends``: the steps of an optimizer that says by itself what is sent in place of its gradients."""
+"""``OwnSends``: the steps of an optimizer that says by itself what is sent instead of its gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many local steps ranks make between two syncs where nobody says it: they agree on what they have measured."""
+"""How many local steps ranks make between two syncs where no rank says it: they agree on what they have measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger("fusionlayer")
 class Pace:
     """The number of local steps between two syncs, for ``Local(every="auto")``.
 
-    At each sync ranks tell each other what they measured at the sync before. Nothing else counts, so all come to the
+    At each sync ranks exchange what they measured at the sync before. Nothing else counts, so all come to the
     same number.
 
     Args:
@@ -48,10 +48,10 @@ class Pace:
         self._norms: list[Tensor] = []
 
     def leave(self, differences: Iterable[Tensor], joined: bool) -> list[float]:
-        """Note that a sync sends these differences; return what this rank tells the others of the sync before.
+        """Note that a sync sends these differences; return what this rank reports of the sync before.
 
         That is the share of the time that it waited, the norm of its differences, and that of their average. A rank
-        that has ``joined`` only waits, so it tells nothing, and the number stays as it is.
+        that has ``joined`` only waits, so it reports nothing, and the number stays as it is.
         """
         told = [_NOTHING] * 3 if joined else self._told()
         self._began, self._left, self._arrived = self._arrived, self._clock.stamp(), None
@@ -70,7 +70,7 @@ class Pace:
         self.state = before.after(drift, waiting, self._rules)
         if says and self.state.every != before.every:
             _logger.info(
-                "sync: every=%d in place of %d; ranks waited %.0f %% of their time, their divergence is %.2f",
+                "sync: every=%d instead of %d; ranks waited %.0f %% of their time, their divergence is %.2f",
                 *(self.state.every, before.every, 100 * waiting, drift),
             )
 
@@ -88,7 +88,7 @@ class Pace:
             return [_NOTHING] * 3
         spent = self._clock.seconds(self._began, self._arrived)
         waited = self._clock.seconds(self._left, self._arrived)
-        if not spent or waited is None:  # a device has not told yet
+        if not spent or waited is None:  # a device has not reported yet
             return [_NOTHING] * 3
         return [waited / spent, *(float(norm) for norm in self._norms)]
 

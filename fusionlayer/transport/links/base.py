@@ -34,7 +34,7 @@ class LinkError(Exception):
 
 
 def damaged(what: str, sender: int, receiver: int, sealed: bool = False) -> str:
-    """Return the clause that tells of damage on the way between two ranks. ``sealed``: by a wrong tag of it."""
+    """Return the clause that reports damage on the way between two ranks. ``sealed``: by a wrong tag of it."""
     if sealed:
         why = "damaged or changed on its way: its authentication tag is wrong"
     else:

@@ -17,7 +17,7 @@ _CAN_WAIT = 122
 _PORTABLE, _MAPPED = 1, 2
 _WAIT_64, _WRITE_32 = 4, 2
 # Wait until the number in memory, signed, is at least the one given. A write comes after all work before it in its
-# stream, for everybody who sees it.
+# stream, for all that see it.
 _AT_LEAST, _ORDERED = 0, 0
 # The driver takes fewer than 256 operations at once.
 _MOST = 255

@@ -47,7 +47,7 @@ class DeviceMemory:
 
 
 def pack(numel: int, facts: tuple[Any, ...]) -> bytes:
-    """Return the bytes of what torch tells of a flat tensor's memory.
+    """Return the bytes of torch's description of a flat tensor's memory.
 
     Args:
         numel: elements of the tensor.

@@ -1,8 +1,9 @@
 """How the two ends of a new connection prove to each other that they belong to the job, before anything else is read.
 
-Each end sends a random number, and proves by HMAC-SHA256 of both numbers, and of who calls whom, that it has the job's
-secret. Both derive keys from the same. So a program between them, which passes on their proofs, can neither change what
-follows nor connect a caller to another host than it has called. What strangers send is only read and compared.
+Each end sends a random number, and proves by HMAC-SHA256 of both numbers, and of the numbers of caller and host, that
+it has the job's secret. Both derive keys from the same. So a program between them, which passes on their proofs, can
+neither change what follows nor connect a caller to another host than it has called. What strangers send is only read
+and compared.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ __all__ = ["PATIENCE", "ConnectionKeys", "Reception", "introduce", "is_exhausted
 _NUMBERS = struct.Struct("<II")
 # A caller's number, its nonce, and the proof that it has the job's secret.
 _HELLO = struct.Struct(f"<I{NONCE_BYTES}s{PROOF_BYTES}s")
-# Seconds that a peer may take to connect and to prove who it is.
+# Seconds that a peer may take to connect and to prove its identity.
 PATIENCE = 5.0
-# Callers who have proved nothing yet that are listened to at once: each needs a file descriptor.
+# Callers that have proved nothing yet and are listened to at once: each needs a file descriptor.
 _MOST_STRANGERS = 64
 _NO_DESCRIPTOR_SECONDS = 0.1
 
@@ -64,14 +65,14 @@ class _Caller:
 class Reception:
     """Takes the calls of the job's processes, and none of anybody else.
 
-    It waits for all callers at once, so silent ones keep nobody waiting. A caller has ``PATIENCE`` seconds; when there
-    are too many, the oldest must go. A process that was sent away like that calls again.
+    It waits for all callers at once, so silent ones keep no process waiting. A caller has ``PATIENCE`` seconds; when
+    there are too many, the oldest must go. A process that was sent away like that calls again.
 
     Args:
         listeners: where callers come. They stay open.
         secret: what the job's processes know.
-        numbers: by which callers say who they are.
-        host: by which callers say whom they call, default 0.
+        numbers: identify callers.
+        host: identifies the called end, default 0.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Reception:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send away those who have proved nothing. No thread may be in ``admit``. A second call does nothing."""
+        """Send away callers that have proved nothing. No thread may be in ``admit``. A second call does nothing."""
         with self._lock:
             wake, self._wake = self._wake, -1
         if wake < 0:

@@ -31,7 +31,7 @@ class PeerLink(QueueingLink):
     of all that it receives, and so on. So a rank waits only for what others have queued before, in whatever order their
     devices come to it.
 
-    A rank writes to no other rank's device: one that is late can damage nothing. And the order holds however a machine
+    A rank writes to no other rank's device: a straggler can damage nothing. And the order holds however a machine
     is wired: what is sent stays where it was written before it was counted, until the receiver reads it there.
 
     Sums, broadcasts and launches are those of another link: copies cannot add.

@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 _RECORD = struct.Struct("<qq16s")
 # Where a page has the rank that left, plus one; the token stands before it.
 _LEFT = 32
-# A counter has a line of the caches for itself: devices and processes write to those beside it.
+# A counter has a line of the caches for itself: devices and processes write to those next to it.
 _APART = 64
 _PAGE = 4096
-# Pages that a device may still look at. They are never unmapped: nothing tells for certain when it has stopped.
+# Pages that a device may still look at. They are never unmapped: nothing shows for certain when it has stopped.
 _kept: list[Tensor] = []
 
 
@@ -146,8 +146,8 @@ class Counters:
     def leave(self) -> None:
         """Let this rank's device wait for no counter any longer. Any thread may call it.
 
-        What is queued there runs on, and all that it still sends is worthless. So the other ranks are told first: what
-        they have received before they hear of it is whole.
+        What is queued there runs on, and all that it still sends is worthless. So the other ranks are notified first:
+        what they have received before that is whole.
         """
         for of, page in enumerate(self._mapped):
             if of != self._rank:

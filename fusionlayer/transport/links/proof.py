@@ -1,4 +1,4 @@
-"""How ranks prove over new connections that they have the job key: gloo asks no caller who it is."""
+"""How ranks prove over new connections that they have the job key: gloo asks no caller for its identity."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prove(gather: Callable[[Tensor], list[Tensor]], rank: int, place: str) -> No
 
 
 def prove_link(link: GlooLink, rank: int, size: int, place: str, seconds: float) -> None:
-    """As ``prove``, over a link that nobody uses yet, in so many seconds at most."""
+    """As ``prove``, over a link that no process uses yet, in so many seconds at most."""
     others = [peer for peer in range(size) if peer != rank]
     deadline = time.monotonic() + seconds
 

@@ -20,7 +20,7 @@ __all__ = ["Pending", "QueueingLink"]
 
 # Seconds between two looks at an event, at first and at most.
 _POLL, _LONGEST_POLL = 0.0001, 0.01
-_OVERDUE = "an operation on the device did not end in time"
+_OVERDUE = "an operation on the device timed out"
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Pending:
 class QueueingLink(Link):
     """One rank's end of a group on a device. Every operation runs in the order of the device's current stream.
 
-    Calls return before the device has done the work. Events before and after each operation tell ``overdue`` when it
+    Calls return before the device has done the work. Events before and after each operation show ``overdue`` when it
     began and ended.
 
     Args:
@@ -87,7 +87,7 @@ class QueueingLink(Link):
     def close(self) -> None:
         if self._lost is None:
             self._lost = self._found or LinkError(self._rank, "the connections are closed")
-            # A device that has failed lets nothing be ended in good order, and its error is told already.
+            # A device that has failed lets nothing be ended in good order, and its error is known already.
             with suppress(RuntimeError):
                 self._end()
 

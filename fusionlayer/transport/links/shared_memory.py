@@ -1,7 +1,7 @@
 """Sums over ranks of one host through shared memory, which saves the copies into and out of sockets.
 
 The memory has no name in any file system and is freed with its processes, however they end. It carries only values.
-Short messages over Unix sockets tell the ranks when the values may be read. A socket also tells at once that its peer
+Short messages over Unix sockets notify the ranks when the values may be read. A socket also shows at once that its peer
 is gone.
 """
 

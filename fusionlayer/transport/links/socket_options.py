@@ -18,7 +18,7 @@ __all__ = ["Place", "SocketOptions", "Told", "Way", "chosen", "places", "ways"]
 
 
 Told = Sequence[Sequence[tuple[str, int]]]
-"""For each place of a rank, host and port of each of its listeners, as it has told the others."""
+"""For each place of a rank, host and port of each of its listeners, as it has announced them."""
 
 
 class Place(NamedTuple):

@@ -180,7 +180,7 @@ class SocketLink(ExchangeLink):
         store.set(f"sockets/{rank}/is", json.dumps(mine))
         everybody = [json.loads(store.get(f"sockets/{peer}/is")) for peer in range(size)]
         self.is_alone = len({each["node"] for each in everybody}) == 1
-        # Alone the ranks call from, and listen at, the loopback interface: nobody else's packets get there.
+        # Alone the ranks call from, and listen at, the loopback interface: no other process's packets get there.
         self.is_sealed = not self.is_alone if options.authenticate is None else options.authenticate
         self.is_sealed = self.is_sealed or options.encrypt
         secret = shared_secret("sockets", bytes.fromhex(everybody[0]["nonce"]))
@@ -225,6 +225,6 @@ def _begin_child() -> None:
     forks.at_exit(_leave)
 
 
-# When this module is imported, so that all who end with the process, and may still send, do so first.
+# When this module is imported, so that all that end with the process, and may still send, do so first.
 forks.at_exit(_leave)
 os.register_at_fork(after_in_child=_begin_child)
