@@ -29,11 +29,11 @@ from torch import Tensor
 from benchmarks import driver
 from benchmarks.report import Environment
 from fusionlayer import codecs, native
+from fusionlayer.base import libraries
+from fusionlayer.base.libraries import MAX_PEERS
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import NativeCodec
 from fusionlayer.collectives._base import split_evenly
-from fusionlayer.native import libraries
-from fusionlayer.native.libraries import MAX_PEERS
 
 CODECS = ("int4", "int8", "tlq_hs", "mxfp8", "mxfp4", "taco")
 CALLS = 5

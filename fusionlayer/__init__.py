@@ -16,6 +16,7 @@ from .process import bounded as _bounded  # noqa: F401
 
 if TYPE_CHECKING:
     from . import backend, codecs, collectives, transport
+    from .base import libraries
     from .base.errors import (
         ConfigError,
         FusionLayerError,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         switcher,
     )
     from .health import watch
-    from .native import libraries
     from .observe import metrics
     from .parallel import moe, pipeline, tensor_parallel
     from .planning.codec_rules import CodecRule, CodecRules
@@ -124,7 +124,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "base": "config errors plan",
+    "base": "config errors libraries plan",
     "base.errors": "ConfigError FusionLayerError PlanMismatch ReplicaMismatch TransportError UsageError WireError",
     "base.plan": "FusionPlan",
     "context": "init is_initialized local_rank local_size membership rank shutdown size",
@@ -132,7 +132,7 @@ _HOMES = {
     "all_to_all broadcast_object broadcast_optimizer_state broadcast_parameters reduce_scatter switcher",
     "frameworks": "deepspeed megatron",
     "health": "watch",
-    "native": "libraries wire",
+    "native": "wire",
     "observe": "metrics",
     "parallel": "moe pipeline tensor_parallel",
     "planning.codec_rules": "CodecRule CodecRules",
@@ -187,7 +187,7 @@ _fusionlayer_autoload.register_with_torch()
 
 def build_info() -> libraries.BuildInfo:
     """Return how this installation was built: version, instruction sets, compiler, CUDA architectures."""
-    from .native import libraries
+    from .base import libraries
 
     return libraries.build_info(__version__)
 

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 
 from . import health, launch
-from .base import config
+from .base import config, job_key, libraries
 from .base.errors import ConfigError, UsageError, require
 from .elastic import Members
-from .launch import job_key
 from .launch.last_error import leave_to_launcher
-from .native import libraries
 from .process import forks, interfaces
 from .transport import Transport, local
 from .transport.c10d import C10dTransport, make_default_group

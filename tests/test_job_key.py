@@ -8,9 +8,9 @@ import pytest
 from torch.distributed import HashStore
 
 from fusionlayer import context
+from fusionlayer.base import job_key
 from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.cli import environment
-from fusionlayer.launch import job_key
 from fusionlayer.launch.stores import SealedStore
 
 pytestmark = pytest.mark.short
@@ -62,12 +62,12 @@ def test_what_a_store_holds_is_believed_only_with_the_key(monkeypatch: pytest.Mo
     kept = HashStore()
     store = SealedStore(kept, "here")
     store.set("a", b"\0\xff")
-    assert store.get("a") == b"\0\xff" and store.first("a", "b") == b"\0\xff" and store.first("c", "d") == b"d"
+    assert store.get("a") == store.compare_set("a", "", "b") == b"\0\xff" and store.compare_set("c", "", "d") == b"d"
     kept.set("b", kept.get("a").decode("latin-1"))  # as a stranger may copy it
     with pytest.raises(TransportError, match="here/b"):
         store.get("b")
     with pytest.raises(TransportError, match="here/b"):
-        store.first("b", "x")
+        store.compare_set("b", "", "x")
     assert store.add("n", 2) == 2 and store.check(["a", "n"]) and store.delete_key("a") and not store.check(["a"])
 
 

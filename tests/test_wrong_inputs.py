@@ -16,7 +16,7 @@ from torch import nn
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
-from fusionlayer.native import libraries
+from fusionlayer.base import libraries
 from tests.cli.test_mistakes import LEAKS
 
 pytestmark = pytest.mark.short
@@ -243,7 +243,7 @@ def test_of_a_port_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_clone_in_which_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank alone would need the library only with its first codec."""
-    monkeypatch.setattr(libraries, "__file__", "/nowhere/native/libraries.py")
+    monkeypatch.setattr(libraries, "__file__", "/nowhere/base/libraries.py")
     with pytest.raises(
         fl.FusionLayerError, match="libfusionlayer_cpu.so is not installed; reinstall the package, or run"
     ):

@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
 def _print_version() -> None:
     from importlib import metadata  # slow, and only needed here
 
-    from ..native import libraries
+    from ..base import libraries
 
     info = libraries.build_info(__version__)
     print(f"fusionlayer {info.version}, torch {metadata.version('torch')}")

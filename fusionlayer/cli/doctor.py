@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__, codecs, launch
-from ..base import config
+from ..base import config, libraries
 from ..base.errors import FusionLayerError
 from ..base.registry import Registry
 from ..codecs import Codec
@@ -30,7 +30,6 @@ from ..codecs.base import registry as codecs_known
 from ..collectives._base import gathers as gathers_known
 from ..collectives._base import registry as collectives_known
 from ..functional import Sum, all_reduce
-from ..native import libraries
 from ..planning.profiler import describe_machine
 from ..process.interfaces import addresses
 from ..scheduler.planners._base import registry as planners_known

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..base import config
+from ..base.job_key import looks_secret
 from ..base.registry import nearest
-from ..launch.job_key import looks_secret
 from ..torch.environment import VARIABLES
 
 __all__ = ["HOROVOD", "HOROVOD_UNUSED", "OTHERS", "Variable", "report"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ..base.errors import ConfigError
-from ..launch.job_key import FILE, KEY, looks_secret
+from ..base.job_key import FILE, KEY, looks_secret
 from .spawn import without_launcher
 
 __all__ = ["FORWARDED", "assigned", "exports", "forwarded"]

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import __version__
+from ..base import job_key
 from ..base.errors import ConfigError, FusionLayerError, printable
-from ..launch import job_key
 from ..planning.fidelities import AUTO
 from ..process.interfaces import addresses, reachable_names, with_port
 from . import horovodrun

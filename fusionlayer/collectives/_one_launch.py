@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..base.libraries import MAX_PEERS
 from ..base.seeds import derive_seed
 from ..codecs import Codec, NativeCodec
-from ..native.libraries import MAX_PEERS
 from ..transport import Transport
 from ..transport.links.peer_memory import OutOfReach, PeerMemory
 from ._base import split_evenly

@@ -46,7 +46,10 @@ class Processes:
         """Return the evidence that the process of a rank is gone or stopped, or None."""
         identity = self.of.get(rank)
         trouble = identity.trouble(self.own) if identity else None
-        return trouble and Evidence(rank, trouble, f"rank {rank} is {trouble} ({identity})") or None
+        if not trouble:
+            return None
+        text = f"rank {rank} is gone ({identity})" if trouble == "gone" else f"rank {rank} is stopped ({identity})"
+        return Evidence(rank, trouble, text)
 
     def look_around(self) -> list[Evidence]:
         """Return the evidence against each process that is gone or stopped."""

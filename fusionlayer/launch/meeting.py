@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from ..base import files
 from ..base.errors import ConfigError, TransportError
+from ..base.job_key import seal, unseal
 from ..process import forks
-from .job_key import seal, unseal
 
 __all__ = ["Board", "FileBoard", "HorovodBoard", "clear", "port_of"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base import job_key
 from ..base.errors import ConfigError, TransportError
 from ..process import outages
 from ..process.interfaces import allowed_address, family_of, is_loopback
-from . import job_key
 
 __all__ = ["EndingStore", "SealedStore", "WrappedStore", "dial", "listen", "mark", "open_store", "serve"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import FusionLayerError, WireError
-from .libraries import (
+from ..base.libraries import (
     MAX_PLANES,
     SEEDS,
     BuildInfo,

@@ -15,6 +15,7 @@ from ..base.errors import ConfigError, require
 from ..codecs import Codec, CodecOptions
 from ..functional import Average, Group, ReduceOp, check_op, refuse_unknown
 from ..process.clock import clock_of
+from ..scheduler.planners import Planner
 from . import overlap
 from .averaging import refuse_averaged, refuse_wrapper
 from .connection import Connection
@@ -47,7 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | None = None,
     codec: str | Codec | None = None,
     algorithm: str | None = None,
-    planning: Planning | None = None,
+    planning: Planning | str | Planner | None = None,
     error_feedback: bool | None = None,
     feedback_bits: int | None = None,
     op: ReduceOp = Average,
@@ -91,7 +92,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             first steps, in which gradients are sent as they are. Then it chooses one codec for all gradients, or one
             for each, by the predicted time of the step; the log says why.
         algorithm: name of a collective; None chooses by codec and number of ranks.
-        planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs.
+        planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs; or only a planner.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.
         feedback_bits: bits that an element of the error feedback takes between two steps: 32, or 8, a byte and 1/32 of

@@ -66,14 +66,15 @@ class PlanningOptions(CodecOptions, total=False):
     num_groups: int
 
 
-def separate(planning: Planning | None, options: PlanningOptions) -> tuple[Planning, CodecOptions]:
-    """Return ``planning`` with those ``options`` that belong to it, and the options of the codec.
+def separate(planning: Planning | str | Planner | None, options: PlanningOptions) -> tuple[Planning, CodecOptions]:
+    """Return ``planning``, or that of a planner, with the ``options`` that belong to it, and the codec's options.
 
     Raises:
         ConfigError: ``planning`` is no ``Planning``, or a value is given in both.
     """
-    require(planning, (Planning, type(None)), "planning", "a fusionlayer.Planning")
-    planning = planning or Planning()
+    require(planning, (Planning, str, Planner, type(None)), "planning", "a fusionlayer.Planning, or a planner")
+    if not isinstance(planning, Planning):
+        planning = Planning(planner=planning)
     rest: dict[str, Any] = {**options}
     if rest.pop("num_groups", 0):
         deprecated("num_groups", "give groups=<number>")

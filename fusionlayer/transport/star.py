@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import TransportError
-from ..launch.job_key import shared_secret
+from ..base.job_key import shared_secret
 from ..launch.stores import listen
 from ..process.interfaces import is_loopback, own_address, reachable_names
 from ..process.processes import node_name

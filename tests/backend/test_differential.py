@@ -45,7 +45,7 @@ def compare(rank: int, world: int) -> tuple[Counter[str], int, int]:
             # Of an average of integers we say what to do; gloo names types of C++. What else gloo refuses we say in
             # words of the call.
             meant = told.startswith("ConfigError: ") and "AVG" in what and "can't be cast" in (error or "")
-            meant = meant or told.startswith("_Refused: ") and (error or "").startswith("RuntimeError: ")
+            meant = meant or told.startswith("_GlooRefusal: ") and (error or "").startswith("RuntimeError: ")
             assert meant or told == error, f"case {number}, {what}: {told!r} for {error!r}"
             for a, b in zip(found, expected, strict=True):
                 assert same(a, b, exactly="AVG" not in what), f"case {number}, {what}: {a} for {b}"

@@ -11,11 +11,11 @@ import torch
 
 import fusionlayer
 from fusionlayer import codecs
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import FusionLayerError
 from fusionlayer.cli import doctor, main
 from fusionlayer.cli.spawn import run_on_ranks, without_launcher
 from fusionlayer.codecs.quantized.cast import Raw
-from fusionlayer.native import libraries
 from fusionlayer.process.interfaces import addresses
 from tests.mpi import mpirun
 from tests.tiers import exhaustive

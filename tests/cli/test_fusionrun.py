@@ -417,7 +417,7 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
         ("-np 2", "say what to run"),
         ("-np 2 --cycle-time-ms 5 true", "--cycle-time-ms means nothing here: messages leave when"),
         ("-np 2 --mpi true", "start with 'mpirun -n N"),
-        ("-np 2 --host-discovery-script x.sh true", "torchrun is told of hosts by whoever starts an agent"),
+        ("-np 2 --host-discovery-script x.sh true", "hosts join when an agent of torchrun starts on them"),
         ("-np 2 --config-file x.yaml true", "the file that FUSIONLAYER_CONFIG names"),
         ("-np 2 --blacklist-cooldown-range 1 2 true", "none is excluded; leave it out"),
         ("-np 2 -H a:2 --hostfile b true", "both name hosts"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives, native
-from fusionlayer.native import libraries
+from fusionlayer.base import libraries
 from fusionlayer.transport import C10dTransport
 from fusionlayer.transport.links import peer_memory
 from fusionlayer.transport.links.base import LinkError
@@ -100,7 +100,7 @@ def _summed(rank: int) -> tuple[bool, int]:
     for _ in range(2):
         before = transport.sequence
         collectives.get("two_shot")(x, codecs.get("int4").bare, transport, seed=5)
-    (memory,) = transport.__dict__["peer_memory"].values()
+    (memory,) = transport.__dict__["_peer_memory"].values()
     transport.close()
     return memory.is_whole, transport.sequence - before
 

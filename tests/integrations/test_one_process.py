@@ -54,7 +54,7 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (optimizer, {"codec": "int8", "bits": 9}, "bits=9; expected 2, 3, 4 or 8"),
     (optimizer, {"codce": "int8"}, "DistributedOptimizer.. has no argument 'codce'.* did you mean 'codec'"),
     (optimizer, {"planer": "wfbp"}, "DistributedOptimizer.. has no argument 'planer'.* did you mean 'planner'"),
-    (optimizer, {"planning": "wfbp"}, "planning: got a str; expected a fusionlayer.Planning"),
+    (optimizer, {"planning": 3}, "planning: got an? int; expected a fusionlayer.Planning, or a planner"),
     (
         optimizer,
         {"planning": fl.Planning(planner="wfbp"), "planner": "single"},

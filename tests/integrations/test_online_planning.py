@@ -175,7 +175,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("options", [{"planner": "safusion"}, {"codec": "auto"}], ids=str)
+@pytest.mark.parametrize("options", [{"planning": fl.Planning(planner="safusion")}, {"codec": "auto"}], ids=str)
 def test_a_gpu_is_planned_for_by_its_own_clock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of a GPU until there is an engine, so this needs none."""
     monkeypatch.setattr(context, "settings", Config)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer.native import libraries
+from fusionlayer.base import libraries
 from tests.cores import all_cores
 from tests.native.cuda_build import build_script
 from tests.tiers import long

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fusionlayer.base import libraries
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs.native import NativeCodec
 from fusionlayer.collectives._base import split_evenly
-from fusionlayer.native import libraries
 
 __all__ = ["WARPS", "Devices", "devices"]
 

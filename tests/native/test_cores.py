@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.codecs.lossless.zip import Zip
-from fusionlayer.native import libraries
 from tests.loops import looped
 from tests.native.abi import (
     BAD_ARGUMENT,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import FusionLayerError, WireError
-from fusionlayer.native import libraries
 from tests.loops import looped
 from tests.native.abi import (
     BAD_ARGUMENT,

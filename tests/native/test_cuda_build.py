@@ -16,7 +16,7 @@ import torch
 from setuptools.errors import SetupError
 
 from fusionlayer import native
-from fusionlayer.native import libraries
+from fusionlayer.base import libraries
 from tests.native.cuda_build import ARCH, CSRC, Build, build_script, built, compiled
 from tests.tiers import exhaustive, long
 

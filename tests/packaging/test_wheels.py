@@ -16,7 +16,7 @@ import pytest
 from setuptools.errors import SetupError
 
 import fusionlayer
-from fusionlayer.native import libraries
+from fusionlayer.base import libraries
 from tests.native import cuda_build
 from tests.tiers import long, needs
 
@@ -28,7 +28,7 @@ def test_cuda_library_is_this_packages_or_else_that_of_its_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fusionlayer/lib").mkdir(parents=True)
-    monkeypatch.setattr(libraries, "__file__", str(tmp_path / "fusionlayer/native/libraries.py"))
+    monkeypatch.setattr(libraries, "__file__", str(tmp_path / "fusionlayer/base/libraries.py"))
     own = tmp_path / "fusionlayer/lib/libfusionlayer_cuda.so"
     assert libraries.library_path("cuda") == own, "where it belongs, if there is none"
     wheel = tmp_path / "site/fusionlayer_cuda"

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.native import libraries
 from fusionlayer.transport.links import introduction, sockets
 from fusionlayer.transport.links.base import DamagedMessage, LinkError
 from fusionlayer.transport.links.socket_options import SocketOptions

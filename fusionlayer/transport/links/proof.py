@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...base import job_key
 from ...base import secrets as proofs
-from ...launch import job_key
 from .base import LinkError, LinkMessage
 from .gloo import GlooLink
 

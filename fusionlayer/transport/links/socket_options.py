@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...base import libraries
 from ...base.config import Config
 from ...base.errors import ConfigError
-from ...native import libraries
 from ...process.interfaces import addresses, family_of, is_loopback, own_address
 
 __all__ = ["Place", "SocketOptions", "Told", "Way", "chosen", "places", "ways"]

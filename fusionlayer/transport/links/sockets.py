@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ...launch.job_key import shared_secret
-from ...native import libraries
+from ...base import libraries
+from ...base.job_key import shared_secret
 from ...process import forks
 from ...process.processes import node_name
 from ..rendezvous import Connecting

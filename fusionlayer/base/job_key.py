@@ -11,8 +11,8 @@ import os
 import stat
 from collections.abc import Mapping
 
-from ..base.errors import ConfigError, TransportError
-from ..base.secrets import PROOF_BYTES, is_proof, prove
+from .errors import ConfigError, TransportError
+from .secrets import PROOF_BYTES, is_proof, prove
 
 __all__ = ["FILE", "KEY", "find", "looks_secret", "seal", "shared_secret", "unseal"]
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..base.errors import ConfigError, FusionLayerError
+from .errors import ConfigError, FusionLayerError
 
 __all__ = [
     "ABI_VERSION",
