@@ -332,7 +332,7 @@ PLANTED: dict[str, tuple[Any, str, str, str, Any]] = {
     "pieces leave before they are encoded": (
         _pieces._StreamWorker,
         "send",
-        "self._travelling.wait_stream(self._computing)",
+        "self._network.wait_stream(self._computing)",
         "pass",
         pieces,
     ),
