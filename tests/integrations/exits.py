@@ -61,11 +61,11 @@ def raise_in(case: str, rank: int) -> None:
 def interrupt_the_wait(sent: Path) -> None:
     """Interrupt the main thread when it waits in a call of fusionlayer, and leave a file to say so."""
     while True:
-        frame, files = sys._current_frames()[threading.main_thread().ident or 0], []
+        frame, code = sys._current_frames()[threading.main_thread().ident or 0], []
         while frame is not None:
-            files.append(frame.f_code.co_filename)
+            code.append(frame.f_code)
             frame = frame.f_back  # type: ignore[assignment]
-        if files[0] == threading.__file__ and any("/fusionlayer/" in file for file in files):
+        if code[0].co_name == "wait" and any("/fusionlayer/" in each.co_filename for each in code):
             break
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)

@@ -63,7 +63,7 @@ def once_it_waits(transport: C10dTransport, act: Callable[[], object]) -> None:
     assert watch is not None
 
     def look() -> None:
-        while watch.where()[2] is None:
+        while watch.where()[1].call is None:
             time.sleep(0.01)
         time.sleep(0.1)  # into the wait
         act()
