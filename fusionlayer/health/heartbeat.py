@@ -288,7 +288,7 @@ class Heartbeat:
             self.write_state()
         known = cause or (question and question.known)
         if known:
-            self._conclude(known)
+            self._conclude(known, has_failed=True)
             return
         if self._inquiry is None and (question or self._is_time_to_look(position)):
             self._inquiries += 1
@@ -374,8 +374,11 @@ class Heartbeat:
         self._next_look = min(2 * now - position.since, warning if warning > now else float("inf"))
         return True
 
-    def _conclude(self, finding: Finding | None) -> None:
-        """Answer a waiting ``diagnose``. If none waits, make the call in flight fail, or log a warning."""
+    def _conclude(self, finding: Finding | None, has_failed: bool = False) -> None:
+        """Answer a waiting ``diagnose``. If none waits, make the call in flight fail, or log a warning.
+
+        ``has_failed``: some rank has failed because of the finding, so to wait longer is useless whatever it is.
+        """
         with monitor.lock:
             question, position = self._question, self.position
         sequence, call, since, _ = self._inquiry.position if self._inquiry else position
@@ -387,7 +390,7 @@ class Heartbeat:
                 self._question = None
         elif call is None or position.since != since:
             return  # it has moved on
-        elif finding is not None and finding.final:
+        elif finding is not None and (finding.final or has_failed):
             self._interrupt()
         elif waited >= self._stall_warning and not self._warned:
             self._warned = True

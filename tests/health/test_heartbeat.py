@@ -256,6 +256,24 @@ def test_the_first_finding_is_that_of_all_ranks() -> None:
     assert told == [findings[0]] * 3
 
 
+@pytest.mark.parametrize("kind", ["stopped", "late"])
+def test_a_wait_ends_when_another_rank_has_failed_even_where_its_cause_may_pass(kind: str) -> None:
+    """As that of the rank which had been stopped, and now waits for ranks that have given up."""
+    store, interrupted = dist.HashStore(), threading.Event()
+    mine, other = (
+        Heartbeat(store, kind, rank, 2, 8.0, 900.0, None, is_overdue=lambda: False, interrupt=act)
+        for rank, act in enumerate((interrupted.set, lambda: None))
+    )
+    with ThreadPoolExecutor() as threads:
+        assert [finding for _, finding in threads.map(lambda each: each.meet(5.0), (mine, other))] == [None, None]
+    mine.enter(Call("barrier"), 1)
+    cause = Finding(kind, (0,), f"rank 0 is {kind}")
+    other.diagnose(cause, known=cause)
+    assert interrupted.wait(60)
+    mine.end()
+    other.end()
+
+
 def test_who_looks_for_a_cause_ends_when_its_transport_is_closed() -> None:
     """As a lane's is, because another lane has failed first; the other rank has failed too, and does not know why."""
     store = dist.HashStore()
