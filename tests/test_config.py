@@ -130,6 +130,8 @@ def test_planning_stands_below_its_key_or_at_the_top(tmp_path: Path) -> None:
         assert from_file(tmp_path, text) == wanted
     with pytest.raises(ConfigError, match="planner stands below `planning` and outside of it; write it once"):
         from_file(tmp_path, "planner: wfbp\nplanning: {planner: single}")
+    with pytest.raises(ConfigError, match="planning='wfbp'; expected"):
+        from_file(tmp_path, "planner: single\nplanning: wfbp")
     with pytest.raises(ConfigError, match="planning.*unknown.*planer"):
         from_file(tmp_path, "planning: {planer: wfbp}")
 

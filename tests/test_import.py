@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -120,3 +121,21 @@ def test_the_last_calls_of_exit_come_after_those_of_the_program() -> None:
 def test_public_names_exist() -> None:
     assert sorted(fusionlayer.__all__) == fusionlayer.__all__
     assert all(hasattr(fusionlayer, name) for name in fusionlayer.__all__)
+
+
+def test_documented_modules_are_imported_by_names_without_their_package() -> None:
+    for short, home in {
+        "errors": "base.errors",
+        "plan": "base.plan",
+        "wire": "native.wire",
+        "metrics": "observe.metrics",
+        "watching": "health",
+        "integrations.ddp": "training.ddp",
+        "integrations.pipeline": "parallel.pipeline",
+    }.items():
+        module = importlib.import_module(f"fusionlayer.{home}")
+        spec = module.__spec__
+        assert importlib.import_module(f"fusionlayer.{short}") is module and module.__spec__ is spec, short
+    for name in ("fusionlayer.no_such", "fusionlayer.integrations.no_such"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)

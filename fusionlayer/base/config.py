@@ -256,12 +256,13 @@ def _nested(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the settings of a file with those of `planning` below it, wherever they stand in ``values``."""
     if not isinstance(values, Mapping) or not (inner := {key: values[key] for key in _PLANNING if key in values}):
         return values
+    others = {key: value for key, value in values.items() if key not in _PLANNING}
     given = values.get("planning", {})
-    if isinstance(given, Mapping):
-        if twice := sorted({*inner} & {*given}):
-            raise ConfigError(f"{where}: {twice[0]} stands below `planning` and outside of it; write it once")
-        inner = {**given, **inner}
-    return {**{key: value for key, value in values.items() if key not in _PLANNING}, "planning": inner}
+    if not isinstance(given, Mapping):
+        return others  # in which `planning` is refused for its type
+    if twice := sorted({*inner} & {*given}):
+        raise ConfigError(f"{where}: {twice[0]} stands below `planning` and outside of it; write it once")
+    return {**others, "planning": {**given, **inner}}
 
 
 def _value(variable: str, text: str, hint: Any) -> Any:
