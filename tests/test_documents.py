@@ -51,8 +51,10 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
     """Without a seed, too: ranks begin with rank 0's parameters."""
     (diff,) = blocks("../README.md", "diff")
     added = [line for line in diff.splitlines() if line.startswith("+")]
-    assert len(added) == 2, "the first screen promises two lines"
-    code = compile("\n".join(line[1:] for line in diff.splitlines()), "README.md", "exec")
+    assert len(added) == 3, "the README promises three lines"
+    plain = "\n".join(line[1:] for line in diff.splitlines())
+    assert blocks("../README.md", "python") == [plain + "\n"], "the code to copy is that of the diff"
+    code = compile(plain, "README.md", "exec")
 
     def train(rank: int) -> list[Tensor]:
         class Loss(nn.Linear):
