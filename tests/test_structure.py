@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fusionlayer"
-CIRCLE = "connection hook live reducer standing_in step_policy"
-"""Modules of ``training`` that name ``Reducer`` for type checkers, in one circle: the only one there is."""
 PUBLIC_TWICE = {"ReduceOp"}
 """A name that users of Horovod know, which another class has too."""
 
@@ -62,8 +60,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
         edges[name.removesuffix(".__init__")] = set(imported(path))
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     assert len(edges) > 300 and sum(map(len, edges.values())) > 1000
-    known = [f"fusionlayer.training.{name}" for name in CIRCLE.split()]
-    assert circles(edges) == [known]
+    assert circles(edges) == []
 
 
 @pytest.mark.short

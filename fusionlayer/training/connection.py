@@ -18,8 +18,8 @@ from . import overlap
 from .construction import Arrange, GradientOptions, make_engine, make_planning
 from .enrolment import Roster
 from .parameters import describe
+from .reduction_policy import ReductionPolicy
 from .replicas import Replicas
-from .step_policy import StepPolicy
 
 __all__ = ["Connection"]
 
@@ -40,7 +40,7 @@ class Connection:
     """
 
     options: GradientOptions
-    policy: StepPolicy
+    policy: ReductionPolicy
     roster: Roster
     replicas: Replicas
     op: ReduceOp

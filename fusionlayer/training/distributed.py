@@ -21,6 +21,7 @@ from .overlap import check_parameters
 from .own_state import check_place
 from .reducer import Reducer
 from .replicas import Replicas
+from .step_policy import StepPolicy
 from .step_state import StepState
 
 __all__ = ["Distributed"]
@@ -30,13 +31,15 @@ class Distributed(Optimizer):
     """The type of what ``DistributedOptimizer`` returns: the wrapped optimizer, with these methods besides its own.
 
     It overrides methods of the wrapped optimizer's class, before which it stands in the method resolution order. What
-    it adds to the instance is one attribute.
+    it adds to the instance is two attributes.
 
     Attributes:
-        reducer: has the engine and the state of the step; its policy makes steps. Not for users.
+        reducer: has the engine and the state of the step. Not for users.
+        step_policy: makes steps. Not for users.
     """
 
     reducer: Reducer
+    step_policy: StepPolicy
 
     @property
     def fusion_plan(self) -> FusionPlan | None:
@@ -62,7 +65,7 @@ class Distributed(Optimizer):
         For evaluation and checkpoints between two syncs of local steps, without an exchange. Afterwards the rank's own
         values are back; what the block writes to parameters is lost. Without ``sync`` parameters always are the same.
         """
-        with self.reducer.policy.anchored():
+        with self.step_policy.anchored():
             yield
 
     def synchronize(self) -> None:
@@ -82,7 +85,7 @@ class Distributed(Optimizer):
             ReplicaMismatch: parameters differ over ranks.
             TransportError: a peer failed or timed out.
         """
-        self.reducer.policy.synchronize()
+        self.step_policy.synchronize()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes from now on; all ranks call it, between steps."""
@@ -100,7 +103,7 @@ class Distributed(Optimizer):
         Raises:
             UsageError: with ``sync``, where gradients are this rank's own and nothing waits for them.
         """
-        with self.reducer.policy.skip_synchronize():
+        with self.step_policy.skip_synchronize():
             yield
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -122,7 +125,7 @@ class Distributed(Optimizer):
                 In an elastic job: too few members are left, or they go on without this one.
         """
         self._opt_called = True
-        return self.reducer.policy.step(super().step, closure, kwargs)
+        return self.step_policy.step(super().step, closure, kwargs)
 
     # Two marks that torch reads. "hooked": the wrapped class's step runs the step hooks, so this one must not run them
     # too. "_wrapped_by_lr_sched": this step sets _opt_called itself, so schedulers need not wrap it.
@@ -156,7 +159,7 @@ class Distributed(Optimizer):
         # In a backward hook, other gradients of the step are still to come: it is too early to end the step.
         between = not reducer.updating and running_backward() == NO_BACKWARD
         if reducer.state is StepState.REDUCING and between and reducer.pending:
-            reducer.policy.reduce()
+            self.step_policy.reduce()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 
@@ -215,7 +218,7 @@ class Distributed(Optimizer):
             FusionLayerError: a step has failed; the last state that was saved before it is the one to go on from.
         """
         reducer, engine = self.reducer, self.reducer.engine
-        more = reducer.policy.state_dict()  # first: what is in flight changes error feedback
+        more = self.step_policy.state_dict()  # first: what is in flight changes error feedback
         reducer.flush()
         if engine is not None:
             engine.drain()
@@ -242,7 +245,7 @@ class Distributed(Optimizer):
         state = dict(state_dict)
         saved = state.pop("fusionlayer", None)
         reducer, engine = self.reducer, self.reducer.engine
-        reducer.policy.before_load(saved or {})
+        self.step_policy.before_load(saved or {})
         restored = self._has_restored(saved)
         if saved is not None and not restored:
             rank, size = (0, 1) if engine is None else (engine.rank, engine.size)
@@ -255,7 +258,7 @@ class Distributed(Optimizer):
                 engine.memory.load_state_dict(saved)
                 reducer.restored = saved["step"]
             engine.step = saved["step"]
-        reducer.policy.load_state_dict(saved or {})
+        self.step_policy.load_state_dict(saved or {})
 
     def _has_restored(self, saved: Mapping[str, Any] | None) -> bool:
         """Return whether this rank has loaded its own state of the step of ``saved``, and made no step since."""
@@ -271,7 +274,7 @@ class Distributed(Optimizer):
         Raises:
             TransportError: over NCCL, the last step could not end on the device, so weights are worthless.
         """
-        self.reducer.policy.close()
+        self.step_policy.close()
 
     def reconnect(self) -> None:
         """Reduce gradients over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
@@ -287,7 +290,7 @@ class Distributed(Optimizer):
             UsageError: in an elastic job, whose members connect by themselves.
             TransportError: a peer failed or timed out.
         """
-        self.reducer.policy.reconnect()
+        self.step_policy.reconnect()
 
     def adopt_plan(self, plan: FusionPlan) -> None:
         """Fuse gradients by ``plan`` from the next step on, if it is for this number of ranks.
@@ -301,7 +304,7 @@ class Distributed(Optimizer):
             ConfigError: the plan is for other parameters, or names an unknown codec or collective.
         """
         require(plan, FusionPlan, "adopt_plan", "a FusionPlan")
-        self.reducer.policy.adopt_plan(plan)
+        self.step_policy.adopt_plan(plan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``UsageError``: a copy would share the background threads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from torch import Tensor
 from ..base.errors import TransportError, again
 from .backward_end import NO_BACKWARD, call_at_outermost, current_node, is_nested, queue_callback, running_backward
 from .passes import computed_again, computed_too_often
+from .reducer import Reducer
 from .snapshots import is_still, snapshot
 from .step_state import StepState
-
-if TYPE_CHECKING:
-    from .reducer import Reducer
 
 __all__ = ["take"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -13,35 +13,42 @@ from torch.utils.hooks import RemovableHandle
 from .. import context
 from ..base.errors import ConfigError
 from ..scheduler import Engine
-
-if TYPE_CHECKING:
-    from .reducer import Reducer
+from .reduction_policy import ReductionPolicy
 
 __all__ = ["enlist", "forget", "refuse_twice", "release"]
 
-_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+class Live(Protocol):
+    """What this module needs of a ``Reducer``, which imports it."""
+
+    optimizer: Callable[[], Any]
+    policy: ReductionPolicy
+    names: dict[Tensor, str]
+
+
+_live: weakref.WeakSet[Live] = weakref.WeakSet()
 # Guards _live: optimizers are made and closed on any thread, and shutdown looks at all of them.
 _lock = threading.Lock()
 
 
-def enlist(reducer: Reducer) -> None:
+def enlist(reducer: Live) -> None:
     """Note that an optimizer's reducer has an engine."""
     with _lock:
         _live.add(reducer)
 
 
-def forget(reducer: Reducer) -> None:
+def forget(reducer: Live) -> None:
     """Note that an optimizer is closed."""
     with _lock:
         _live.discard(reducer)
 
 
-def _all() -> list[Reducer]:
+def _all() -> list[Live]:
     with _lock:
         return list(_live)
 
 
-def refuse_twice(names: Mapping[Tensor, str], but: Reducer | None = None) -> None:
+def refuse_twice(names: Mapping[Tensor, str], but: Live | None = None) -> None:
     """Raise ``ConfigError`` if a distributed optimizer that is not closed, ``but`` one, has one of the parameters."""
     for other in _all():
         for parameter, name in names.items():

@@ -22,6 +22,7 @@ from .connection import Connection
 from .construction import GradientOptions, as_it_is
 from .distributed import Distributed
 from .enrolment import Roster
+from .hook import take
 from .live import refuse_twice
 from .parameters import replicated_by
 from .planning_options import PLANNING, Planning, PlanningOptions, separate
@@ -188,14 +189,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     if own is not None or sync is not None and sync.after:
         # What is used later is refused now if it is wrong.
         connection.check_later(names, as_it_is if sync is None else partial(planned_syncs, sync))
-    reducer = Reducer(optimizer, connection, names, backward_passes_per_step, sparse_as_dense, refuse_averaging)
+    passes = backward_passes_per_step
+    reducer = Reducer(optimizer, connection, names, passes, sparse_as_dense, refuse_averaging, take)
     # A scheduler that was made earlier has put a wrapped step() into the instance, which would hide the new step().
     vars(optimizer).pop("step", None)
     base, more = type(optimizer), {"_step_supports_amp_scaling": True} if steps.handles_overflow else {}
     content = {"__doc__": base.__doc__, "__module__": __name__, **more}
     optimizer.__class__ = type(base.__name__, (Distributed, base), content)
     assert isinstance(optimizer, Distributed)
-    optimizer.reducer = reducer
+    optimizer.reducer, optimizer.step_policy = reducer, steps
     return optimizer
 
 

@@ -20,7 +20,6 @@ from . import live
 from .backward_end import NO_BACKWARD
 from .connection import Connection
 from .enrolment import what_changed
-from .hook import take
 from .overlap import ForwardOverlap
 from .parameters import local_part
 from .passes import BackwardPasses
@@ -34,7 +33,7 @@ __all__ = ["Reducer"]
 
 
 class Reducer:
-    """What a distributed optimizer does with gradients; ``Distributed`` holds one, and has no other state.
+    """What a distributed optimizer does with gradients; ``Distributed`` holds one.
 
     One thread at a time moves its state, so it needs no lock. The thread that runs backward calls the hooks, while the
     training thread waits for backward. The training thread calls everything else. While it waits in ``hvd.join``, a
@@ -47,6 +46,7 @@ class Reducer:
         passes_per_step: backward passes that accumulate a gradient before it is reduced.
         sparse_as_dense: make sparse gradients dense.
         refuse_averaged: raises ``ConfigError`` if something else averages gradients of these parameters.
+        hook: called with ``optimizer`` and a parameter when backward has accumulated its gradient (``hook.take``).
 
     Attributes:
         optimizer: returns the optimizer.
@@ -87,6 +87,7 @@ class Reducer:
         passes_per_step: int,
         sparse_as_dense: bool,
         refuse_averaged: Callable[[Mapping[Tensor, str]], None],
+        hook: Callable[[Callable[[], Any], Tensor], None],
     ) -> None:
         self.optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.base: Any = type(optimizer)
@@ -99,6 +100,7 @@ class Reducer:
         self.skips_synchronize = self.updating = False
         self.restored: int | None = None
         self._sparse_as_dense = sparse_as_dense
+        self._hook = hook
         self._makes_rows = isinstance(optimizer, SparseAdam)
         self._enlist: Callable[[Optimizer], ByName] | None = None
         self._release: Callable[[], object] = bool  # there is nothing to release without an engine
@@ -150,7 +152,7 @@ class Reducer:
         """Register the hooks by which gradients come."""
         if self.policy.takes_gradients:
             # Parameters live longer than the optimizer: their hooks must neither keep it alive nor outlive it.
-            hook = partial(take, self.optimizer)
+            hook = partial(self._hook, self.optimizer)
             self._hooks += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 
     def gather_sparse_by(self, enlist: Callable[[Optimizer], ByName]) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from .parameters import local_part
+from .reducer import Reducer
 from .step_state import StepState
-
-if TYPE_CHECKING:
-    from .reducer import Reducer
 
 __all__ = ["stand_in"]
 

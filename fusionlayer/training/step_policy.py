@@ -3,99 +3,57 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.errors import UsageError
-from ..base.plan import FusionPlan, TensorInfo
+from ..base.plan import FusionPlan
 from ..observe.timeline import PROFILER_STATE
-from .construction import EnginePlanning, GradientOptions
 from .overlap import ForwardOverlap
+from .reducer import Reducer
+from .reduction_policy import ReductionPolicy
 from .standing_in import stand_in
 from .step_state import WITH_RESULTS, StepState
-
-if TYPE_CHECKING:
-    from .reducer import Reducer
 
 __all__ = ["StepPolicy"]
 
 
-class StepPolicy:
+class StepPolicy(ReductionPolicy):
     """What a step is. This policy averages gradients in every step; its subclasses make other kinds of steps.
 
-    ``Distributed`` calls the methods that have the names of its own. ``Reducer`` reads the attributes, and calls the
-    rest. Neither knows a subclass: ``DistributedOptimizer`` chooses the policy by its arguments.
+    ``Distributed`` calls the methods that have the names of its own. It knows no subclass: ``DistributedOptimizer``
+    chooses the policy by its arguments.
 
     Attributes:
         reducer: the optimizer's, which has the engine; set by ``attach``.
-        takes_gradients: hooks submit gradients as backward makes them. False: the policy submits tensors itself.
-        may_end_with_backward: the end of ``backward`` may wait for the results. False: only ``step`` does.
-        retries: a step whose exchange has failed can be made again, so its gradients stay pending.
-        undoable: the engine keeps what error feedback was before a step.
-        handles_overflow: ``GradScaler`` calls ``step`` also where it has found gradients that are not finite.
-        holds_results: results wait in the engine until they are taken; gradients stay as they are.
-        before_step: called before the first tensor of a step of the engine is submitted; None: nothing is to be done.
-        contribution: called with a parameter whose gradient is complete, or at the end of a step with one without a
-            gradient: it puts what is sent into ``parameter.grad``. None: gradients are sent.
     """
 
     reducer: Reducer
-    takes_gradients = True
-    may_end_with_backward = True
-    retries = False
-    undoable = False
-    handles_overflow = False
-    holds_results = False
-    before_step: Callable[[], object] | None = None
-    contribution: Callable[[Tensor], object] | None = None
-
-    # ---- planning ---------------------------------------------------------------------------------------------------
-
-    def options(self, options: GradientOptions) -> GradientOptions:
-        """Return the options by which the present steps are planned, from those that the user has given."""
-        return options
-
-    def more_tensors(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
-        """Return what is sent besides one tensor for each parameter, which ``tensors`` describe."""
-        return []
-
-    def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
-        """Return the planning of these steps, from that of steps that send ``tensors`` over ``size`` ranks."""
-        return planning
 
     # ---- called by the reducer --------------------------------------------------------------------------------------
 
     def attach(self, reducer: Reducer) -> None:
-        """Begin with a new engine of the reducer's, or with none in a job of one rank."""
         self.reducer = reducer
 
     def detach(self) -> None:
-        """Let the reducer go, whose optimizer has ended."""
         del self.reducer
 
-    def recover(self, error: BaseException) -> bool:
-        """Return whether backward goes on after an exchange has failed in a hook, because ``step`` makes it again."""
-        return False
-
     def is_in_flight(self, parameter: Tensor) -> bool:
-        """Return whether a parameter has something that is not reduced yet, though it may be frozen by now."""
         return self.reducer.passes.has_begun(parameter)
+
+    def stand_in(self) -> None:
+        stand_in(self.reducer)
+
+    def leave(self) -> None:
+        self.reducer.flush()
 
     def reduce(self) -> object:
         """Wait until every gradient of the present step is reduced."""
         return self.reducer.reduce()
-
-    def stand_in(self) -> None:
-        """Take part in a step of the other ranks after this rank has joined; update nothing."""
-        stand_in(self.reducer)
-
-    def leave(self) -> None:
-        """Let what is in flight end, before this rank leaves the job."""
-        self.reducer.flush()
 
     # ---- called by users, through ``Distributed`` -------------------------------------------------------------------
 
