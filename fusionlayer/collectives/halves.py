@@ -14,7 +14,7 @@ from ..codecs import AgreeingCodec, ChangeCodec, Codec
 from ..native.wire import DTYPE_CODES
 from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
-from . import two_level, zipped
+from . import _levels, two_level, zipped
 from ._hops import send_and_receive
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .ring import schedule
@@ -73,9 +73,9 @@ def all_gather(
     if codec.lossless:
         transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))
         return
-    here = two_level.grid(transport)
+    here = _levels.grid(transport)
     if here is None:
-        codec = two_level.one_level(codec, transport)
+        codec = _levels.one_level(codec, transport)
     rank, size, own = transport.rank, transport.size, derive_seed(seed, transport.rank)
 
     def encode(part: slice, mine: Tensor) -> None:
@@ -99,18 +99,18 @@ def all_gather(
         else:
             decode(part, every, range(size))
 
-    def run_on(grid: two_level.Grid, index: int, part: slice) -> Iterator[two_level.TwoLevelHop]:
+    def run_on(grid: _levels.Grid, index: int, part: slice) -> Iterator[_levels.TwoLevelHop]:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
-        every = two_level.room(transport, grid, f"incoming {two_level.slot_of(index)}", capacity, x.device)
-        encode(part, every[grid.local, grid.node])
-        yield from two_level.gather(every, transport, grid)
-        decode(part, every.flatten(0, 1), grid.columns)
+        every = _levels.room(transport, grid, f"incoming {_levels.slot_of(index)}", capacity, x.device)
+        encode(part, every[grid.place])
+        yield from _levels.gather(every, transport, grid)
+        decode(part, every, grid.order)
 
     parts = cut(x.numel(), piece, codec.block)
     if here is None:
         pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)
     else:
-        two_level.overlap([run_on(here, index, part) for index, part in enumerate(parts)], transport, x.device)
+        _levels.overlap([run_on(here, index, part) for index, part in enumerate(parts)], transport, x.device)
 
 
 def reduce_scatter(
@@ -132,14 +132,14 @@ def reduce_scatter(
         sum_in_rank_order(every.unbind(0), out)
         return
     # A codec looks its agreed values up by block, from the place of an element. So rows are padded to whole blocks.
-    here = two_level.grid(transport) if codec.collective == "two_level" else None
+    here = _levels.grid(transport) if codec.collective == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(rows.reshape(-1), transport, seed=seed)
     if here is not None:
         return two_level.reduce_scatter(x, out, codec, transport, here, seed=seed, piece=piece)
-    codec = two_level.one_level(codec, transport)
+    codec = _levels.one_level(codec, transport)
 
     def run(index: int, part: slice) -> Piece:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import Tensor
 
 from fusionlayer import codecs, collectives
-from fusionlayer.codecs import Codec
+from fusionlayer.base.seeds import derive_seed
+from fusionlayer.codecs import Codec, TwoLevelCodec
 from fusionlayer.collectives import halves
-from fusionlayer.collectives.two_level import grid
+from fusionlayer.collectives._levels import grid
 from fusionlayer.training.weights import PRESETS
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
@@ -22,6 +26,16 @@ from .conformance import conform, given, same_everywhere
 
 SHAPES = ((4, 2), (8, 4), (8, 2), (6, 3))
 """(ranks, ranks of a node)."""
+
+Nodes = tuple[tuple[int, ...], ...]
+UNEQUAL: tuple[Nodes, ...] = (
+    ((0, 1, 2), (3, 4), (5, 6, 7)),
+    ((0, 4, 5), (1, 6), (2, 3, 7)),
+    ((0,), (1, 2, 3, 4)),
+    (tuple(range(8)), tuple(range(8, 15))),
+)
+
+Result = TypeVar("Result")
 
 TWO_LEVEL = [codecs.get(name).bare for name in ("tlq", "tlq_hs", "ulq")]
 
@@ -62,9 +76,120 @@ def test_every_rank_has_the_sum(codec: Codec, shape: tuple[int, int], device: to
     )
 
 
-@pytest.mark.parametrize("world, per_node", [(1, 1), (3, 3), (3, 1), (5, 2)])
+def on_nodes(nodes: Nodes, body: Callable[[Transport], Result]) -> list[Result]:
+    """Return what ``body`` returns on each of the ranks of ``nodes``."""
+
+    def placed(transport: Transport) -> Result:
+        transport._nodes = nodes
+        return body(transport)
+
+    return over_threads(sum(map(len, nodes)), placed)
+
+
+def in_plain_steps(
+    x: list[Tensor], codec: Codec, nodes: Nodes, seed: int, residuals: list[Tensor] | None = None
+) -> Tensor:
+    """Return the sum that ``two_level`` makes of ``x``: its three quantisations, one chunk at a time."""
+    within = codec.within if isinstance(codec, TwoLevelCodec) else codec
+    numel, world = x[0].numel(), len(x)
+    chunk, out = -(-numel // (world * codec.block)) * codec.block, torch.empty_like(x[0])
+
+    def message(level: Codec, rank: int, phase: int, values: Tensor, at: slice) -> Tensor:
+        if not len(values):
+            return values
+        payload = torch.zeros(level.wire(len(values)).capacity, dtype=torch.uint8)
+        kept = None if residuals is None else residuals[rank][at]
+        level.encode(values, payload, seed=derive_seed(derive_seed(seed, rank), phase), offset=at.start, residual=kept)
+        return level.decompress(payload, len(values))
+
+    turns = [0] * len(nodes)
+    for owner in (rank for node in nodes for rank in node):
+        at = slice(min(owner * chunk, numel), min(owner * chunk + chunk, numel))
+        total = torch.zeros(at.stop - at.start)
+        for number, node in enumerate(nodes):
+            at_node = torch.zeros_like(total)
+            for rank in node:
+                at_node += message(within, rank, 0, x[rank][at], at)
+            turns[number] += owner not in node
+            by = owner if owner in node else node[(turns[number] - 1) % len(node)]
+            total += message(codec, by, 1, at_node, at)
+        out[at] = message(codec, owner, 2, total, at)
+    return out
+
+
+@pytest.mark.parametrize("nodes", [*UNEQUAL, ((0, 1), (2, 3)), ((0, 2, 4), (1, 3, 5))])
+@pytest.mark.parametrize("name", ["tlq", "int8"])
+@pytest.mark.parametrize("numel", [700, 40_000])
+def test_sums_are_those_of_plain_steps(nodes: Nodes, name: str, numel: int) -> None:
+    """With error feedback and without, in pieces too: bits and residuals are those of one chunk after the other."""
+    codec, world = codecs.get(name, rounding="stochastic").bare, sum(map(len, nodes))
+    x = [gradient(numel, rank) for rank in range(world)]
+    kept = [gradient(numel, 100 + rank) for rank in range(world)]
+
+    def body(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+        assert grid(transport) is not None
+        plain, fed, left = (x[transport.rank].clone(), x[transport.rank].clone(), kept[transport.rank].clone())
+        collectives.get("two_level")(plain, codec, transport, seed=3)
+        collectives.get("two_level")(fed, codec, transport, seed=3, residual=left)
+        return plain, fed, left
+
+    got = on_nodes(nodes, body)
+    left = [residual.clone() for residual in kept]
+    plain, fed = in_plain_steps(x, codec, nodes, 3), in_plain_steps(x, codec, nodes, 3, left)
+    for rank, each in enumerate(got):
+        assert all(map(torch.equal, each, (plain, fed, left[rank])))
+
+
+@pytest.mark.parametrize("nodes", UNEQUAL)
+def test_pieces_and_halves_on_unequal_nodes(nodes: Nodes) -> None:
+    """Pieces give the bits of the whole; a reduce-scatter gives each rank its row, an all-gather gives all the same."""
+    codec, world = codecs.get("tlq", rounding="nearest").bare, sum(map(len, nodes))
+    x = [gradient(world * 1536, rank) for rank in range(world)]
+
+    def body(transport: Transport, piece: int | None) -> list[Tensor]:
+        whole, rows, row = x[transport.rank].clone(), x[transport.rank].view(world, -1), torch.empty(1536)
+        every = torch.empty(world, 1536)
+        collectives.get("two_level")(whole, codec, transport, piece=piece)
+        halves.reduce_scatter(rows, row, codec, transport, piece=piece and 512)
+        halves.all_gather(row, every, codec, transport, piece=piece and 512)
+        return [whole, row, every]
+
+    whole, cut = on_nodes(nodes, lambda t: body(t, None)), on_nodes(nodes, lambda t: body(t, world * 512))
+    exact = torch.stack(x).double().sum(0).view(world, -1)
+    for rank in range(world):
+        assert all(map(torch.equal, whole[rank], cut[rank]))
+        assert torch.equal(whole[rank][0], whole[0][0]) and torch.equal(whole[rank][2], whole[0][2])
+        assert error(whole[rank][1], exact[rank]) < 0.12
+
+
+@pytest.mark.parametrize("nodes", UNEQUAL)
+def test_ranks_of_a_node_share_what_goes_between_nodes(nodes: Nodes) -> None:
+    """A node of m of n ranks sends n - m sums of chunks, and its own m to every other node."""
+    codec, world = codecs.get("tlq").bare, sum(map(len, nodes))
+    chunk = codec.wire(512).capacity
+
+    def body(transport: Transport) -> int:
+        crossing, exchange = [0], transport.exchange
+        near = next(node for node in nodes if transport.rank in node)
+
+        def count(sends: list[Tensor], recvs: list[Tensor]) -> None:
+            crossing[0] += sum(x.numel() for to, x in enumerate(sends) if to not in near)
+            exchange(sends, recvs)
+
+        transport.exchange = count  # type: ignore[method-assign,assignment]
+        collectives.get("two_level")(gradient(world * 512, transport.rank), codec, transport)
+        return crossing[0]
+
+    sent = on_nodes(nodes, body)
+    for node in nodes:
+        each = [sent[rank] for rank in node]
+        assert sum(each) == (world - len(node) + len(node) * (len(nodes) - 1)) * chunk
+        assert max(each) - min(each) <= chunk
+
+
+@pytest.mark.parametrize("world, per_node", [(1, 1), (3, 3), (3, 1)])
 def test_without_two_levels_there_is_one(world: int, per_node: int) -> None:
-    """One node: ``within`` alone. Nodes of one rank, or of unequal size: the codec between nodes alone."""
+    """One node: ``within`` alone. Nodes of one rank: the codec between nodes alone."""
     codec = codecs.get("tlq_hs").bare
     level = codec.within if world == per_node else codec
     x = [gradient(5000, rank) for rank in range(world)]
