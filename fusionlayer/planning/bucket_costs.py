@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from .. import codecs, collectives
 from ..base.plan import Bucket
 from ..codecs import Codec, TwoLevelCodec
 from ..scheduler.planners import StepCosts
 from .cluster import Cluster, Scenario
-from .collective_phases import BETWEEN, Phase, message_phases
+from .collective_phases import BETWEEN, Phase, message_phases, seconds_of
 from .cost_model import FREE, CodecCost, Cost, LinkCost
 from .profile import Profile
 
@@ -18,6 +20,8 @@ __all__ = ["BucketCosts", "codec_cost", "codec_of", "costs_of", "short_name"]
 
 _BITS_FROM = 1 << 20
 _NO_LINK = LinkCost(0.0, 0.0, 0.0, FREE, FREE)
+_EXCHANGES = {"two_shot": 2, "two_level": 4}
+"""Exchanges of messages in a sum, by collective; all others make one, or hand all of them to the transport at once."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class BucketCosts:
         cls, profile: Profile, codec: CodecCost, algorithm: str, cluster: Cluster, transfer: Cost | None = None
     ) -> BucketCosts:
         """Return the costs with the copies and the disturbance of a profile."""
-        messages = 2 if algorithm == "two_shot" else 1
-        return cls(codec, algorithm, cluster, profile.copy, messages * profile.disturbance, transfer)
+        disturbance = _EXCHANGES.get(algorithm, 1) * profile.disturbance
+        return cls(codec, algorithm, cluster, profile.copy, disturbance, transfer)
 
     @property
     def ahead(self) -> bool:
@@ -55,17 +59,17 @@ class BucketCosts:
 
     def encode(self, elements: float) -> float:
         """Return seconds of packing and encoding so many elements on one rank."""
-        return _sum(self._work(elements, replace(_free(self.codec), encode=self.codec.encode), self._copying))
+        return seconds_of(self._work(elements, replace(_free(self.codec), encode=self.codec.encode), self._copying))
 
     def communicate(self, elements: float) -> float:
         """Return seconds of a bucket's transfers, and of recoding between them."""
-        return _sum(self._transfers(elements))
+        return seconds_of(self._transfers(elements))
 
     def decode(self, elements: float) -> float:
         """Return seconds of summing all ranks' messages of so many elements, and of unpacking the sum."""
         decoding = replace(_free(self.codec), decode=self.codec.decode, sum=self.codec.sum)
         unpacking = self._copying(elements) if self.cluster.workers > 1 else 0.0
-        return _sum(self._work(elements, decoding, FREE)) + unpacking
+        return seconds_of(self._work(elements, decoding, FREE)) + unpacking
 
     def alone(self, elements: float) -> float:
         """Return seconds for so many elements alone, from encoding to the unpacked sum."""
@@ -116,10 +120,6 @@ def _free(codec: CodecCost) -> CodecCost:
     return replace(codec, encode=FREE, decode=FREE, sum=FREE, recode=FREE)
 
 
-def _sum(phases: Sequence[Phase]) -> float:
-    return sum(phase.seconds for phase in phases)
-
-
 def costs_of(
     profile: Profile, codec: Codec, algorithm: str, scenario: Scenario, workers: int, measured: bool = False
 ) -> BucketCosts:
@@ -138,14 +138,15 @@ def costs_of(
 
 
 def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
-    """Return the measured costs of a codec, with the bits of its own options.
+    """Return the measured costs of a codec, with the bits of its own options and of the model's type.
 
     If these options were not measured, the measured options with the nearest bits count.
 
     Raises:
         ConfigError: the codec was not measured with any options.
     """
-    bits = _bits(codec)
+    dtype = profile.model.dtype
+    bits = _bits(codec, dtype)
     measured = {name: codecs.get(name).bare for name in profile.codecs if codecs.knows(name)}
     alike = [name for name, other in measured.items() if other.name == codec.name]
     best = min(
@@ -154,11 +155,12 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     found = profile.codec(best or codec.name)
     if codec.zips:
         return found  # its bits depend on the data, so the measured ones stay
-    return replace(found, bits=bits, within_bits=_bits(codec.within) if isinstance(codec, TwoLevelCodec) else None)
+    within = _bits(codec.within, dtype) if isinstance(codec, TwoLevelCodec) else None
+    return replace(found, bits=bits, within_bits=within)
 
 
-def _bits(codec: Codec) -> float:
-    return 8 * codec.bare.wire(_BITS_FROM).capacity / _BITS_FROM
+def _bits(codec: Codec, dtype: torch.dtype) -> float:
+    return 8 * codec.bare.wire(_BITS_FROM, dtype).capacity / _BITS_FROM
 
 
 def short_name(codec: Codec) -> str:

@@ -31,6 +31,7 @@ class Cluster:
         connections: of a rank to each rank of another host, where they may carry less than the link; None: they fill
             it.
         two_shot: bytes of a ``two_shot`` on the slowest link, as a part of what equal shares would be there.
+        trees: the transport's own all-reduce may use trees instead of a ring, as NCCL's does.
     """
 
     workers: int
@@ -42,6 +43,7 @@ class Cluster:
     staging: Cost | None = None
     connections: Connections | None = None
     two_shot: float = 1.0
+    trees: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
@@ -152,6 +154,7 @@ class Scenario:
             profile.staging,
             connections,
             self._two_shot(workers),
+            profile.uses_nccl,
         )
 
     def _two_shot(self, workers: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ..base.errors import ConfigError
@@ -11,7 +11,7 @@ from ..collectives.integer_sum import LARGEST
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, LinkCost
 
-__all__ = ["ALGORITHMS", "BETWEEN", "Phase", "exchange_phases", "message_phases"]
+__all__ = ["ALGORITHMS", "BETWEEN", "Phase", "exchange_phases", "message_phases", "seconds_of"]
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,17 @@ def _transfer(
 
 def exchange_phases(cluster: Cluster, nbytes: float) -> list[Phase]:
     """Return the transfer of a message of ``nbytes`` to every other rank, all in flight together."""
-    near, far = cluster.per_host - 1, cluster.workers - cluster.per_host
+    return _exchange(cluster, nbytes, cluster.per_host - 1, cluster.workers - cluster.per_host)
+
+
+def _exchange(cluster: Cluster, nbytes: float, near: int, far: int) -> list[Phase]:
+    """Return the transfer from every rank to ``near`` ranks of its host and ``far`` others, all in flight together."""
     within, between = cluster.within, cluster.between
     crossing = cluster.per_host * far * nbytes
     overhead = near * within.overhead + far * between.overhead
     cpu = overhead + nbytes * (near * within.cpu_per_byte + far * between.cpu_per_byte)
     # The measured latency contains one message's overhead.
-    more = overhead * max(0, cluster.workers - 2) / max(1, cluster.workers - 1)
+    more = overhead * max(0, near + far - 1) / max(1, near + far)
     seconds = max(within.exchange(near * nbytes), between.exchange(crossing)) + more
     own = (near + far) * nbytes
     if not far:
@@ -98,15 +102,27 @@ def exchange_phases(cluster: Cluster, nbytes: float) -> list[Phase]:
 def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = False) -> list[Phase]:
     """Return the transfer of ``nbytes`` from every rank in ``hops`` messages, each after the one before.
 
-    Ranks are placed host by host, so a host's link carries one rank's stream.
+    Ranks are placed host by host, so a host's link carries one rank's stream, and a message crosses it once on its way
+    through all ranks of a host.
     """
-    link, name = (cluster.within, _INSIDE) if cluster.hosts == 1 else (cluster.between, BETWEEN)
+    crossing = cluster.hosts / cluster.workers if cluster.hosts > 1 else 0.0
+    return _chain(cluster, nbytes, hops * (1 - crossing), hops * crossing, transports_own)
+
+
+def _chain(cluster: Cluster, nbytes: float, near: float, far: float, transports_own: bool) -> list[Phase]:
+    """Return a transfer in messages of which ``near`` stay inside hosts and ``far`` cross, each after the other."""
     # A measured all-reduce of two ranks contains two hops, a measured exchange one.
-    cost, measured_hops = (link.all_reduce, 2) if transports_own else (link.exchange, 1)
-    seconds = cost(nbytes) + max(0, hops - measured_hops) * link.latency
-    cpu = nbytes * link.cpu_per_byte + hops * link.overhead
-    sent = nbytes if name == BETWEEN else 0.0
-    return _transfer(cluster, nbytes, seconds, hops * link.latency, cpu, name, sent, nbytes)
+    measured_hops = 2 if transports_own else 1
+    seconds = latency = cpu = 0.0
+    for link, hops in ((cluster.within, near), (cluster.between, far)):
+        if hops:
+            seconds = max(seconds, (link.all_reduce if transports_own else link.exchange)(nbytes))
+            latency += hops * link.latency
+            cpu += hops * link.overhead + nbytes * link.cpu_per_byte * hops / (near + far)
+    seconds += max(0.0, near + far - measured_hops) / max(near + far, 1) * latency
+    if not far:
+        return _transfer(cluster, nbytes, seconds, latency, cpu, _INSIDE)
+    return _transfer(cluster, nbytes, seconds, latency, cpu, BETWEEN, nbytes, nbytes)
 
 
 def _share(cluster: Cluster) -> float:
@@ -114,10 +130,29 @@ def _share(cluster: Cluster) -> float:
 
 
 def _dense(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
-    """The transport's own ring all-reduce; a lossy codec is a cast before and after it."""
-    nbytes = 2 * _share(cluster) * codec.nbytes(n)
-    ring = _relay(cluster, nbytes, 2 * (cluster.workers - 1), transports_own=True)
-    return ring if codec.lossless else [_work(codec.encode, n), *ring, _work(codec.decode, n)]
+    """The transport's own all-reduce; a lossy codec is a cast before and after it."""
+    own = _ring_sum(cluster, codec.nbytes(n))
+    if cluster.trees:
+        own = min(own, _tree_sum(cluster, codec.nbytes(n)), key=seconds_of)
+    return own if codec.lossless else [_work(codec.encode, n), *own, _work(codec.decode, n)]
+
+
+def _ring_sum(cluster: Cluster, nbytes: float) -> list[Phase]:
+    return _relay(cluster, 2 * _share(cluster) * nbytes, 2 * (cluster.workers - 1), transports_own=True)
+
+
+def _tree_sum(cluster: Cluster, nbytes: float) -> list[Phase]:
+    """NCCL's two trees over hosts, each for half of the bytes, with a chain of the ranks inside a host.
+
+    A host has children in one of the trees alone, so its link carries all bytes up and all of them down.
+    """
+    depth = (cluster.hosts - 1).bit_length()
+    return _chain(cluster, 2 * nbytes, 2 * (cluster.per_host - 1), 2 * depth, transports_own=True)
+
+
+def seconds_of(phases: Iterable[Phase]) -> float:
+    """Return the seconds of all ``phases``, one after the other."""
+    return sum(phase.seconds for phase in phases)
 
 
 def _beside(work: Phase, transfers: list[Phase]) -> list[Phase]:
@@ -194,7 +229,7 @@ def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
     for so many sums that these cost next to nothing.
     """
     numbers = exchange_phases(cluster, 8)
-    histogram = _relay(cluster, 2 * _share(cluster) * _HISTOGRAM_BYTES, 2 * (cluster.workers - 1), transports_own=True)
+    histogram = _ring_sum(cluster, _HISTOGRAM_BYTES)
     found = [] if codec.collective == "oktopk" else histogram
     piece = exchange_phases(cluster, codec.nbytes(n) / cluster.workers)
     reduced = [_work(codec.encode, n), *found, *numbers, *piece, _work(codec.decode, n)]
@@ -231,7 +266,7 @@ def _integer_sum(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> li
 
 def _low_rank(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """All-reduces of left and of right factors; each has half of a message, as for a square matrix."""
-    half = _relay(cluster, _share(cluster) * codec.nbytes(n), 2 * (cluster.workers - 1), transports_own=True)
+    half = _ring_sum(cluster, codec.nbytes(n) / 2)
     return [_work(codec.encode, n), *half, *half, _work(codec.decode, n)]
 
 
@@ -248,20 +283,12 @@ def _omnireduce(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> lis
 def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """Sums of codes inside hosts, then between them, a piece for each rank; then both levels gather the sums."""
     ranks, hosts = cluster.per_host, cluster.hosts
-
-    def swap(link: LinkCost, name: str, peers: int, sharing: int, nbytes: float) -> list[Phase]:
-        more = max(0, peers - 1) * link.overhead
-        seconds = link.exchange(sharing * peers * nbytes) + more
-        cpu = peers * (link.overhead + nbytes * link.cpu_per_byte)
-        sent = ranks * peers * nbytes if name == BETWEEN else 0.0
-        return _transfer(cluster, peers * nbytes, seconds, link.latency + more, cpu, name, sent, nbytes)
-
-    piece = n / ranks
-    across = swap(cluster.between, BETWEEN, hosts - 1, ranks, codec.nbytes(piece) / hosts)
     if hosts == 1 or ranks == 1:
         return _two_shot(n, replace(codec, bits=codec.nbytes_within(8) if hosts == 1 else codec.bits), cluster, copy)
-    reduce = swap(cluster.within, _INSIDE, ranks - 1, 1, codec.nbytes_within(piece))
-    gather = swap(cluster.within, _INSIDE, ranks - 1, 1, codec.nbytes(piece))
+    piece = n / ranks
+    reduce = _exchange(cluster, codec.nbytes_within(piece), ranks - 1, 0)
+    across = _exchange(cluster, codec.nbytes(piece) / hosts, 0, hosts - 1)
+    gather = _exchange(cluster, codec.nbytes(piece), ranks - 1, 0)
     summed = [_work(codec.encode, n), *reduce, _work(codec.recode, n), *across, _work(codec.recode, piece)]
     return [*summed, *across, *gather, _work(codec.decode, n)]
 

@@ -1,122 +1,19 @@
-"""How often replicas exchange what they have learned: chosen by prediction, then adapted to what is measured."""
+"""How often replicas exchange what they have learned: a period that follows what is measured."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..base.errors import ConfigError
-from .codec_rules import FIDELITIES, LOCAL
-from .collective_phases import BETWEEN, Phase
-from .simulation import Compute, Load, run_local_steps
 
-__all__ = ["EveryChoice", "EveryRules", "EveryState", "choose_every", "divergence", "smallest_every"]
+__all__ = ["MOST", "TOLERANCE", "EveryRules", "EveryState", "divergence"]
 
 MOST = 256
 """Longest period that is chosen."""
 TOLERANCE = 0.05
 """Share of a step's computing by which a mean step may be longer while the network is no bottleneck."""
-
-
-# ---- by prediction --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EveryChoice:
-    """A period, and why it was chosen.
-
-    Attributes:
-        every: steps of the period.
-        seconds: predicted mean step.
-        reason: the predictions, in words.
-    """
-
-    every: int
-    seconds: float
-    reason: str
-
-
-def smallest_every(compute: float, seconds: Callable[[int], float], fidelity: str, most: int = MOST) -> EveryChoice:
-    """Return the shortest period, of 1, 2, 4, ... steps, with which the network is no bottleneck.
-
-    It is none if the mean step is at most 5 % longer than its computing.
-
-    Args:
-        compute: seconds that a step computes.
-        seconds: returns the predicted mean step of a period of so many steps.
-        fidelity: all but "local" allow no period longer than one step.
-        most: the longest period; if it is too short too, it is chosen.
-
-    Raises:
-        ConfigError: the fidelity is unknown.
-    """
-    if fidelity not in FIDELITIES:
-        raise ConfigError(f"fidelity={fidelity!r}; expected one of: {', '.join(FIDELITIES)}")
-    if fidelity != LOCAL:
-        found = seconds(1)
-        return EveryChoice(1, found, f"every=1: fidelity {fidelity!r} never skips a step; {_step(found, compute)}")
-    before = ""
-    every = 1
-    while True:
-        found = seconds(every)
-        enough = found <= (1 + TOLERANCE) * compute
-        if enough or 2 * every > most:
-            limit = "" if enough else f"; every={every} is the longest allowed, and the network is a bottleneck still"
-            return EveryChoice(every, found, f"every={every}: {_step(found, compute)}{before}{limit}")
-        before = f"; every={every}: {found * 1e3:.2f} ms"
-        every *= 2
-
-
-def choose_every(
-    compute: float,
-    nbytes: float,
-    bandwidth: float,
-    *,
-    fidelity: str = LOCAL,
-    startup: float = 0.0,
-    fragments: int = 1,
-    delay: int = 0,
-    most: int = MOST,
-) -> EveryChoice:
-    """Return the shortest period with which the network is no bottleneck, from a few numbers.
-
-    Args:
-        compute: seconds that a step computes.
-        nbytes: bytes that a rank sends when all buckets are sent once.
-        bandwidth: of its link, in bytes a second.
-        startup: seconds of each fragment, however small.
-        fragments: parts that leave one after the other, spread over the period; never more than the period has steps.
-        delay: steps after which results are waited for; always less than the period.
-        fidelity, most: as for ``smallest_every``.
-
-    Raises:
-        ConfigError: a number makes no sense, or the fidelity is unknown.
-    """
-    for name, value, least in (("compute", compute, 0), ("bandwidth", bandwidth, 0)):
-        if not least < value < math.inf:
-            raise ConfigError(f"{name}={value}; expected a number above {least}")
-    for name, value, least in (("nbytes", nbytes, 0), ("startup", startup, 0), ("fragments", fragments, 1)):
-        if not least <= value < math.inf:
-            raise ConfigError(f"{name}={value}; expected at least {least}")
-
-    def seconds(every: int) -> float:
-        parts = min(fragments, every)
-        each = startup + nbytes / parts / bandwidth
-        leaving: list[Sequence[int]] = [()] * every
-        for part in range(parts):
-            leaving[(part + 1) * every // parts - 1] = (0,)
-        load = Load(0.0, 0.0, 1.0, [Phase(each, 0.0, BETWEEN)])
-        return run_local_steps(Compute(0.0, compute, 0.0), [load], leaving, delay=min(delay, every - 1)).seconds
-
-    return smallest_every(compute, seconds, fidelity, most)
-
-
-def _step(seconds: float, compute: float) -> str:
-    return f"a mean step is predicted to take {seconds * 1e3:.2f} ms, computing {compute * 1e3:.2f} ms"
-
-
-# ---- by measurement -------------------------------------------------------------------------------------------------
 
 
 def divergence(mean_norm: float, norms: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..base import records
 from ..base.errors import ConfigError
 from ..base.plan import TensorInfo
 from ..base.registry import nearest
+from ..native.wire import DTYPE_CODES
 from .cost_model import CodecCost, Cost, LinkCost, parse_rate
 
 __all__ = ["PROFILE_VERSION", "Gradient", "Machine", "Model", "Profile", "Validation"]
@@ -30,25 +32,27 @@ class Machine:
         workers: ranks that shared these cores, those of emulated hosts included.
         threads: threads that each rank computed with.
         device: what computed: "cpu", or "cuda", a device for each rank.
+        per_host: ranks of each node between which links were measured.
     """
 
     cores: int
     workers: int
     threads: int = 1
     device: str = "cpu"
+    per_host: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("cores", "workers", "threads"):
+        for name in ("cores", "workers", "threads", "per_host"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; expected at least 1")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device={self.device!r}; expected cpu or cuda")
 
     @classmethod
-    def here(cls, workers: int, device: torch.device) -> Machine:
+    def here(cls, workers: int, device: torch.device, per_host: int = 1) -> Machine:
         """Return this machine, which ``workers`` ranks share, with what computes on ``device``."""
         threads = torch.get_num_threads() if device.type == "cpu" else 1
-        return cls(len(os.sched_getaffinity(0)), workers, threads, device.type)
+        return cls(len(os.sched_getaffinity(0)), workers, threads, device.type, per_host)
 
     @property
     def on_device(self) -> bool:
@@ -118,6 +122,15 @@ class Model:
         for name in ("forward", "backward", "optimizer"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds from 0 on")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of most elements; f32 if codecs encode none of that type."""
+        numels: Counter[str] = Counter()
+        for tensor in self.tensors:
+            numels[tensor.dtype] += tensor.numel
+        found = getattr(torch, numels.most_common(1)[0][0], None)
+        return found if found in DTYPE_CODES else torch.float32
 
 
 @dataclass(frozen=True)
@@ -198,6 +211,11 @@ class Profile:
     def __post_init__(self) -> None:
         for rate in self.links:
             parse_rate(rate)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether messages go from device to device: one stream sends them, and sums may use trees."""
+        return self.machine.on_device and self.staging is None
 
     @property
     def fastest_rate(self) -> str:

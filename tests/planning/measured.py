@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
+
 from fusionlayer.codecs import Codec
-from fusionlayer.planning.profiler import training
+from fusionlayer.planning.profiler import costs
 from fusionlayer.process.clock import Clock
 from fusionlayer.transport import Transport
 
@@ -37,7 +39,7 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
         return [[size, (alpha + beta * size) * (1 + rank / 10)] for size in sizes]
 
     def codecs(
-        found: Mapping[str, Codec], sizes: Sequence[int], repeats: int, clock: Clock
+        found: Mapping[str, Codec], sizes: Sequence[int], repeats: int, clock: Clock, dtype: torch.dtype
     ) -> dict[str, dict[str, Any]]:
         return {
             name: {
@@ -67,5 +69,5 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
             "measure_collectives": collectives,
             "measure_disturbance": lambda transport, repeats, clock: 0.0,
         }.items():
-            stack.enter_context(mock.patch.object(training, name, function))
+            stack.enter_context(mock.patch.object(costs, name, function))
         yield network

@@ -1,9 +1,8 @@
-"""How often replicas exchange: the predicted mean step, the choice of a period, and how it follows what is measured."""
+"""How often replicas exchange: the predicted mean step, and how a period follows what is measured."""
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.collective_phases import Phase
-from fusionlayer.planning.local_steps import EveryRules, EveryState, choose_every, divergence
+from fusionlayer.planning.local_steps import EveryRules, EveryState, divergence
 from fusionlayer.planning.plans import make_plan
 from fusionlayer.planning.prediction import Resources, predict_local_steps
 from fusionlayer.planning.profile import Profile
@@ -86,52 +85,6 @@ def test_a_plan_of_local_steps_is_predicted_by_its_buckets_costs(tmp_path: Path)
         assert found.sent == pytest.approx(once.sent / every)
         hidden = predict_local_steps(profile, always, Scenario("100mbit"), every, delay=1, resources=Resources(lanes=2))
         assert hidden.seconds < found.seconds
-
-
-# ---- the choice of a period -----------------------------------------------------------------------------------------
-
-
-@looped(
-    "options, every, seconds, said",
-    [
-        (
-            {},
-            32,
-            1 + 1 / 32,
-            "every=32: a mean step is predicted to take 1031.25 ms, computing 1000.00 ms; every=16: 1",
-        ),
-        ({"bandwidth": 1e4}, 1, 1.01, "every=1: a mean step is predicted to take 1010.00 ms, computing 1000.00 ms"),
-        ({"delay": 1}, 2, 1.0, "every=2: .*; every=1: 2000.00 ms"),
-        ({"bandwidth": 25.0, "fragments": 2, "delay": 2}, 4, 1.0, "every=4: .*; every=2: 2000.00 ms"),
-        ({"startup": 0.5, "fragments": 2}, 64, 1 + 2 / 64, "every=64"),
-        ({"most": 8}, 8, 1.125, "every=8 is the longest allowed, and the network is a bottleneck still"),
-        ({"fidelity": "near_lossless"}, 1, 2.0, "every=1: fidelity 'near_lossless' never skips a step"),
-        ({"fidelity": "aggressive"}, 1, 2.0, "every=1: fidelity 'aggressive' never skips a step"),
-    ],
-)
-def test_the_shortest_period_with_which_the_network_is_no_bottleneck(
-    options: dict[str, object], every: int, seconds: float, said: str
-) -> None:
-    """A step computes for a second, and sending all takes another one, unless options say otherwise."""
-    numbers: dict[str, object] = {"compute": 1.0, "nbytes": 100.0, "bandwidth": 100.0, **options}
-    found = choose_every(**numbers)  # type: ignore[arg-type]
-    assert found.every == every and found.seconds == pytest.approx(seconds)
-    assert re.search(said, found.reason), found.reason
-
-
-@looped(
-    "options, message",
-    [
-        ({"fidelity": "loca"}, "fidelity='loca'; expected one of: lossless, near_lossless, aggressive, local"),
-        ({"compute": 0.0}, "compute=0.0; expected a number above 0"),
-        ({"bandwidth": math.inf}, "bandwidth=inf; expected a number above 0"),
-        ({"fragments": 0}, "fragments=0; expected at least 1"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
-    numbers: dict[str, object] = {"compute": 1.0, "nbytes": 1.0, "bandwidth": 1.0, **options}
-    with pytest.raises(ConfigError, match=message):
-        choose_every(**numbers)  # type: ignore[arg-type]
 
 
 # ---- a period that follows what is measured -------------------------------------------------------------------------

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
+from fusionlayer.planning.cost_model import Curve
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.profiler import (
     Sizes,
     as_model,
+    costs,
     describe_machine,
     link,
     load_model,
@@ -26,6 +28,7 @@ from fusionlayer.planning.profiler import (
     measure_profile,
     measure_step,
     profile_training,
+    training,
 )
 from fusionlayer.scheduler.plan_controller import StepSeconds
 from fusionlayer.transport import local
@@ -182,3 +185,36 @@ def test_a_profile_of_more_ranks_is_the_same_on_all(world: int) -> None:
     assert all(other == first for other in others)
     assert set(first.links) == {"1gbit"} and set(first.collectives) == {"dense", "one_shot", "two_shot"}
     assert all(set(by_world) == {str(world)} for by_world in first.collectives.values())
+
+
+def test_links_inside_and_between_nodes_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes that a rank sends inside its node, and by bytes that all ranks of a node send to others."""
+    monkeypatch.setattr(training, "_NBYTES", SMALL.nbytes)
+    monkeypatch.setattr(costs, "measure_disturbance", lambda transport, repeats, clock: 0.0)
+    tensors = {"a": TensorInfo("a", 300, "bfloat16", 2)}
+    steps = [StepSeconds(8.0, 2.0, 1.0, 0.5, {"a": 2.0}, {})]
+
+    def body(transport: local.LocalTransport) -> tuple[Profile, Profile]:
+        online = profile_training(steps, tensors, {"raw": codecs.get("raw")}, transport)
+        model, environment = f"{__name__}:make_net", {"hardware": "machine"}
+        offline = measure_profile(model, {}, transport, rate="1gbit", sizes=SMALL, environment=environment)
+        return online, offline
+
+    found = over_threads(4, body, ranks_per_node=2)  # type: ignore[arg-type]
+    for profile in found[0]:
+        (between,) = profile.links.values()
+        assert profile.inside is not None and profile.machine.per_host == 2
+        assert isinstance(between.exchange, Curve) and isinstance(profile.inside.exchange, Curve)
+        sizes = [size for size, _ in profile.inside.exchange.points]
+        assert [size for size, _ in between.exchange.points] == [2 * size for size in sizes], (
+            "both ranks of a node send"
+        )
+        assert set(profile.collectives) == {"dense", "one_shot", "two_shot"}
+    assert found[0][0].codecs["raw"].bits == 16, "values of the model's type"
+    assert over_threads(6, link.levels_of, ranks_per_node=2)[:3] == [  # type: ignore[arg-type]
+        {"inside": (1,), "between": (2, 4)},
+        {"inside": (0,), "between": (3, 5)},
+        {"inside": (3,), "between": (0, 4)},
+    ]
+    for world, nodes in ((4, 4), (4, 1), (5, 2)):
+        assert over_threads(world, link.levels_of, ranks_per_node=nodes) == [{}] * world  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fusionlayer import collectives
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Cluster
-from fusionlayer.planning.collective_phases import ALGORITHMS, Phase, message_phases
+from fusionlayer.planning.collective_phases import ALGORITHMS, Phase, message_phases, seconds_of
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
 from fusionlayer.planning.simulation import Compute, Load, SimulatedStep, run_step
 
@@ -160,6 +160,26 @@ class TestCollectives:
         assert cost("two_level", 4) == cost("two_shot", 4)
         eight = replace(HALF, within_bits=8.0)
         assert cost("two_level", 4, eight, per_host=4) == cost("two_shot", 4, replace(HALF, bits=8.0), per_host=4)
+
+    def test_a_ring_crosses_a_host_s_link_once_and_is_no_faster_than_the_link_inside(self) -> None:
+        """Of eight ranks two cross: 14 hops, of which 3.5 between hosts and 10.5 inside."""
+        lossless = replace(HALF, lossless=True)
+        latency = 3.5 * 1e-3 + 10.5 * 1e-4
+        self.check(cost("dense", 8, lossless, 4), self.PACK, 4.2e-3 + latency * 6 / 7 + 2e-3, 4200)
+        slow_inside = Cluster(8, FAST, 4, LINK)
+        phases = message_phases("dense", 1200, lossless, slow_inside, FREE)
+        assert seconds_of(phases) > 4200 * 1e-6, "the link inside is the slower one"
+
+    def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops(self) -> None:
+        """Up and down: 2 x 7 hops between 128 hosts and 2 x 7 inside them, and every byte twice."""
+        raw = replace(HALF, lossless=True)
+        ring, either = (Cluster(1024, LINK, 8, FAST, trees=trees) for trees in (False, True))
+        assert seconds_of(message_phases("dense", 1200, raw, ring, FREE)) > 0.25
+        found = message_phases("dense", 1200, raw, either, FREE)
+        latency = 14 * 1e-3 + 14 * 1e-4
+        assert seconds_of(found) == pytest.approx(2e-3 + 4800e-6 + latency * 26 / 28)
+        many = 10**9
+        assert message_phases("dense", many, raw, either, FREE) == message_phases("dense", many, raw, ring, FREE)
 
     def test_unknown_names_and_impossible_clusters_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="unknown algorithm 'star'; expected one of: dense"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,15 +11,15 @@ from ...codecs import Codec
 from ...process.clock import HOST, Clock
 from ...transport import Transport
 from ..cost_model import LinkCost
-from ..profile import PROFILE_VERSION, Machine, Profile
+from ..profile import Profile
 from ..sizes import Sizes
 from .averages import Points, average
-from .codecs import busy_seconds, measure_codecs, measure_copy, measure_staging
-from .disturbance import measure_disturbance
-from .link import measure_call, measure_collectives, measure_link
+from .codecs import busy_seconds, measure_codecs
+from .costs import Note, make_profile, measure_costs
+from .link import measure_collectives, measure_link
 from .machine import cpu_name, describe_machine, device_name, file_name
 from .models import BUILT_IN, load_model
-from .results import as_codecs, as_curve, as_link
+from .results import as_codecs, as_link
 from .step import as_model, measure_step
 from .training import profile_training
 
@@ -29,8 +28,6 @@ __all__ = [
     "Points",
     "Sizes",
     "as_codecs",
-    "as_curve",
-    "as_link",
     "as_model",
     "average",
     "busy_seconds",
@@ -39,14 +36,9 @@ __all__ = [
     "device_name",
     "file_name",
     "load_model",
-    "measure_call",
     "measure_codecs",
     "measure_collectives",
-    "measure_copy",
-    "measure_disturbance",
-    "measure_link",
     "measure_profile",
-    "measure_staging",
     "measure_step",
     "profile_training",
 ]
@@ -65,11 +57,12 @@ def measure_profile(
     sizes: Sizes = _WHOLE,
     environment: Mapping[str, str],
     clock: Clock = HOST,
-    note: Callable[[float, str], object] = lambda done, what: None,
+    note: Note = lambda done, what: None,
 ) -> Profile:
     """Return the profile of this job: means over ranks of each rank's medians. All ranks call it together.
 
-    One rank alone measures the model, codecs and copies; two or more also a link and collectives.
+    One rank alone measures the model, codecs and copies; two or more also a link and collectives, and several nodes of
+    several ranks the links inside and between nodes.
 
     Args:
         model: its name for ``load_model``.
@@ -81,61 +74,40 @@ def measure_profile(
         sizes: which sizes are measured, and how often.
         environment: facts for the profile, about hardware and software.
         clock: of the device that computes and has the messages.
-        note: called with what share of the work is done, and what is measured next.
+        note: as ``Note`` says.
     """
     module, batch = load_model(model)
     module.to(clock.device)
     batch = [each.to(clock.device) if isinstance(each, torch.Tensor) else each for each in batch]
-    # A link that carries the host's memory is measured with that, and the copies there are measured separately.
-    carried = HOST if transport.stages(clock.device) else clock
-    elements, repeats = sizes.elements, sizes.repeats
     optimizer = torch.optim.AdamW(module.parameters())
-    found: dict[str, Any] = {"codecs": {}}
-    parts: dict[str, Callable[[], Any]] = {
-        "model": lambda: measure_step(module, optimizer, lambda _: batch, max(2, sizes.steps // 4), sizes.steps, clock),
-        "copy": lambda: measure_copy(elements, repeats, clock),
-        **{
-            f"codec {name}": partial(measure_codecs, {name: codec}, elements, repeats, clock)
-            for name, codec in codecs.items()
-        },
-    }
+    warm_up = max(2, sizes.steps // 4)
+    staged = transport.stages(clock.device)
+    found = measure_costs(
+        codecs,
+        transport,
+        sizes,
+        clock,
+        staged=staged,
+        more={"model": lambda: measure_step(module, optimizer, lambda _: batch, warm_up, sizes.steps, clock)},
+        note=note,
+    )
+    link: LinkCost | None = None
     if transport.size > 1:
-        parts["call"] = lambda: measure_call(transport, repeats, carried)
-        parts["disturbance"] = lambda: measure_disturbance(transport, repeats, clock)
-        parts["collectives"] = lambda: measure_collectives(transport, sizes.nbytes, repeats, clock=clock)
-        if carried is not clock:
-            parts["staging"] = lambda: measure_staging(sizes.nbytes, repeats, clock)
-    for place, (part, measure) in enumerate(parts.items()):
-        note(place / (len(parts) + 1), part)
-        if part.startswith("codec "):
-            found["codecs"].update(measure())
-        else:
-            found[part] = measure()
-    note(len(parts) / (len(parts) + 1), "link")
-    found = average(found, transport)
-    links: dict[str, LinkCost] = {}
-    if transport.size > 1:
-        link = _measured_by(pair, transport, sizes, carried)
+        measured = _measured_by(pair, transport, sizes, HOST if staged else clock)
         if clock.lags:  # what the host does for a transfer takes nothing from the device
-            found["call"]["cpu"] = link["cpu"] = link["cpu_per_byte"] = 0.0
+            found["call"]["cpu"] = measured["cpu"] = measured["cpu_per_byte"] = 0.0
         more = transport.size - 2
-        overhead = max(0.0, found["call"]["cpu"] - link["cpu"]) / more if more else link["cpu"]
-        links[rate or _achieved(link["exchange"])] = as_link(link, overhead)
+        link = as_link(measured, max(0.0, found["call"]["cpu"] - measured["cpu"]) / more if more else measured["cpu"])
     name = model.rpartition(":")[2]
-    return Profile(
-        version=PROFILE_VERSION,
-        title=f"{name} on {environment['hardware']}, {transport.size} rank{'s' if transport.size > 1 else ''}",
-        machine=Machine.here(local_size, clock.device),
-        model=as_model(name, found["model"]),
-        copy=as_curve(found["copy"]),
-        codecs=as_codecs(found["codecs"]),
-        links=links,
-        collectives={
-            algorithm: {str(transport.size): as_curve(points)}
-            for algorithm, points in found.get("collectives", {}).items()
-        },
-        disturbance=found.get("disturbance", 0.0),
-        staging=as_curve(found["staging"]) if "staging" in found else None,
+    return make_profile(
+        name,
+        found,
+        as_model(name, found["model"]),
+        transport,
+        link=link,
+        rate=rate,
+        local_size=local_size,
+        clock=clock,
         environment=environment,
     )
 
@@ -149,8 +121,3 @@ def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes, clo
         link = {key: measured[key] for key in link}
     found: dict[str, Any] = average(link, transport, measured_by=2)
     return found
-
-
-def _achieved(exchange: Points) -> str:
-    nbytes, seconds = exchange[-1]
-    return f"{max(1, round(8 * nbytes / seconds / 1e6))}mbit"

@@ -21,25 +21,32 @@ _EVICTED_BYTES, _DEVICE_EVICTED_BYTES = 32 << 20, 128 << 20
 On a device that takes longer than to launch the calls, so their kernels are queued before the first of them begins.
 """
 _FAN_IN = 2
+_BITS_FROM = 1 << 20
 _TENSOR = 1 << 16
 """Elements of each gradient in a bucket that is packed."""
 
 
 def measure_codecs(
-    codecs: Mapping[str, Codec], sizes: Sequence[int], repeats: int, clock: Clock = HOST
+    codecs: Mapping[str, Codec],
+    sizes: Sequence[int],
+    repeats: int,
+    clock: Clock = HOST,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, dict[str, Any]]:
     """Return the costs of codecs by name: CPU seconds, or seconds of the clock's device, by number of elements."""
-    return {name: _measure_codec(codec.bare, sizes, repeats, clock) for name, codec in codecs.items()}
+    return {name: _measure_codec(codec.bare, sizes, repeats, clock, dtype) for name, codec in codecs.items()}
 
 
-def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int, clock: Clock) -> dict[str, Any]:
+def _measure_codec(
+    codec: Codec, sizes: Sequence[int], repeats: int, clock: Clock, dtype: torch.dtype
+) -> dict[str, Any]:
     curves: dict[str, Points] = {"encode": [], "decode": [], "sum": [], "recode": []}
     for size in sizes:
-        x = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(clock.device)
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(clock.device, dtype)
         part = size // _FAN_IN
-        residual = torch.zeros_like(x) if codec.feedback_pays else None
-        message = torch.zeros(codec.wire(size).capacity, dtype=torch.uint8, device=x.device)
-        messages = torch.zeros(_FAN_IN, codec.wire(part).capacity, dtype=torch.uint8, device=x.device)
+        residual = torch.zeros_like(x, dtype=torch.float32) if codec.feedback_pays else None
+        message = torch.zeros(codec.wire(size, dtype).capacity, dtype=torch.uint8, device=x.device)
+        messages = torch.zeros(_FAN_IN, codec.wire(part, dtype).capacity, dtype=torch.uint8, device=x.device)
         again = torch.zeros_like(messages[0])
         codec.encode_chunks(x, messages, part)
         kept = None if residual is None else residual[:part]
@@ -48,16 +55,20 @@ def _measure_codec(codec: Codec, sizes: Sequence[int], repeats: int, clock: Cloc
             "encode": partial(codec.encode_tensor, x, message, TensorState(residual)),
             "decode": partial(codec.decode, message, out),
             "sum": partial(codec.decode_sum, messages, out[:part]),
-            "recode": partial(codec.recode, messages, again, part, residual=kept),
+            "recode": partial(codec.recode, messages, again, part, dtype=dtype, residual=kept),
         }
         for verb, call in calls.items():
             curves[verb].append([size, busy_seconds(call, repeats, clock)])
-    bits = 8 * (codec.used_bytes(message, size) / size if codec.zips else codec.wire(1 << 20).capacity / (1 << 20))
+    bits = 8 * (codec.used_bytes(message, size, dtype) / size if codec.zips else _bytes_per_element(codec, dtype))
     algorithm = {"algorithm": codec.collective} if codec.collective else {}
     within = {}
     if isinstance(codec, TwoLevelCodec):
-        within["within_bits"] = 8 * codec.within.wire(1 << 20).capacity / (1 << 20)
+        within["within_bits"] = 8 * _bytes_per_element(codec.within, dtype)
     return {"bits": bits, "lossless": codec.lossless, "ahead": codec.ahead, **within, **algorithm, **curves}
+
+
+def _bytes_per_element(codec: Codec, dtype: torch.dtype) -> float:
+    return codec.wire(_BITS_FROM, dtype).capacity / _BITS_FROM
 
 
 def measure_copy(sizes: Sequence[int], repeats: int, clock: Clock = HOST) -> Points:

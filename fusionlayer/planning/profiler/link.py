@@ -16,7 +16,7 @@ from ...process.clock import HOST, Clock
 from ...transport import Transport
 from .averages import Points
 
-__all__ = ["measure_call", "measure_collectives", "measure_link"]
+__all__ = ["levels_of", "measure_call", "measure_collectives", "measure_link"]
 
 _CALLS = 20
 """Exchanges of one byte for each repeat."""
@@ -24,15 +24,36 @@ _CALLS = 20
 Transfer = Callable[[], object]
 
 
-def measure_call(transport: Transport, repeats: int, clock: Clock = HOST) -> dict[str, float]:
+def levels_of(transport: Transport) -> dict[str, tuple[int, ...]]:
+    """Return the ranks with which this rank exchanges "inside" its node, and those "between" nodes.
+
+    These have the same place in the other nodes, as in ``two_level``. There is no level unless there are several nodes,
+    of several ranks each and equally many.
+    """
+    nodes = transport.nodes
+    if not 1 < len(nodes) < transport.size or len(set(map(len, nodes))) > 1:
+        return {}
+    mine = next(node for node in nodes if transport.rank in node)
+    place = mine.index(transport.rank)
+    return {
+        "inside": tuple(rank for rank in mine if rank != transport.rank),
+        "between": tuple(node[place] for node in nodes if node is not mine),
+    }
+
+
+def measure_call(
+    transport: Transport, repeats: int, clock: Clock = HOST, peers: Sequence[int] | None = None
+) -> dict[str, float]:
     """Return seconds, and CPU seconds of the process, of an exchange of one byte. All ranks call it together.
 
-    By a device's clock the byte lies on the device, and CPU seconds are 0: no transfer takes them from the device.
+    It is an exchange with ``peers``, or with all other ranks. By a device's clock the byte lies on the device, and CPU
+    seconds are 0: no transfer takes them from the device.
 
     The first decile of many calls counts: scheduling only adds to so short a call, and would look like a cost of the
     network.
     """
-    samples = _samples(transport, _gather(transport, 1, clock), _CALLS * repeats, clock)
+    call = _gather(transport, 1, clock) if peers is None else _exchange(peers, transport, 1, clock)
+    samples = _samples(transport, call, _CALLS * repeats, clock)
     latency, cpu = (statistics.quantiles(column, n=10)[0] for column in zip(*samples, strict=True))
     return {"latency": latency, "cpu": cpu}
 
@@ -62,7 +83,9 @@ def measure_collectives(
 ) -> dict[str, Points]:
     """Return seconds of the transfers of each collective by bytes of each rank's message. All ranks call it together.
 
-    Messages of a size that is a multiple of neither 4 nor the number of ranks are made shorter by the remainder.
+    Of nodes of several ranks it returns those of the exchanges of ``levels_of`` too, all ranks at once, by bytes of
+    each message. Messages of a size that is a multiple of neither 4 nor the number of ranks are made shorter by the
+    remainder.
 
     Args:
         transport: all ranks.
@@ -76,6 +99,7 @@ def measure_collectives(
         "dense": _reduce,
         "one_shot": _gather,
         "two_shot": _pieces,
+        **{level: partial(_exchange, peers) for level, peers in levels_of(transport).items()},
     }
     found: dict[str, Points] = {name: [] for name in kinds}
     spent = torch.zeros(2, dtype=torch.float64, device="cpu")  # on all sizes, on the last one
@@ -95,6 +119,14 @@ def measure_collectives(
 def _gather(transport: Transport, nbytes: int, clock: Clock) -> Transfer:
     mine = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
     return partial(transport.all_gather, mine, mine.new_empty(transport.size, nbytes))
+
+
+def _exchange(peers: Sequence[int], transport: Transport, nbytes: int, clock: Clock) -> Transfer:
+    nothing = torch.empty(0, dtype=torch.uint8, device=clock.device)
+    sends, recvs = [nothing] * transport.size, [nothing] * transport.size
+    for peer in peers:
+        sends[peer], recvs[peer] = nothing.new_ones(nbytes), nothing.new_empty(nbytes)
+    return partial(transport.exchange, sends, recvs)
 
 
 def _reduce(transport: Transport, nbytes: int, clock: Clock) -> Transfer:

@@ -11,14 +11,11 @@ from ...codecs import Codec
 from ...process.clock import HOST, Clock
 from ...scheduler.plan_controller import StepSeconds
 from ...transport import Transport
-from ..cost_model import LinkCost
-from ..profile import PROFILE_VERSION, Gradient, Machine, Model, Profile
-from .averages import Points, average
-from .codecs import measure_codecs, measure_copy
-from .disturbance import measure_disturbance
-from .link import measure_call, measure_collectives
+from ..profile import Gradient, Model, Profile
+from ..sizes import Sizes
+from .averages import average
+from .costs import make_profile, measure_costs
 from .machine import describe_machine, device_name
-from .results import as_codecs, as_curve
 
 __all__ = ["TRANSFER_SECONDS", "profile_training"]
 
@@ -52,33 +49,18 @@ def profile_training(
     """
     names = sorted(tensors)
     largest = max(tensor.numel for tensor in tensors.values())
-    elements = [size for i, size in enumerate(_ELEMENTS) if i < 2 or size < 32 * largest]
-    found: dict[str, Any] = {
+    elements = tuple(size for i, size in enumerate(_ELEMENTS) if i < 2 or size < 32 * largest)
+    ended = {
         "ready": {name: statistics.median(step.ready[name] for step in steps) for name in names},
         "backward": statistics.median(step.backward for step in steps),
         "forward": statistics.median(s.wall - s.backward - s.submitting - s.waiting for s in steps),
-        "copy": measure_copy(elements, _REPEATS, clock),
-        "codecs": measure_codecs(codecs, elements, _REPEATS, clock),
-        "call": measure_call(transport, _REPEATS, clock),
-        "disturbance": measure_disturbance(transport, _REPEATS, clock),
-        "collectives": measure_collectives(transport, _NBYTES, _REPEATS, TRANSFER_SECONDS, clock),
     }
-    found = average(found, transport)
-    size = transport.size
-    link = _link(found["call"]["latency"], found["collectives"], size)
+    model = _model(average(ended, transport), tensors)
+    sizes = Sizes(elements, _NBYTES, len(steps), _REPEATS)
+    found = measure_costs(codecs, transport, sizes, clock, dtype=model.dtype, limit=TRANSFER_SECONDS)
     environment = describe_machine(device_name(clock.device))
-    nbytes, seconds = found["collectives"]["one_shot"][-1]
-    return Profile(
-        version=PROFILE_VERSION,
-        title=f"training on {environment['hardware']}, {size} rank{'s' if size > 1 else ''}",
-        machine=Machine.here(local_size, clock.device),
-        model=_model(found, tensors),
-        copy=as_curve(found["copy"]),
-        codecs=as_codecs(found["codecs"]),
-        links={f"{max(1, round(8 * (size - 1) * nbytes / seconds / 1e6))}mbit": link},
-        collectives={name: {str(size): as_curve(points)} for name, points in found["collectives"].items()},
-        disturbance=found["disturbance"],
-        environment=environment,
+    return make_profile(
+        "training", found, model, transport, local_size=local_size, clock=clock, environment=environment
     )
 
 
@@ -90,10 +72,3 @@ def _model(found: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Model
         for name, tensor in ((name, tensors[name]) for name in arrived)
     ]
     return Model("training", max(0.0, found["forward"]), found["backward"], 0.0, tuple(gradients))
-
-
-def _link(latency: float, collectives: Mapping[str, Points], size: int) -> LinkCost:
-    """Return the link's costs, by bytes that each rank sends, that reproduce the seconds of the collectives."""
-    exchange = as_curve([[(size - 1) * nbytes, seconds] for nbytes, seconds in collectives["one_shot"]])
-    reduce = as_curve([[2 * (size - 1) / size * nbytes, seconds] for nbytes, seconds in collectives["dense"]])
-    return LinkCost(latency, 0.0, 0.0, exchange, reduce)
