@@ -111,7 +111,7 @@ class Variant:
         variant = cls(codec, options, **found)
         try:
             if codec != AUTO:
-                fl.collectives.choose(variant.make_codec(), 2, variant.algorithm, ahead=None)
+                fl.collectives.choose(variant.make_codec(), (2,), variant.algorithm, ahead=None)
             elif not options.keys() <= {"fidelity"} or options.get("fidelity", FIDELITIES[0]) not in FIDELITIES:
                 raise ConfigError(f"auto takes fidelity={'|'.join(FIDELITIES)}, got {options}")
         except ConfigError as error:

@@ -195,7 +195,7 @@ def all_reduce(
         tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed as they are.
         codec: name or codec; None takes the configured one (``raw`` by default). "auto" changes no value: the tensor
             is sent as it is, or by ``zip`` where measurements say that this takes less time; see ``switcher``.
-        algorithm: name of a collective; None chooses by codec and number of ranks.
+        algorithm: name of a collective; None chooses by codec and nodes.
         op: ``Average`` (integers cannot be averaged) or ``Sum``.
         group: process group or transport; None means all ranks.
         codec_options: options of a codec given by name.
@@ -224,7 +224,7 @@ def all_reduce(
         if algorithm not in (None, "switched"):
             raise ConfigError(f"codec 'auto' with algorithm={algorithm!r}; leave the algorithm out, or name a codec")
         algorithm = "switched"
-    name = collectives.choose(chosen, transport.size, algorithm)
+    name = collectives.choose(chosen, transport.node_sizes, algorithm)
     _negotiate(transport, "all_reduce", [tuple(tensor.shape), tensor.dtype, chosen, name, op])
     with torch.no_grad():
         flat = tensor.detach().contiguous().view(-1)
@@ -295,8 +295,9 @@ def reduce_scatter(
         codec: as in ``all_reduce``.
         op: ``Average`` or ``Sum``.
         group: process group or transport; None means all ranks.
-        algorithm: None sends each piece straight to its rank, so each value is quantised once. "ring" passes partial
-            sums from rank to rank, and each rank encodes them anew.
+        algorithm: None sends each piece straight to its rank, so each value is quantised once; on several nodes of
+            several ranks, each node's sum is sent instead, quantised anew. "ring" passes partial sums from rank to
+            rank, and each rank encodes them anew.
         codec_options: options of a codec given by name.
 
     Raises:

@@ -289,7 +289,8 @@ The columns:
   codec of variable size has those of normal random values.
 - **keeps**: what a rank keeps of each tensor from step to step. A *residual* is f32, as large as the gradient, and is
   made by default; `error_feedback=False` leaves it out where the codec can do without.
-- **collective**: what is taken without `algorithm`, on 8 ranks. On two ranks `one_shot` stands in for `two_shot`,
+- **collective**: what is taken without `algorithm`, on 8 ranks of one node. On several nodes of several ranks
+  `two_level` stands in for `two_shot`. On two ranks `one_shot` stands in for `two_shot`,
   `butterfly` and `integer_sum`, on numbers that are no power of two `ring` for `butterfly`. Sparse codecs without
   a collective of their own are encoded [ahead](glossary.md) and gathered.
 - **paper**: where the idea comes from. [Papers](papers.md) says what is different here, and what checks it.
@@ -332,7 +333,7 @@ def _keeps(codec: Codec) -> str:
 
 
 def _carriers(codec: Codec) -> str:
-    return f"`{collectives.choose(codec, _RANKS, ahead=None)}`"
+    return f"`{collectives.choose(codec, (_RANKS,), ahead=None)}`"
 
 
 def _fits(name: str, codec: Codec) -> bool:

@@ -38,7 +38,7 @@ class CallRule:
         dtype: element type or types, of float32, bfloat16 and float16; None: any of them.
         min_bytes: least size of the call; None: what the policy says.
         max_bytes: largest size of the call; None: any.
-        algorithm: for all_reduce the name of a collective, for reduce_scatter "ring"; None: by codec and ranks.
+        algorithm: for all_reduce the name of a collective, for reduce_scatter "ring"; None: by codec and nodes.
         error_feedback: whether callers give a residual (``hint``) with every such all_reduce. Codecs that lose most of
             a tensor need one, and are refused without it.
 
@@ -96,7 +96,7 @@ class CallRule:
                 "or op: reduce_scatter alone"
             )
         else:
-            collectives.choose(codec, 2, self.algorithm)
+            collectives.choose(codec, (2,), self.algorithm)
 
     @property
     def ops(self) -> tuple[str, ...]:

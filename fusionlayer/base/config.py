@@ -77,7 +77,7 @@ class Config:
     codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
     algorithm: str | None = _setting(
         "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null "
-        "chooses by codec and number of ranks",
+        "chooses by codec and nodes",
         None,
     )
     planning: PlanningSettings = _setting(

@@ -48,7 +48,7 @@ class Codec(ABC):
         ahead: by default each tensor is encoded by itself, ahead of fusion. All ranks then use the same seed, since
             random numbers decide which elements are sent.
         needs_feedback: it loses too much of a tensor, or loses it too one-sidedly, to train without error feedback.
-        collective: the collective made for codecs of this kind; None if the number of ranks decides.
+        collective: the collective made for codecs of this kind; None if the nodes decide.
         header: each payload begins with a header, which carries a checksum and is verified before decoding. Buckets
             leave it out, since all ranks have compared their plan.
     """

@@ -14,7 +14,8 @@ from ._base import (
     registry,
 )
 from ._unequal import TAKES_SHARES, by_shares
-from .reduction import UNSCALED, Scaling, choose, reduce_flat, reduce_scatter_flat, scale_, usual
+from .choice import choose, usual
+from .reduction import UNSCALED, Scaling, reduce_flat, reduce_scatter_flat, scale_
 
 __all__ = [
     "TAKES_SHARES",

@@ -17,6 +17,7 @@ from ..transport._sum import sum_in_rank_order
 from . import _levels, two_level, zipped
 from ._hops import send_and_receive
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
+from .choice import choose
 from .ring import schedule
 
 __all__ = ["SUITABLE", "all_gather", "reduce_scatter", "ring_reduce_scatter"]
@@ -118,8 +119,8 @@ def reduce_scatter(
 ) -> None:
     """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n), in rank order in f32.
 
-    One quantisation. The arguments are those of ``all_gather``; rows are cut into pieces. ``out`` may be f32 where
-    ``x`` is not: then the sum is not rounded to the type of ``x``.
+    One quantisation, or two on several nodes of several ranks. The arguments are those of ``all_gather``; rows are cut
+    into pieces. ``out`` may be f32 where ``x`` is not: then the sum is not rounded to the type of ``x``.
     """
     size, numel = x.shape
     piece = _piece(piece, x, size)
@@ -132,7 +133,7 @@ def reduce_scatter(
         sum_in_rank_order(every.unbind(0), out)
         return
     # A codec looks its agreed values up by block, from the place of an element. So rows are padded to whole blocks.
-    here = _levels.grid(transport) if codec.collective == "two_level" else None
+    here = _levels.grid(transport) if choose(codec, transport.node_sizes) == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
     if isinstance(codec, AgreeingCodec):

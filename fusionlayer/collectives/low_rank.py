@@ -16,9 +16,8 @@ from ..codecs.lowrank.factors import orthonormal, product, random_factor, square
 from ..codecs.lowrank.powersgd import PowerSGD
 from ..observe.timeline import here
 from ..transport import Transport
-from ._base import check_pair, collective
-from .one_shot import one_shot
-from .two_shot import two_shot
+from ._base import check_pair, collective, get
+from .choice import usual
 
 __all__ = ["low_rank"]
 
@@ -180,8 +179,9 @@ def _sum(flat: Tensor, codec: PowerSGD, transport: Transport, seed: int, residua
     if codec.factors == "f32":
         transport.all_reduce(flat)
         return
-    reduce = one_shot if transport.size <= 2 else two_shot
-    reduce(flat, codecs.get("bf16").bare, transport, seed=seed, residual=residual)
+    factors = codecs.get("bf16").bare
+    reduce = get(usual(factors, transport.node_sizes))
+    reduce(flat, factors, transport, seed=seed, residual=residual)
 
 
 def _keep(residual: Tensor, wanted: Tensor, work: _FactorMessages, sent: Tensor) -> None:

@@ -1,72 +1,21 @@
-"""The sum or average over ranks that every front calls: it chooses the collective and scales values."""
+"""The sum or average over ranks that every API calls: it scales values and calls the collective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..base.errors import require
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
 from ..transport import Transport
 from . import halves
-from ._base import AllReduce, check_pair, get, get_gather, instead_of, is_gather
+from ._base import AllReduce, get
+from .choice import choose
 
-__all__ = ["UNSCALED", "Scaling", "choose", "reduce_flat", "reduce_scatter_flat", "scale_", "usual"]
-
-
-class EncodingTraits(Protocol):
-    """The facts that ``choose`` needs of a codec; the measured costs of a codec have them too."""
-
-    @property
-    def lossless(self) -> bool:
-        """Whether messages keep every bit."""
-
-    @property
-    def ahead(self) -> bool:
-        """Whether tensors are best encoded one by one, ahead of fusion."""
-
-    @property
-    def collective(self) -> str | None:
-        """The collective that was made for the codec, if there is one."""
-
-
-def choose(codec: EncodingTraits, size: int, algorithm: str | None = None, *, ahead: bool | None = False) -> str:
-    """Return the name of the collective for tensors that ``codec`` encodes, over ``size`` ranks.
-
-    Args:
-        codec: the codec of the tensors.
-        size: number of ranks.
-        algorithm: the caller's choice; None takes the collective that the codec was made for if it suits so many ranks,
-            else the usual one.
-        ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors. None
-            takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec was made for.
-
-    Raises:
-        ConfigError: there is no such collective, it is not of the kind that ``ahead`` asks for, or it cannot use the
-            codec. Costs of a codec, instead of the codec, are taken as they are.
-    """
-    require(algorithm, (str, type(None)), "algorithm", "the name of a collective, or None")
-    if ahead is None:
-        ahead = codec.ahead and not codec.collective if algorithm is None else is_gather(algorithm)
-    if ahead:
-        name = algorithm or "gather"
-        get_gather(name)
-        return name
-    name = algorithm or instead_of(codec.collective, size) or usual(codec, size)
-    get(name)
-    if isinstance(codec, Codec):
-        check_pair(name, codec, size)
-    return name
-
-
-def usual(codec: EncodingTraits, size: int) -> str:
-    """Return the name of the collective for flat tensors if the codec has no collective of its own."""
-    return "dense" if codec.lossless else "one_shot" if size <= 2 else "two_shot"
+__all__ = ["UNSCALED", "Scaling", "reduce_flat", "reduce_scatter_flat", "scale_"]
 
 
 @dataclass(frozen=True)
@@ -162,7 +111,7 @@ def reduce_flat(
         codec: what is sent; made the same on all ranks.
         transport: the ranks; only the calling thread uses it.
         scaling: factors before and after the sum.
-        algorithm: a collective or its name; None chooses.
+        algorithm: a collective or its name; None chooses, see ``choose``.
         seed: of stochastic rounding; the same on all ranks.
         residual: (n,) f32, this rank's error feedback, in the unit of scaled values: added to what it sends, replaced
             by what sending lost.
@@ -176,7 +125,7 @@ def reduce_flat(
         transport.all_reduce(x)
     else:
         if algorithm is None or isinstance(algorithm, str):
-            algorithm = get(choose(codec, transport.size, algorithm))
+            algorithm = get(choose(codec, transport.node_sizes, algorithm))
         algorithm(x, codec, transport, seed=seed, residual=residual)
     scaling.scale_after_(x)
 
@@ -199,7 +148,7 @@ def reduce_scatter_flat(
         codec: as in ``reduce_flat``.
         transport: as in ``reduce_flat``.
         scaling: as in ``reduce_flat``.
-        algorithm: "ring" passes sums on from rank to rank; None sends each row straight to its rank.
+        algorithm: "ring" passes sums on from rank to rank; None is ``halves.reduce_scatter``.
         seed: as in ``reduce_flat``.
     """
     scatter = halves.ring_reduce_scatter if algorithm == "ring" else partial(halves.reduce_scatter, piece=None)

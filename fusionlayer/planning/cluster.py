@@ -80,6 +80,7 @@ class Scenario:
         congestion: control of TCP, a key of ``CONGESTION_CONTROLS``.
         connections: TCP connections to each other rank, of our own; None: gloo's one.
         rates: of each host's link, where they differ. A ``two_shot`` has shares by them, as with the setting ``rates``.
+        nodes: number of ranks of each node of a running job, by which collectives are chosen; empty: ``per_host``.
     """
 
     rate: str
@@ -93,6 +94,7 @@ class Scenario:
     congestion: str = "reno"
     connections: int | None = None
     rates: tuple[str, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         parse_rate(self.rate)
@@ -118,6 +120,10 @@ class Scenario:
     def is_distant(self) -> bool:
         """Whether the link differs from the measured one by more than its rate and latency."""
         return self.rtt > 0 or self.loss > 0 or self.connections is not None
+
+    def node_sizes(self, workers: int) -> tuple[int, ...]:
+        """Return how many ranks each node has, if there are so many in all."""
+        return self.nodes or (self.per_host,) * (workers // self.per_host) or (workers,)
 
     def cluster(self, profile: Profile, workers: int) -> Cluster:
         """Return the cluster with so many ranks."""

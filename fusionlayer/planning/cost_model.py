@@ -99,7 +99,7 @@ class CodecCost:
         sum: of messages with so many elements altogether.
         recode: of summing messages with so many elements altogether, and encoding the sum.
         lossless: whether values are sent as they are.
-        algorithm: collective that the codec needs; None lets the number of ranks choose.
+        algorithm: collective that the codec needs; None lets the nodes decide.
         ahead: the thread that computes encodes gradients one by one as they arrive, and their messages are gathered.
         within_bits: that are sent for each element inside a host in a two-level sum; None: ``bits``.
     """

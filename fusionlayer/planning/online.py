@@ -76,7 +76,7 @@ class OnlinePlanner(PlanController):
         planner: makes the plans.
         codec: of all gradients, of each by its name, or the rules that choose it.
         rank: this rank; rank 0 plans and writes to the log.
-        size: number of ranks.
+        nodes: number of ranks of each node.
         algorithm: collective; None chooses. With rules it is ignored: each codec has its own.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
         replan: look for drift.
@@ -97,7 +97,7 @@ class OnlinePlanner(PlanController):
         planner: Planner,
         codec: Codec | Mapping[str, Codec] | CodecRules,
         rank: int,
-        size: int,
+        nodes: Sequence[int],
         *,
         algorithm: str | None = None,
         ahead: bool | None = None,
@@ -115,7 +115,7 @@ class OnlinePlanner(PlanController):
         self._planner = planner
         self._codec = codec
         self._rank = rank
-        self._size = size
+        self._nodes = tuple(nodes)
         self._algorithm = algorithm
         self._ahead = ahead
         self._replan = replan
@@ -247,7 +247,7 @@ class OnlinePlanner(PlanController):
         """Return the plan to switch to; None if the present one stays."""
         assert self._present is not None
         plan, prediction = self._plan(profile)
-        before = predict_plan(profile, self._present, _scenario(profile), measured=True)
+        before = predict_plan(profile, self._present, self._scenario(profile), measured=True)
         stays = self._plans > 1 and prediction.seconds > (1 - self._schedule.gain) * before.seconds
         if stays or plan.digest() == self._present.digest():
             self._predicted = before
@@ -263,10 +263,10 @@ class OnlinePlanner(PlanController):
         return plan
 
     def _plan(self, profile: Profile) -> tuple[FusionPlan, SimulatedStep]:
-        scenario = _scenario(profile)
+        scenario, workers = self._scenario(profile), sum(self._nodes)
         tensors = list(self._tensors.values())
         if isinstance(self._codec, CodecRules):
-            found = select(profile, self._codec, self._planner, scenario, self._size, measured=True, tensors=tensors)
+            found = select(profile, self._codec, self._planner, scenario, workers, measured=True, tensors=tensors)
             self._say("codecs by policy%s\n%s", found.verdict and f"; {found.verdict}", _table(profile, found.choices))
             return found.plan, found.prediction
         plan = make_plan(
@@ -274,13 +274,16 @@ class OnlinePlanner(PlanController):
             self._planner,
             self._codec,
             scenario,
-            self._size,
+            workers,
             algorithm=self._algorithm,
             ahead=self._ahead,
             measured=True,
             tensors=tensors,
         )
         return plan, predict_plan(profile, plan, scenario, measured=True)
+
+    def _scenario(self, profile: Profile) -> Scenario:
+        return Scenario(profile.fastest_rate, nodes=self._nodes)
 
     def _say(self, message: str, *details: object) -> None:
         if self._rank == 0:
@@ -299,10 +302,6 @@ def _from_rank_0(plan: FusionPlan | None, transport: Transport) -> FusionPlan | 
     else:
         found = bytes(take_in(int(length), lambda piece: transport.broadcast(piece, 0)))
     return FusionPlan.from_bytes(found)
-
-
-def _scenario(profile: Profile) -> Scenario:
-    return Scenario(profile.fastest_rate)
 
 
 def _words(plan: FusionPlan, prediction: SimulatedStep) -> str:

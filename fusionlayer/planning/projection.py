@@ -83,7 +83,7 @@ class Method:
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise ConfigError(f"unknown algorithm {algorithm!r}; {nearest(algorithm, list(ALGORITHMS))}")
         if algorithm is not None and codecs.knows(codec):
-            collectives.choose(codecs.get(codec), 2, algorithm, ahead=None)
+            collectives.choose(codecs.get(codec), (2,), algorithm, ahead=None)
         settings = Config()
         options = settings.planning.planner_options if planner in (None, settings.planning.planner) else {}
         fuse = planners.get(planner or settings.planning.planner, **options)
@@ -91,9 +91,9 @@ class Method:
         chosen = [choice for choice in (algorithm, planner) if choice is not None]
         return cls("/".join([codec, *chosen]) + overlap, codec, algorithm, fuse, bool(overlap))
 
-    def algorithm_for(self, codec: CodecCost, workers: int) -> str:
-        """Return the collective for so many ranks."""
-        return self.algorithm or collectives.choose(codec, workers, ahead=None)
+    def algorithm_for(self, codec: CodecCost, nodes: Sequence[int]) -> str:
+        """Return the collective for nodes of so many ranks."""
+        return self.algorithm or collectives.choose(codec, nodes, ahead=None)
 
 
 _DDP = {
@@ -126,7 +126,7 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
     cluster = scenario.cluster(profile, workers)
     if method.one_group and cluster.connections is not None:
         cluster = replace(cluster, connections=replace(cluster.connections, shared=True))
-    costs = BucketCosts.of(profile, codec, method.algorithm_for(codec, workers), cluster)
+    costs = BucketCosts.of(profile, codec, method.algorithm_for(codec, scenario.node_sizes(workers)), cluster)
     model = profile.model
     runs = method.fuse([tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors)))
     buckets = [PlannedBucket([tensor.name for tensor in run], costs) for run in runs]

@@ -119,7 +119,7 @@ def forecast(step: RecordedStep, names: Sequence[str], clock: Clock = HOST) -> l
         costs = []
         for bucket in buckets:
             codec = measured[str(bucket.codec.bare) if name is None else name]
-            algorithm = bucket.algorithm if name is None else collectives.choose(codec, step.workers)
+            algorithm = bucket.algorithm if name is None else collectives.choose(codec, (1,) * step.workers)
             costs.append(BucketCosts(_slower(codec, slower), algorithm, cluster, copy))
         return costs
 

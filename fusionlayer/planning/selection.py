@@ -57,7 +57,7 @@ def choose_codecs(
 
     def seconds(codec: Codec, tensor: TensorInfo) -> float:
         if codec not in known:
-            algorithm = collectives.choose(codec, workers, ahead=None)
+            algorithm = collectives.choose(codec, scenario.node_sizes(workers), ahead=None)
             known[codec] = costs_of(profile, codec, algorithm, scenario, workers, measured)
         return known[codec].alone(tensor.numel)
 

@@ -98,7 +98,7 @@ class Agreement:
         order = torch.tensor([position[name] for name in arrived], device="cpu")
         transport.broadcast(order, 0)
         tensors = [self.tensors[names[i]] for i in order.tolist()]
-        plan = fuse(tensors, self.planner, self.codec, transport.size, algorithm=self.algorithm, ahead=self.ahead)
+        plan = fuse(tensors, self.planner, self.codec, transport.node_sizes, algorithm=self.algorithm, ahead=self.ahead)
         plan = self.shared(plan)
         plan.check(self.tensors.values(), transport.size)
         check_pairs(plan)

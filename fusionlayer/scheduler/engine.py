@@ -75,6 +75,7 @@ class Engine(Lifecycle):
 
     Attributes:
         rank, size: this rank, and the number of ranks.
+        nodes: number of ranks of each node.
         memory, scaling: as given.
         failure: the error that a step has failed with, or None. The engine is then closed, and every call raises it.
         pending: names submitted so far in the current step: a live view.
@@ -105,8 +106,9 @@ class Engine(Lifecycle):
         clock: Clock | None = None,
         name: str = "fusionlayer",
     ) -> None:
+        self.nodes = nodes = transport.node_sizes
         for each in [codec] if isinstance(codec, Codec) else codec.values():
-            collectives.choose(each, transport.size, algorithm, ahead=ahead)
+            collectives.choose(each, nodes, algorithm, ahead=ahead)
         self._clock = clock = clock_of(device) if clock is None else clock
         self._timeline = timeline = timeline or Timeline(None, transport.rank)
         self.rank, self.size = rank, size = transport.rank, transport.size

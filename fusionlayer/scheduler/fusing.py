@@ -19,7 +19,7 @@ def fuse(
     tensors: Sequence[TensorInfo],
     planner: Planner,
     codec: Codec | Mapping[str, Codec],
-    workers: int,
+    nodes: Sequence[int],
     *,
     algorithm: str | None = None,
     ahead: bool | None = None,
@@ -31,7 +31,7 @@ def fuse(
         tensors: of the step, in order of arrival.
         planner: cuts them into buckets; those of different codecs never share one.
         codec: of all gradients, or of each by its name.
-        workers: number of ranks.
+        nodes: number of ranks of each node.
         algorithm: collective; None chooses.
         ahead: encode gradients one by one as they arrive. None: as ``algorithm`` needs it; without an ``algorithm``, as
             the codec does by default.
@@ -46,14 +46,14 @@ def fuse(
         pools.setdefault(codec if isinstance(codec, Codec) else codec[tensor.name], []).append(tensor)
     buckets: list[Bucket] = []
     for each, pool in pools.items():
-        collective = collectives.choose(each, workers, algorithm, ahead=ahead)
+        collective = collectives.choose(each, nodes, algorithm, ahead=ahead)
         goes_ahead = collectives.is_gather(collective)
         known = None if costs is None else costs(each, collective).within(tensors, pool)
         align = slot_alignment(each, goes_ahead)
         runs = planner(pool, known)
-        buckets += FusionPlan.build(runs, workers, each.name, each.options, collective, align, goes_ahead).buckets
+        buckets += FusionPlan.build(runs, sum(nodes), each.name, each.options, collective, align, goes_ahead).buckets
     position = {tensor.name: i for i, tensor in enumerate(tensors)}
-    return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), workers)
+    return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), sum(nodes))
 
 
 def check_pairs(plan: FusionPlan) -> None:
@@ -61,7 +61,7 @@ def check_pairs(plan: FusionPlan) -> None:
     for index, bucket in enumerate(plan.buckets):
         try:
             codec = codecs.get(bucket.codec, **bucket.options)
-            collectives.choose(codec, plan.world_size, bucket.algorithm, ahead=bucket.ahead)
+            collectives.choose(codec, (plan.world_size,), bucket.algorithm, ahead=bucket.ahead)
             if bucket.shares:
                 collectives.by_shares(bucket.algorithm, bucket.shares)
         except ConfigError as error:

@@ -52,8 +52,8 @@ class Connection:
     def check_later(self, names: Mapping[Tensor, str], arrange: Arrange) -> None:
         """Raise ``ConfigError`` if options are wrong that only later steps use, whose planning ``arrange`` returns."""
         place, tensors = context.transport(self.group), self._describe(names)
-        planning = make_planning(self.options, tensors, place.rank, place.size, self.roster.device, False)
-        arrange(planning, tensors, place.size)
+        planning = make_planning(self.options, tensors, place.rank, place.node_sizes, self.roster.device, False)
+        arrange(planning, tensors, place.node_sizes)
 
     def connect(self, names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
         """Return an engine for the parameters in ``names``, and its timeline; no engine in a job of one rank.
@@ -102,9 +102,9 @@ class Connection:
         options = self.policy.options(self.options)
         device, idle = self.roster.device, self._idle(names)
         planning = self.policy.arrange(
-            make_planning(options, tensors, engine.rank, engine.size, device, overlaps, idle=idle, changed=True),
+            make_planning(options, tensors, engine.rank, engine.nodes, device, overlaps, idle=idle, changed=True),
             tensors,
-            engine.size,
+            engine.nodes,
         )
         engine.enrol(
             [*tensors, *self.policy.more_tensors(tensors)],

@@ -55,11 +55,11 @@ class EnginePlanning:
     plan_controller: PlanController | None
 
 
-Arrange = Callable[[EnginePlanning, Sequence[TensorInfo], int], EnginePlanning]
-"""Returns a planning made from another one, for these tensors and this number of ranks."""
+Arrange = Callable[[EnginePlanning, Sequence[TensorInfo], Sequence[int]], EnginePlanning]
+"""Returns a planning made from another one, for these tensors and the number of ranks of each node."""
 
 
-def as_it_is(planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
+def as_it_is(planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int]) -> EnginePlanning:
     """Return ``planning``: an ``Arrange`` that changes nothing."""
     return planning
 
@@ -95,8 +95,8 @@ def make_engine(
     for name, value in switches.items():
         if value not in (None, True, False):
             raise ConfigError(f"{name}={value!r}; expected True, False or None")
-    planning = make_planning(options, tensors, transport.rank, transport.size, device, overlap_forward, idle=idle)
-    planning = arrange(planning, tensors, transport.size)
+    planning = make_planning(options, tensors, transport.rank, transport.node_sizes, device, overlap_forward, idle=idle)
+    planning = arrange(planning, tensors, transport.node_sizes)
     own = transport.duplicate()
     with blame(settings, "rates"):
         shares = shares_by(settings.rates, own)
@@ -126,7 +126,7 @@ def _say_where_shares_count(planning: EnginePlanning, transport: Transport) -> N
         used = {bucket.algorithm for bucket in planning.plan.buckets}
     else:
         each = [planning.codec] if isinstance(planning.codec, Codec) else planning.codec.values()
-        used = {collectives.choose(c, transport.size, planning.algorithm, ahead=planning.ahead) for c in each}
+        used = {collectives.choose(c, transport.node_sizes, planning.algorithm, ahead=planning.ahead) for c in each}
     if collectives.TAKES_SHARES not in used and planning.plan_controller is None and transport.rank == 0:
         _logger.warning(
             "the links have unequal rates, but shares count for %s alone and gradients are sent by %s; choose "
@@ -141,7 +141,7 @@ def make_planning(
     options: GradientOptions,
     tensors: Sequence[TensorInfo],
     rank: int,
-    size: int,
+    nodes: Sequence[int],
     device: torch.device,
     overlap_forward: bool,
     *,
@@ -153,7 +153,8 @@ def make_planning(
     Args:
         options: of the optimizer.
         tensors: every tensor of a step.
-        rank, size: this rank, and the number of ranks.
+        rank: this rank.
+        nodes: number of ranks of each node.
         device: of the tensors.
         overlap_forward: as for ``Engine``.
         idle: names of tensors that steps lack at present; a given plan may have them.
@@ -177,7 +178,7 @@ def make_planning(
     if plan is None and settings.planning.plan is not None:
         with blame(settings, "plan"):
             plan = FusionPlan.from_yaml(settings.planning.plan)
-            plan.without(idle).check(tensors, size)
+            plan.without(idle).check(tensors, sum(nodes))
     if plan is not None and idle:
         plan = plan.without(idle)
     first = codec if isinstance(codec, Codec) else _by_rules(codec, tensors)
@@ -185,7 +186,7 @@ def make_planning(
         settings, *(k for k, v in (("algorithm", options.algorithm), ("ahead", options.planning.ahead)) if v is None)
     ):
         for each in [first] if isinstance(first, Codec) else first.values():
-            collectives.choose(each, size, algorithm, ahead=ahead)
+            collectives.choose(each, nodes, algorithm, ahead=ahead)
     by_costs = planner.needs_costs or isinstance(codec, CodecRules) and _has_auto(codec, tensors)
     if isinstance(codec, CodecRules) and plan is None and not (algorithm is None and ahead is None):
         raise ConfigError(
@@ -202,7 +203,7 @@ def make_planning(
             planner,
             codec if isinstance(codec, CodecRules) and _has_auto(codec, tensors) else first,
             rank,
-            size,
+            nodes,
             algorithm=algorithm,
             ahead=ahead,
             replan=replan,

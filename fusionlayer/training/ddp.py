@@ -55,7 +55,7 @@ def register(
     Args:
         model: wrapped by DistributedDataParallel, without another communication hook.
         codec: name or codec of the gradients; None takes the configured one.
-        algorithm: name of a collective; None chooses by codec and number of ranks.
+        algorithm: name of a collective; None chooses by codec and nodes.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse.
         feedback_bits: bits that an element of the error feedback takes between two steps, 32 or 8; None takes the
@@ -123,7 +123,7 @@ def register(
     chosen = make_codec(codec, codec_options)
     ahead = settings.planning.ahead if ahead is None else ahead
     with blame(settings, *([] if algorithm is not None else ["algorithm"])):
-        algorithm = collectives.choose(chosen, transport.size, algorithm or settings.algorithm, ahead=ahead)
+        algorithm = collectives.choose(chosen, transport.node_sizes, algorithm or settings.algorithm, ahead=ahead)
     ahead = collectives.is_gather(algorithm)
     if ahead:
         for dtype in sorted({parameter.dtype for parameter in names}, key=str):

@@ -92,7 +92,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         codec: name or codec of the gradients; None takes the configured one (``raw`` by default). "auto" measures the
             first steps, in which gradients are sent as they are. Then it chooses one codec for all gradients, or one
             for each, by the predicted time of the step; the log says why.
-        algorithm: name of a collective; None chooses by codec and number of ranks.
+        algorithm: name of a collective; None chooses by codec and nodes.
         planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs; or only a planner.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.

@@ -46,8 +46,8 @@ class ReductionPolicy(ABC):
         """Return what is sent besides one tensor for each parameter, which ``tensors`` describe."""
         return []
 
-    def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
-        """Return the planning of these steps, from that of steps that send ``tensors`` over ``size`` ranks."""
+    def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int]) -> EnginePlanning:
+        """Return the planning of these steps, from that of steps that send ``tensors``."""
         return planning
 
     @abstractmethod

@@ -99,6 +99,11 @@ class Transport(Composed, Queueing):
         """
         return self._nodes or (tuple(range(self.size)),)
 
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """The number of ranks of each of ``nodes``: all ranks have agreed on it, so a choice by it is the same."""
+        return tuple(map(len, self.nodes))
+
 
 def check_subset(ranks: Sequence[int], rank: int, size: int) -> None:
     """Raise ``ConfigError`` unless ``ranks`` are different ranks of ``size`` and include ``rank``."""

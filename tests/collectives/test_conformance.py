@@ -131,7 +131,7 @@ def test_a_pair_is_refused_before_training_if_and_only_if_its_first_sum_would_fa
 
     def refused(name: str, codec: Codec) -> bool:
         try:
-            return collectives.choose(codec, world, name, ahead=name in collectives.gather_names()) != name
+            return collectives.choose(codec, (world,), name, ahead=name in collectives.gather_names()) != name
         except ConfigError as error:
             others = str(error).partition("choose another algorithm, such as ")[2].split(", ")[:-1]
             assert str(codec) in str(error) and others and not any(refused(other, codec) for other in others)
@@ -147,7 +147,7 @@ def test_a_pair_is_refused_before_training_if_and_only_if_its_first_sum_would_fa
 @looped("size", WORLDS)
 def test_refused_pairs_are_never_chosen(size: int) -> None:
     for codec in defaults():
-        assert takes(collectives.choose(codec, size), codec)
+        assert takes(collectives.choose(codec, (size,)), codec)
 
 
 def test_codecs_take_the_collective_of_their_paper() -> None:
@@ -160,13 +160,24 @@ def test_codecs_take_the_collective_of_their_paper() -> None:
     }
     for name, sizes in expected.items():
         codec = codecs.get(name)
-        assert {size: collectives.choose(codec, size) for size in sizes} == sizes, name
-        assert collectives.choose(codec, 8, "two_shot") == "two_shot"
+        assert {size: collectives.choose(codec, (size,)) for size in sizes} == sizes, name
+        assert collectives.choose(codec, (8,), "two_shot") == "two_shot"
+
+
+def test_the_usual_collective_follows_the_nodes() -> None:
+    """Nodes of several ranks, equal or not, take ``two_level``, unless a codec cannot be encoded anew."""
+    expected = {"two_shot": [(3,), (1, 1, 1)], "two_level": [(2, 1), (2, 2), (8,) * 8, (8, 7, 8)]}
+    expected["one_shot"] = [(1,), (2,), (1, 1)]
+    for name, cases in expected.items():
+        for nodes in cases:
+            assert collectives.usual(codecs.get("int8"), nodes) == collectives.choose(codecs.get("int4"), nodes) == name
+            assert collectives.choose(codecs.get("raw"), nodes) == "dense"
+            assert collectives.choose(codecs.get("topk"), nodes) == name.replace("two_level", "two_shot")
 
 
 def test_the_first_choice_of_a_process_is_no_other() -> None:
     """Collectives are loaded when they are first asked for: what was asked before must not change the choice."""
-    tell = "from fusionlayer import codecs, collectives; print(collectives.choose(codecs.get('dynamiq'), 3))"
+    tell = "from fusionlayer import codecs, collectives; print(collectives.choose(codecs.get('dynamiq'), (3,)))"
     done = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "ring"
 
@@ -176,7 +187,7 @@ def test_the_collective_of_the_paper_loses_less() -> None:
     for name, times in (("dynamiq", 3), ("thc", 1.05), ("omnireduce", 3)):
         found = [
             samples.sum_error(how, samples.adapt(name, inputs), inputs)
-            for how in ("two_shot", collectives.choose(codecs.get(name), 8))
+            for how in ("two_shot", collectives.choose(codecs.get(name), (8,)))
         ]
         assert found[0] > times * found[1], (name, found)
 

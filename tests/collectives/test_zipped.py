@@ -311,5 +311,5 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
 
 def test_it_is_what_lossless_codecs_of_variable_size_travel_by() -> None:
     for codec in ZIPPED:
-        assert fl.collectives.choose(codec, 4, ahead=None) == "zipped"
-    assert fl.collectives.choose(codecs.get("raw"), 4, ahead=None) == "dense"
+        assert fl.collectives.choose(codec, (4,), ahead=None) == "zipped"
+    assert fl.collectives.choose(codecs.get("raw"), (4,), ahead=None) == "dense"

@@ -181,7 +181,7 @@ def test_a_gpu_is_planned_for_by_its_own_clock(options: dict[str, Any], monkeypa
     monkeypatch.setattr(context, "settings", Config)
     monkeypatch.setattr(context, "local_size", lambda: 1)
     device = torch.device("cuda", 3)
-    planning = make_planning(GradientOptions(**options), MODEL, 0, 2, device, False)
+    planning = make_planning(GradientOptions(**options), MODEL, 0, (2,), device, False)
     clock = planning.plan_controller._clock  # type: ignore[union-attr]
     assert isinstance(clock, DeviceClock) and clock.device == device
 

@@ -38,7 +38,7 @@ def test_drift_is_what_all_ranks_take_together(
 
     def body(transport: Transport) -> list[bool]:
         before, after = odd if transport.rank == ODD else others
-        planner = OnlinePlanner(MODEL, planners.get("cupcake"), RAW, transport.rank, WORLD, schedule=SCHEDULE)
+        planner = OnlinePlanner(MODEL, planners.get("cupcake"), RAW, transport.rank, (WORLD,), schedule=SCHEDULE)
         steps = [step_of(**{**usual, what: usual[what] * before})] * (MEASURED_AFTER + 1 + 4)
         steps += [step_of(**{**usual, what: usual[what] * after})] * 8
         seen = []

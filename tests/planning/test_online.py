@@ -37,7 +37,7 @@ RAW, START = codecs.get("raw"), planners.get("single")
 def make_planner(transport: Transport, name: str = "cupcake", codec: Any = RAW, **options: Any) -> OnlinePlanner:
     options.setdefault("schedule", SHORT)
     kind = {"partition": "optimal"} if name == "cupcake" else {}
-    return OnlinePlanner(MODEL, planners.get(name, **kind), codec, transport.rank, transport.size, **options)
+    return OnlinePlanner(MODEL, planners.get(name, **kind), codec, transport.rank, transport.node_sizes, **options)
 
 
 def step_of(backward: float = 0.01, communication: float = 0.004, waiting: float = 0.002) -> StepSeconds:
@@ -57,7 +57,7 @@ def drive(
 
     The first of the steps has the number ``begin``.
     """
-    plans = [first or fuse(MODEL, START, RAW, transport.size)]
+    plans = [first or fuse(MODEL, START, RAW, transport.node_sizes)]
     for number, seconds in enumerate(steps, begin):
         planner.note_step(plans[-1], number, seconds)
         if planner.due(number):
@@ -130,7 +130,9 @@ def test_groups_of_the_users_stay() -> None:
     tensors = [replace(tensor, group=0 if tensor.name in ("w1", "w4") else None) for tensor in MODEL]
 
     def body(transport: Transport) -> list[FusionPlan]:
-        planner = OnlinePlanner(tensors, planners.get("mg_wfbp"), RAW, transport.rank, transport.size, schedule=SHORT)
+        planner = OnlinePlanner(
+            tensors, planners.get("mg_wfbp"), RAW, transport.rank, transport.node_sizes, schedule=SHORT
+        )
         return drive(planner, transport, [step_of() for _ in range(5)])
 
     with costs_measured(latency=0.0, per_byte=1e-6):
@@ -225,14 +227,14 @@ def test_a_given_profile_is_not_measured_again() -> None:
 def test_a_profile_of_another_model_is_refused() -> None:
     with costs_measured(latency=0.0, per_byte=1e-6):
         profile, _ = over_threads(2, measured_profile)
-    planner = OnlinePlanner(MODEL[:4], planners.get("mg_wfbp"), RAW, 0, 2)
+    planner = OnlinePlanner(MODEL[:4], planners.get("mg_wfbp"), RAW, 0, (2,))
     with pytest.raises(ConfigError, match="is of another model: 2 tensors differ, the first is 'w4': profile has"):
         planner.plan_by(profile)
 
 
 def test_a_collective_of_unknown_costs_is_refused() -> None:
     with pytest.raises(ConfigError, match="'cupcake' plans by costs, and those of the collective 'other'"):
-        OnlinePlanner(MODEL, planners.get("cupcake"), RAW, 0, 2, algorithm="other")
+        OnlinePlanner(MODEL, planners.get("cupcake"), RAW, 0, (2,), algorithm="other")
 
 
 def test_auto_begins_raw_and_says_why_it_chose_what(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,10 +41,10 @@ def test_ddp_closes_a_bucket_with_the_tensor_that_fills_it(profile: Profile) -> 
 
 def test_collectives_are_those_of_the_engine(profile: Profile) -> None:
     method, codec = Method.named("int4", profile), profile.codec("int4")
-    assert [method.algorithm_for(codec, workers) for workers in (2, 3)] == ["one_shot", "two_shot"]
-    assert method.algorithm_for(profile.codec("raw"), 8) == "dense"
-    assert method.algorithm_for(replace(codec, algorithm="one_shot"), 8) == "one_shot"
-    assert replace(method, algorithm="ring").algorithm_for(codec, 8) == "ring"
+    assert [method.algorithm_for(codec, (1,) * workers) for workers in (2, 3)] == ["one_shot", "two_shot"]
+    assert method.algorithm_for(profile.codec("raw"), (8,)) == "dense"
+    assert method.algorithm_for(replace(codec, algorithm="one_shot"), (8,)) == "one_shot"
+    assert replace(method, algorithm="ring").algorithm_for(codec, (8,)) == "ring"
 
 
 @looped(

@@ -40,7 +40,7 @@ def toy() -> Iterator[None]:
 
 def plan_of(*runs: str, codec: str = "toysparse", ahead: bool = True, world: int = 3, **options: Any) -> FusionPlan:
     """Return a plan for ``MODEL`` with a bucket for each string of digits."""
-    algorithm = collectives.choose(codecs.get(codec), world, ahead=ahead)
+    algorithm = collectives.choose(codecs.get(codec), (world,), ahead=ahead)
     model = {tensor.name: tensor for tensor in MODEL}
     tensors = [[model[f"w{digit}"] for digit in run] for run in runs]
     return FusionPlan.build(tensors, world, codec, options, algorithm, 1 if ahead else 128, ahead)

@@ -217,7 +217,7 @@ def test_the_plan_follows_rank_0s_order_of_arrival() -> None:
     plans = over_threads(3, body)
     assert plans[0] is not None and all(plan == plans[0] for plan in plans)
     assert [bucket.names for bucket in plans[0].buckets] == [("w3",), ("w4",), ("w5",), ("w0",), ("w1",), ("w2",)]
-    assert {bucket.algorithm for bucket in plans[0].buckets} == {collectives.choose(codecs.get("int4"), 3)}
+    assert {bucket.algorithm for bucket in plans[0].buckets} == {collectives.choose(codecs.get("int4"), (3,))}
 
 
 @looped("given", [True, False], ids=["given plan", "learned plan"])

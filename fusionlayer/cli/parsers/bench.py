@@ -19,7 +19,7 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """torch's names of types by ours."""
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 DEFAULT = "default"
-"""The algorithm that is chosen by codec and number of ranks."""
+"""The algorithm that is chosen by codec and nodes."""
 
 _EPILOG = """\
 examples:
@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
         type=names,
         default=[DEFAULT],
         metavar="NAME,NAME",
-        help="of all_reduce and reduce_scatter; default: what is chosen by codec and number of ranks; or all",
+        help="of all_reduce and reduce_scatter; default: what is chosen by codec and nodes; or all",
     )
     parser.add_argument("--dtype", choices=[*DTYPES], default="f32", help="of the tensors (default f32)")
     add_device(parser, "of the tensors")

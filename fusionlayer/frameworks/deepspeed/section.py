@@ -36,7 +36,7 @@ class RoleCodec:
     Attributes:
         codec: registered name; "raw" leaves tensors as they are. For weights also "qwd", "qw" or "qwz".
         options: of that codec.
-        algorithm: collective of all-reduces; None chooses by codec and number of ranks.
+        algorithm: collective of all-reduces; None chooses by codec and nodes.
         min_bytes: smaller tensors are sent as they are. For an all-gather, the size of the output counts.
     """
 

@@ -64,7 +64,7 @@ class Channel:
         group: process group, one-dimensional ``DeviceMesh`` or transport; None means all ranks. All its ranks make the
             channel together.
         codec: name or codec of the activations; None takes the configured one (``raw`` by default).
-        algorithm: "one_shot" or "two_shot" for all-reduces of a lossy codec; None chooses by the number of ranks.
+        algorithm: "one_shot" or "two_shot" for all-reduces of a lossy codec; None chooses by the ranks of each node.
         piece_bytes: bytes of a tensor that are sent at a time, while other pieces are encoded, summed or decoded; None
             takes 4 MiB on the CPU, 64 MiB on CUDA.
         codec_options: options of a codec given by name.
@@ -94,7 +94,7 @@ class Channel:
         refuse_unknown(Channel, codec, codec_options)
         self.codec = make_codec(codec, codec_options).bare
         self._transport = context.transport(resolve(group, "tensor parallelism", "tp"))
-        self.rank, self.size = self._transport.rank, self._transport.size
+        self.rank, self.size, nodes = self._transport.rank, self._transport.size, self._transport.node_sizes
         if algorithm is not None and (algorithm not in ("one_shot", "two_shot") or self.codec.lossless):
             expected = "None, as the codec is lossless" if self.codec.lossless else "one_shot or two_shot"
             raise ConfigError(f"tensor parallelism with {self.codec} got algorithm={algorithm!r}; expected {expected}")
@@ -102,8 +102,8 @@ class Channel:
             raise ConfigError(f"piece_bytes={piece_bytes}; expected a number of bytes above 0, or None")
         if algorithm is None and self.codec.needs_feedback:
             # Such a codec's own collective relies on error feedback: without it, most of an activation would be lost.
-            algorithm = collectives.usual(self.codec, self.size)
-        self._algorithm = collectives.choose(self.codec, self.size, algorithm)
+            algorithm = collectives.usual(self.codec, nodes)
+        self._algorithm = collectives.choose(self.codec, nodes, algorithm)
         self._piece_bytes = piece_bytes
         facts = f"{self.codec} {self._algorithm} {piece_bytes}"
         if self.size > 1:

@@ -15,8 +15,10 @@ from .local import Local, state_tensors
 __all__ = ["planned_syncs"]
 
 
-def planned_syncs(sync: Local, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
-    """Return the planning of syncs of ``tensors`` over ``size`` ranks, from that of steps which average gradients.
+def planned_syncs(
+    sync: Local, planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int]
+) -> EnginePlanning:
+    """Return the planning of syncs of ``tensors``, from that of steps which average gradients.
 
     Raises:
         ConfigError: the planning measures steps.
@@ -28,24 +30,27 @@ def planned_syncs(sync: Local, planning: EnginePlanning, tensors: Sequence[Tenso
             "gradients are sent; name a codec and a planner that needs no costs"
         )
     if (sync.overlaps or sync.states) and tensors and plan is None:
-        plan = _plan_of_fragments(sync, planning, tensors, size)
+        plan = _plan_of_fragments(sync, planning, tensors, nodes)
     if plan is None:
         return planning
     # A step of the engine is a sync of one fragment, so they take turns in its steps.
     plan = plan.staggered(sync.fragments, sync.fragments)
     for state, others in state_tensors(sync, tensors).items():
         every = sync.states[state]
-        buckets = fuse([*reversed(others)], planning.planner, codecs.get("raw"), size).buckets
+        buckets = fuse([*reversed(others)], planning.planner, codecs.get("raw"), nodes).buckets
         late = tuple(replace(bucket, every=every, phase=every - 1) for bucket in buckets)
         plan = replace(plan, buckets=plan.buckets + late)
     return replace(planning, plan=plan)
 
 
-def _plan_of_fragments(sync: Local, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> FusionPlan:
+def _plan_of_fragments(
+    sync: Local, planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int]
+) -> FusionPlan:
     """Return the planner's plan, or one with a bucket for each fragment if that has fewer buckets."""
 
     def fused(ordered: Sequence[TensorInfo]) -> FusionPlan:
-        return fuse(ordered, planning.planner, planning.codec, size, algorithm=planning.algorithm, ahead=planning.ahead)
+        algorithm, ahead = planning.algorithm, planning.ahead
+        return fuse(ordered, planning.planner, planning.codec, nodes, algorithm=algorithm, ahead=ahead)
 
     ordered = [*reversed(tensors)]
     plan = fused(ordered)

@@ -64,9 +64,9 @@ class LocalStepPolicy(StepPolicy):
         """Return the states of the wrapped optimizer that sync too."""
         return [] if self.averages else [*chain.from_iterable(state_tensors(self.local.sync, tensors).values())]
 
-    def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], size: int) -> EnginePlanning:
+    def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int]) -> EnginePlanning:
         """Return the planning of syncs, unless steps still average."""
-        return planning if self.averages else planned_syncs(self.local.sync, planning, tensors, size)
+        return planning if self.averages else planned_syncs(self.local.sync, planning, tensors, nodes)
 
     def attach(self, reducer: Reducer) -> None:
         """Compare replicas only once there are anchors."""

@@ -1,0 +1,73 @@
+"""Chooses the collective for a codec and the nodes of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..base.errors import require
+from ..codecs import Codec
+from ._base import check_pair, get, get_gather, instead_of, is_gather
+
+__all__ = ["choose", "usual"]
+
+
+class EncodingTraits(Protocol):
+    """The facts that ``choose`` needs of a codec; the measured costs of a codec have them too."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether messages keep every bit."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether tensors are best encoded one by one, ahead of fusion."""
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that was made for the codec, if there is one."""
+
+
+def choose(
+    codec: EncodingTraits, nodes: Sequence[int], algorithm: str | None = None, *, ahead: bool | None = False
+) -> str:
+    """Return the name of the collective for tensors that ``codec`` encodes.
+
+    Args:
+        codec: the codec of the tensors.
+        nodes: number of ranks of each node, ``Transport.node_sizes``.
+        algorithm: the caller's choice; None takes the collective that the codec was made for if it suits so many ranks,
+            else the usual one.
+        ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors. None
+            takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec was made for.
+
+    Raises:
+        ConfigError: there is no such collective, it is not of the kind that ``ahead`` asks for, or it cannot use the
+            codec. Costs of a codec, instead of the codec, are taken as they are.
+    """
+    require(algorithm, (str, type(None)), "algorithm", "the name of a collective, or None")
+    if ahead is None:
+        ahead = codec.ahead and not codec.collective if algorithm is None else is_gather(algorithm)
+    if ahead:
+        name = algorithm or "gather"
+        get_gather(name)
+        return name
+    size = sum(nodes)
+    name = algorithm or instead_of(codec.collective, size) or usual(codec, nodes)
+    get(name)
+    if isinstance(codec, Codec):
+        check_pair(name, codec, size)
+    return name
+
+
+def usual(codec: EncodingTraits, nodes: Sequence[int]) -> str:
+    """Return the name of the collective for flat tensors if the codec has no collective of its own.
+
+    Nodes of several ranks take ``two_level``, whose nodes send each value to other nodes once. A codec that selects
+    elements would select others in each partial sum, so it stays with ``two_shot``.
+    """
+    if codec.lossless:
+        return "dense"
+    if sum(nodes) <= 2:
+        return "one_shot"
+    return "two_level" if 1 < len(nodes) < sum(nodes) and not codec.ahead else "two_shot"
