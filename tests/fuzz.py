@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import resource
@@ -13,6 +14,7 @@ import struct
 import sys
 import tempfile
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -25,6 +27,7 @@ from fusionlayer import codecs, native
 from fusionlayer.base import records
 from fusionlayer.base.errors import ConfigError, TransportError, WireError
 from fusionlayer.base.plan import FusionPlan, TensorInfo
+from fusionlayer.base.secrets import Seal
 from fusionlayer.cli import main
 from fusionlayer.coordination import requests
 from fusionlayer.elastic import generation
@@ -42,6 +45,7 @@ from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.training import checkpoint
 from fusionlayer.transport import star
 from fusionlayer.transport.links import device_memory
+from fusionlayer.transport.links.introduction import ConnectionKeys
 from tests.cli.test_trace import step_spans
 from tests.codecs.conformance import encoded
 from tests.synthetic import gradient
@@ -311,15 +315,22 @@ def _messages() -> Iterator[tuple[str, Parser]]:
     def star_frames(data: bytes) -> object:
         here, there = socket.socketpair()
         with there:
-            connection = star.StarConnection(here)
+            connection = star.StarConnection(here, ConnectionKeys(bytes(32), bytes(32)))
             there.sendall(data)
             there.shutdown(socket.SHUT_WR)
             while connection.received() is not None:
                 pass
             connection.close()
 
-    frame = star._prefix(b"message") + b"message"
-    yield "star", Parser([frame, frame * 3, frame + star._prefix(b"x" * 5000) + b"x" * 5000], star_frames)
+    def star_messages(*messages: bytes) -> bytes:
+        seal, sent = Seal(bytes(32)), b""
+        for message in messages:
+            facts = star._FACTS.pack(len(message), seal.tag(hashlib.sha256(message).digest()))
+            sent += facts + struct.pack("<I", zlib.crc32(facts)) + message
+        return sent
+
+    seeds = [star_messages(*several) for several in ((b"message",), (b"message",) * 3, (b"message", b"x" * 5000))]
+    yield "star", Parser(seeds, star_frames, (), lambda data: star_messages(data[star._PREFIX.size :]))
 
     def greet(data: bytes) -> object:
         here, there = socket.socketpair()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..health.judge import overdue
-from ..transport.star import Center, damaged
+from ..transport.star import Center
 from .matching import Matcher
 from .requests import READY, Reader, Reason, Request, Response, read_farewell, write_response
 
@@ -138,7 +138,7 @@ class Coordinator:
             assert self._center is not None
             damage = self._center.connections[rank].damage
             if damage is not None:
-                self._end(Reason(damaged(damage, rank, 0), (0, rank)))
+                self._end(Reason(damage(rank, 0), (0, rank)))
             text = f"rank {rank} is lost: its connection was closed; its own error, or its exit, says why"
             self._lose(rank, Reason(text, (rank,)))
             return

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, again
 from ..observe.timeline import Timeline
 from ..transport import Transport
-from ..transport.star import Center, StarConnection, connect, damaged
+from ..transport.star import Center, StarConnection, connect
 from .central import fits, hand_out, to_bytes
 from .coordinator import Coordinator, Patience
 from .execution import OperationPart
@@ -403,7 +403,7 @@ class Session:
         if message is None:
             damage, cause = self._connection.damage, self._transport.cause()
             if damage is not None:
-                why = Reason(damaged(damage, 0, self.rank), (0, self.rank))
+                why = Reason(damage(0, self.rank), (0, self.rank))
                 self._connection.send(write_farewell(why))
                 self._transport.close()
                 self._end(TransportError(f"rank {self.rank}: {why.text}", why.ranks))

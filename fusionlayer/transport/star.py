@@ -1,12 +1,12 @@
 """Connections between rank 0 and every other rank, for messages of any length at any time, next to a transport's calls.
 
 A transport's calls need all ranks at once and end within its timeout. These connections carry messages that one rank
-sends alone, perhaps hours after the last one. They also show at once that a peer is gone.
+sends alone, perhaps hours after the last one. They also show at once that a peer is gone. Each message carries a tag
+that only the other end can make, and only once: a message that was changed, repeated, moved or left out is damage.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,11 +15,14 @@ import select
 import selectors
 import socket
 import struct
+import threading
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from hashlib import sha256
 from typing import NamedTuple
 
 import torch
@@ -27,18 +30,19 @@ from torch import Tensor
 
 from ..base.errors import TransportError
 from ..base.job_key import shared_secret
+from ..base.secrets import TAG_BYTES, Seal
 from ..launch.stores import listen
 from ..process.interfaces import is_loopback, own_address, reachable_names
 from ..process.processes import node_name
 from .base import Transport
 from .links.base import damaged
-from .links.introduction import PATIENCE, Reception, introduce
+from .links.introduction import PATIENCE, ConnectionKeys, Reception, introduce
 
-__all__ = ["Center", "StarConnection", "connect", "damaged"]
+__all__ = ["Center", "StarConnection", "connect"]
 
-# Length and checksum of a message, then a checksum of these two.
-_PREFIX = struct.Struct("<III")
-_OWN = 8  # its bytes before its own checksum
+# Length and tag of a message, then a checksum of these two.
+_FACTS = struct.Struct(f"<I{TAG_BYTES}s")
+_PREFIX = struct.Struct(f"{_FACTS.format}I")
 _MOST_LETTER_BYTES = 1 << 20
 _NEAR = "this host"
 _PURPOSE = "star"
@@ -57,16 +61,21 @@ _WORTH_A_CALL = 16 << 10
 
 
 class StarConnection:
-    """One end of the connection between two ranks. At most one thread sends and one thread receives at a time.
+    """One end of the connection between two ranks. One thread receives at a time.
+
+    Args:
+        end: the connected socket.
+        keys: of this connection, of which the other end has the same in the other order.
 
     Attributes:
         room: bytes that can be sent without waiting for the reader, once it has read everything before.
-        damage: what has come damaged, as a clause; None if nothing has. The connection is then as good as closed.
+        damage: returns the clause that reports what came damaged from one rank to another; None if nothing has. No
+            message is returned after that.
     """
 
-    damage: str | None = None
+    damage: Callable[[int, int], str] | None = None
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, keys: ConnectionKeys) -> None:
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -79,13 +88,17 @@ class StarConnection:
         # The kernel reports twice the size that was asked for, and its own records count too. So a quarter is safe.
         self.room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._read = bytearray()
+        self._mine, self._theirs = Seal(keys.sending), Seal(keys.receiving)
+        # Messages leave in the order of their tags: a farewell may be sent while another thread sends.
+        self._sending = threading.Lock()
         _live.add(self)
 
     def send(self, *messages: bytes) -> None:
         """Send messages one after the other. It ignores a peer that is gone: the receiving thread notices that."""
-        with suppress(OSError):
+        with suppress(OSError), self._sending:
             for message in messages:
-                prefix = _prefix(message)
+                facts = _FACTS.pack(len(message), self._mine.tag(sha256(message).digest()))
+                prefix = facts + struct.pack("<I", zlib.crc32(facts))
                 if len(message) < _WORTH_A_CALL:
                     self.socket.sendall(prefix + message)
                 else:
@@ -133,15 +146,12 @@ class StarConnection:
         If a message has begun, wait for the rest of it: as long as the socket's receive time-out allows (_NO_LONGER on
         rank 0), else without limit.
         """
-        missing = 0
+        count, flags = _FIRST_BYTES, 0
         if len(self._read) >= _PREFIX.size:
             missing = _PREFIX.size + _PREFIX.unpack_from(self._read)[0] - len(self._read)
+            count, flags = min(missing, _MOST_AT_ONCE), socket.MSG_WAITALL
         try:
-            data = (
-                self.socket.recv(min(missing, _MOST_AT_ONCE), socket.MSG_WAITALL)
-                if missing
-                else self.socket.recv(_FIRST_BYTES)
-            )
+            data = self.socket.recv(count, flags)
         except BlockingIOError:
             return True
         except OSError:
@@ -152,11 +162,12 @@ class StarConnection:
     def _next(self) -> memoryview | None:
         if self.damage or len(self._read) < _PREFIX.size:
             return None
-        length, checksum, own = _PREFIX.unpack_from(self._read)
+        length, tag, checksum = _PREFIX.unpack_from(self._read)
         end = _PREFIX.size + length
-        # The prefix is checked first: no process waits for, or makes room for, a length that is wrong.
-        if own != zlib.crc32(self._read[:_OWN]):
-            self.damage = "the prefix of a message"
+        # The checksum first: no process waits for, or makes room for, a length that was damaged. A program that
+        # changes the checksum too gains nothing: it could as well hold the rest back.
+        if checksum != zlib.crc32(self._read[: _FACTS.size]):
+            self.damage = partial(damaged, "the prefix of a message")
             return None
         if len(self._read) < end:
             return None
@@ -164,8 +175,8 @@ class StarConnection:
         read = memoryview(self._read)
         self._read = bytearray(read[end:])
         message = read[_PREFIX.size : end].toreadonly()
-        if checksum != zlib.crc32(message):
-            self.damage = f"a message of {length} bytes"
+        if not self._theirs.is_next(tag, sha256(message).digest()):
+            self.damage = partial(damaged, f"a message of {length} bytes", sealed=True)
             return None
         return message
 
@@ -225,11 +236,6 @@ class Center:
         self._woken.close()
 
 
-def _prefix(message: bytes) -> bytes:
-    facts = struct.pack("<II", len(message), zlib.crc32(message))
-    return facts + struct.pack("<I", zlib.crc32(facts))
-
-
 def connect(transport: Transport) -> Center | StarConnection:
     """Return a ``Center`` on rank 0, a ``StarConnection`` to it on others. All ranks of ``transport`` call it together.
 
@@ -238,7 +244,7 @@ def connect(transport: Transport) -> Center | StarConnection:
     """
     deadline = time.monotonic() + transport.timeout
     # Not transport.nodes: the settings may call ranks of several hosts one node.
-    hosts = transport.all_gather_bytes(hashlib.sha256(node_name().encode()).digest())
+    hosts = transport.all_gather_bytes(sha256(node_name().encode()).digest())
     if transport.rank:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         transport.broadcast(length, 0)
@@ -247,7 +253,7 @@ def connect(transport: Transport) -> Center | StarConnection:
         letter = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         transport.broadcast(letter, 0)
         near = hosts[transport.rank] == hosts[0]
-        return StarConnection(_call(_Address.read(letter), transport.rank, near=near, deadline=deadline))
+        return StarConnection(*_call(_Address.read(letter), transport.rank, near=near, deadline=deadline))
     nonce = secrets.token_bytes(16)
     secret = shared_secret(_PURPOSE, nonce)
     name = f"fusionlayer-{secrets.token_hex(8)}"
@@ -278,10 +284,10 @@ def _receive(reception: Reception, size: int, deadline: float, timeout: float) -
             for connection in ends.values():
                 connection.close()
             raise TransportError(f"ranks {missing} did not reach rank 0 within {timeout:g} s", missing)
-        for rank, end, _ in reception.admit(min(deadline - now, 0.5)):
+        for rank, end, keys in reception.admit(min(deadline - now, 0.5)):
             if rank in ends:  # its earlier call took too long for it
                 ends[rank].close()
-            ends[rank] = StarConnection(end)
+            ends[rank] = StarConnection(end, keys)
     return ends
 
 
@@ -358,8 +364,8 @@ class _Address(NamedTuple):
         raise TransportError("rank 0 announces an address that makes no sense", [0])
 
 
-def _call(address: _Address, rank: int, *, near: bool, deadline: float) -> socket.socket:
-    """Return a connection to rank 0 by the first of its addresses that works."""
+def _call(address: _Address, rank: int, *, near: bool, deadline: float) -> tuple[socket.socket, ConnectionKeys]:
+    """Return a connection to rank 0 by the first of its addresses that works, and its keys."""
     hosts = [_NEAR, "127.0.0.1", *address.hosts] if near else [*address.hosts, "127.0.0.1"]
     secret = shared_secret(_PURPOSE, address.nonce)
     why: OSError | None = None
@@ -373,8 +379,8 @@ def _call(address: _Address, rank: int, *, near: bool, deadline: float) -> socke
                 why = OSError(str(error))
                 continue
             try:
-                if introduce(end, secret, rank, deadline):
-                    return end
+                if keys := introduce(end, secret, rank, deadline):
+                    return end, keys
                 why = OSError("another program answers there")
             except OSError as error:
                 why = error
