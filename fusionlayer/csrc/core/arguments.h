@@ -1,7 +1,7 @@
 // Argument checks that every implementation of the C ABI makes first, and sizes that follow from a spec. Host only.
 #pragma once
 
-#include "codecs/table.h"
+#include "codecs/names.h"
 
 namespace fl {
 

@@ -1,4 +1,4 @@
-// What shared code asks of a codec. Each codec's folder has a `codec.h` with the answers, and codecs/table.h has them all.
+// What shared code asks of a codec. Each codec's folder has a `codec.h` with the answers, and codecs/names.h names them all.
 // Host only.
 #pragma once
 

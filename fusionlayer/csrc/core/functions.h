@@ -11,26 +11,6 @@ namespace fl {
 constexpr double kLn2High = 0x1.62e42feep-1;  // 32 bits: its product with an exponent is exact
 constexpr double kLn2Low = 0x1.a39ef35793c76p-33;
 
-FL_HD uint64_t double_bits(double v) {
-#if defined(__CUDA_ARCH__)
-  return uint64_t(__double_as_longlong(v));
-#else
-  uint64_t u;
-  std::memcpy(&u, &v, sizeof u);
-  return u;
-#endif
-}
-
-FL_HD double bits_double(uint64_t u) {
-#if defined(__CUDA_ARCH__)
-  return __longlong_as_double(int64_t(u));
-#else
-  double v;
-  std::memcpy(&v, &u, sizeof v);
-  return v;
-#endif
-}
-
 // Of a normal number above 0: 2 artanh s of s = (m - 1) / (m + 1), where m is within a factor sqrt 2 of 1.
 FL_HD double natural_log(double v) {
   const uint64_t bits = double_bits(v);

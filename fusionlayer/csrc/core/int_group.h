@@ -6,7 +6,8 @@
 //   2. amax = max |v| over the group, taken on the bits.
 //   3. amax not finite: scale = NaN, codes 0. amax < 2^-100: scale = 0, codes 0.
 //      Else scale = short_scale(amax, units) and code = round(v * (steps / scale) - below), limited to least .. most
-//      (int_levels). Where the scale times the outermost level is not finite, scale = NaN, codes 0.
+//      (int_levels). Where the scale times the outermost level is not finite, scale = NaN, codes 0. A value of a group
+//      whose codes are 0 is not looked at: it may be Inf or NaN.
 //   4. decode: level(code) * decode_scale; with Hadamard H32(levels), exact in f32, times decode_scale: H32 H32 = 32 I.
 //   5. a sum: level(code) * decode_scale of all messages, added in their order to what they are added to. With Hadamard they
 //      are added to 0, and what they are added to is then added to H32(sum). Of one message that is what decode makes, since
@@ -21,7 +22,7 @@
 // shorter than the largest magnitude asks for, which saturates. Stochastic rounding saturates nothing, since it would not be unbiased.
 //
 // Stochastic rounding takes v * (steps / scale) in units of 2^-16, rounded to a whole number of them, adds the 16 random bits
-// of the element (rounding_half of core/rng.h), and drops the fraction: whole numbers plus whole numbers, so that rounding has
+// of the element (core/rng.h), subtracts `below` in these units, and drops the fraction: whole numbers plus whole numbers, so that rounding has
 // no bias at all beyond that of the units.
 //
 // Element i of group g of message m has the number offset + (m * groups + g) * group + i in the seed's sequence, `groups`
@@ -92,25 +93,8 @@ FL_HD int32_t nearest_int(float v) {
 #endif
 }
 
-// The code of one value, rounded to nearest. Of 4 and 8 bits only the full range can reach past the outermost level. With
-// inverse 0 the value is not looked at: it may be Inf or NaN.
-FL_HD int32_t int_code(float v, float inverse, const IntLevels &levels) {
-  if (inverse == 0.0f) return 0;
-  const int32_t q = round_even(v * inverse - levels.below);
-  return q > levels.most ? levels.most : (q < levels.least ? levels.least : q);
-}
-
 constexpr int kNoiseBits = 16;
 constexpr float kNoiseUnits = float(1 << kNoiseBits);  // in a step
-
-// The same, rounded stochastically by 16 random bits. No code is past the outermost level: the scale is not too short.
-FL_HD int32_t stochastic_code(float v, float inverse, uint32_t random, const IntLevels &levels) {
-  if (inverse == 0.0f) return 0;
-  return (nearest_int(v * (inverse * kNoiseUnits)) + int32_t(random) - int32_t(levels.below * kNoiseUnits)) >>
-         kNoiseBits;
-}
-
-FL_HD int32_t int_level(int bits, int32_t code) { return between_integers(bits) ? 2 * code + 1 : code; }
 
 // What decoding multiplies by, whatever bits have arrived: those that a scale has clear are not looked at. Where a level could
 // become infinite, or the scale is no number, the whole group is the canonical NaN.
@@ -135,8 +119,5 @@ FL_HD void hadamard32(float *v) {
 // 8-bit codes are one byte each, in order. 4-bit codes are planar inside the group: byte i holds element i in its low nibble
 // and element i + group / 2 in its high one. 2- and 3-bit codes lie in runs of 32 elements, as core/code_words.h packs them.
 // All are in two's complement.
-FL_HD uint8_t pack_nibbles(int32_t low, int32_t high) { return uint8_t((low & 15) | (high & 15) << 4); }
-FL_HD int32_t low_nibble(uint8_t b) { return int32_t(int8_t(uint8_t(b << 4))) >> 4; }
-FL_HD int32_t high_nibble(uint8_t b) { return int32_t(int8_t(b)) >> 4; }
 
 }  // namespace fl

@@ -39,6 +39,26 @@ FL_HD float bits_float(uint32_t u) {
 #endif
 }
 
+FL_HD uint64_t double_bits(double v) {
+#if defined(__CUDA_ARCH__)
+  return uint64_t(__double_as_longlong(v));
+#else
+  uint64_t u;
+  std::memcpy(&u, &v, sizeof u);
+  return u;
+#endif
+}
+
+FL_HD double bits_double(uint64_t u) {
+#if defined(__CUDA_ARCH__)
+  return __longlong_as_double(int64_t(u));
+#else
+  double v;
+  std::memcpy(&v, &u, sizeof v);
+  return v;
+#endif
+}
+
 // Rounded to nearest.
 FL_HD float square_root(float f) {
 #if defined(__CUDA_ARCH__)

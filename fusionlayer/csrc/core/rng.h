@@ -59,12 +59,6 @@ constexpr uint32_t kNoisePair = 16;
 
 FL_HD uint32_t half_of_bits(uint32_t bits, bool second) { return second ? bits >> 16 : bits & 0xffffu; }
 
-// Those of element number `element`.
-FL_HD uint32_t rounding_half(RngKey key, uint64_t element) {
-  const uint64_t first = element & ~uint64_t(kNoisePair);
-  return half_of_bits(random_bits(key_at(key, first), uint32_t(first)), first != element);
-}
-
 // What stochastic rounding of `qsdp` adds before rounding to nearest: uniform on the 2^23 multiples of 2^-23 in [-0.5, 0.5).
 FL_HD float rounding_noise(uint32_t bits) {
 #if defined(__CUDA_ARCH__)

@@ -1,7 +1,7 @@
 // The verbs that each codec's folder defines for one instruction set.
 #pragma once
 
-#include "codecs/table.h"
+#include "codecs/names.h"
 #include "kernels.h"
 
 namespace fl::FL_ISA {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "calls.h"
+#include "codecs/table.h"
 #include "crc32c.h"
 #include "float_environment.h"
 #include "thread_pool.h"

@@ -195,30 +195,6 @@ FL_INLINE void load_signed_bytes(const uint8_t *p, vh (&v)[kHalfVectors]) {
 #endif
 }
 
-// The upper halves of the products of 16-bit lanes, and the smaller one of two.
-FL_INLINE vh high_products(vh a, vh b) {
-#if defined(FL_AVX512)
-  return (vh)_mm512_mulhi_epu16((__m512i)a, (__m512i)b);
-#elif defined(FL_AVX2)
-  return (vh)_mm256_mulhi_epu16((__m256i)a, (__m256i)b);
-#elif defined(FL_SSE2)
-  return (vh)_mm_mulhi_epu16((__m128i)a, (__m128i)b);
-#else
-  for (int i = 0; i < 2 * kLanes; ++i) a[i] = uint16_t(uint32_t(a[i]) * b[i] >> 16);
-  return a;
-#endif
-}
-
-FL_INLINE vh min(vh a, vh b) {
-#if defined(FL_AVX512)
-  return (vh)_mm512_min_epu16((__m512i)a, (__m512i)b);
-#elif defined(FL_AVX2)
-  return (vh)_mm256_min_epu16((__m256i)a, (__m256i)b);
-#else
-  return a < b ? a : b;
-#endif
-}
-
 FL_INLINE Block f16_to_f32(const vh (&h)[kHalfVectors]) {
   Block b;
 #if defined(FL_AVX512)

@@ -19,7 +19,7 @@ FL_INLINE vu random_bits(RngKey key, vu spread) {
   return h ^ (h >> 16);
 }
 
-// rounding_half of core/rng.h for the elements of some numbers and for those 16 further on, from the numbers' spread.
+// The random bits of core/rng.h for the elements of some numbers and for those 16 further on, from the numbers' spread.
 struct Halves {
   vi first, second;
 };

@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "arguments.h"
+#include "codecs/table.h"
 #include "launch.cuh"
 #include "two_shot.cuh"
 

@@ -1,7 +1,7 @@
 // Launching: how many warps, and what the C ABI calls.
 #pragma once
 
-#include "codecs/table.h"
+#include "codecs/names.h"
 #include "fusionlayer_codec.h"
 #include "warp.cuh"
 

@@ -67,7 +67,7 @@ FL_DEVICE void take_floats(const Chunk &chunk, float *v) {
   for (int i = 0; i < 4; ++i) v[i] = bits_float(c.word[i]);
 }
 
-// Stages of the transform that cross lanes, for blocks of `width` of them: hadamard of codecs/block/block_scale.h, after hadamard32.
+// Stages of the transform that cross lanes, for blocks of `width` of them, after hadamard32.
 // Up to eight lanes, `low` apart, pass their values through shared memory, so that each has the same places of all their
 // blocks: chunk `idx` of its own is then one of lane idx % count.
 FL_DEVICE void hadamard_over_lanes(float (&v)[kBlock], int width, int lane) {

@@ -255,7 +255,7 @@ FL_DEVICE void four_values(uint32_t codes, float *v) {
   }
 }
 
-// A run as it lies in memory, pack_run of codecs/block/block_scale.h, and its codes, one byte each.
+// A run as it lies in memory (kCodeRun of codecs/block/block_scale.h) and its codes, one byte each.
 template <int kBits>
 FL_DEVICE void store_run(uint8_t *codes, int64_t run, const uint32_t (&bytes)[kWords]) {
   if constexpr (kBits == 8) {

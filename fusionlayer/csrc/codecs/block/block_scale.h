@@ -2,10 +2,11 @@
 // 512, optionally in the domain of a Hadamard transform of the whole block (TACO, section 4; OCP MX v1.0). The drivers in
 // cpu/ and cuda/ compute the same numbers with vectors and shuffles; what they may not change is written here.
 //
-//   1. v = x, zero-padded to whole blocks; with Hadamard every block becomes H v (hadamard).
+//   1. v = x, zero-padded to whole blocks; with Hadamard every block becomes H v: butterflies with strides 1, 2, 4, ..,
+//      natural (Sylvester) order, not normalised. The order of the stages fixes the rounding.
 //   2. amax = max |v| over the block, taken on the bits; for FL_SCALE_MESSAGE over the message.
 //   3. amax not finite: the scale is NaN, codes 0. amax < 2^-100: the scale is 0, codes 0.
-//      Else code = nearest(v * inverse), saturating; scale and inverse by make_block_scale, or given_block_scale. For
+//      Else code = nearest(v * inverse), saturating, and 0 where inverse is 0, whatever v is; scale and inverse by make_block_scale, or given_block_scale. For
 //      FL_SCALE_DUAL v is multiplied by `before` first. Where the scale times the largest value is not finite, the scale is
 //      NaN, codes 0.
 //   4. decode: value of the code * the decoded scale; with Hadamard H of these products: H H = block I, which the scale has in
@@ -155,45 +156,9 @@ FL_HD float sum_of_block(float *v, int n) {
   return v[0];
 }
 
-// The code of one value; with inverse 0 the value is not looked at: it may be Inf or NaN.
-FL_HD uint32_t block_code(uint32_t format, float v, float inverse) {
-  if (inverse == 0.0f) return 0;
-  return format == FL_INT8 ? uint32_t(round_even(v * inverse)) & 0xffu : float_code(float_format(format), v * inverse);
-}
-
-FL_HD float block_value(uint32_t format, uint32_t code) {
-  return format == FL_INT8 ? float(int8_t(uint8_t(code))) : code_value(float_format(format), code);
-}
-
-// Butterflies with strides 1, 2, 4, .., n / 2, natural (Sylvester) order, not normalised. The order of the stages is part of
-// the specification: it fixes the rounding.
-FL_HD void hadamard(float *v, int n) {
-  for (int h = 1; h < n; h *= 2)
-    for (int i = 0; i < n; ++i)
-      if (!(i & h)) {
-        const float a = v[i], b = v[i + h];
-        v[i] = a + b;
-        v[i + h] = a - b;
-      }
-}
-
 // Codes lie in runs of 32, each in 4 bytes for every bit of a code. 8 bits: one byte each, in order. 4 bits: byte i holds
 // code i in its low half and code i + 16 in its high one. 6 bits: their low four bits like that, in 16 bytes; then 8 bytes,
 // byte j of which holds the two high bits of codes j, j + 8, j + 16 and j + 24, the first lowest.
 constexpr int kCodeRun = 32;
-
-FL_HD void pack_run(int bits, const uint32_t *codes, uint8_t *bytes) {
-  for (int i = 0; bits == 8 && i < kCodeRun; ++i) bytes[i] = uint8_t(codes[i]);
-  for (int i = 0; bits != 8 && i < 16; ++i) bytes[i] = uint8_t((codes[i] & 15) | (codes[i + 16] & 15) << 4);
-  for (int j = 0; bits == 6 && j < 8; ++j)
-    bytes[16 + j] = uint8_t(codes[j] >> 4 | codes[j + 8] >> 4 << 2 | codes[j + 16] >> 4 << 4 | codes[j + 24] >> 4 << 6);
-}
-
-FL_HD void unpack_run(int bits, const uint8_t *bytes, uint32_t *codes) {
-  for (int i = 0; i < kCodeRun; ++i) {
-    codes[i] = bits == 8 ? bytes[i] : uint32_t(bytes[i % 16] >> 4 * (i / 16)) & 15u;
-    if (bits == 6) codes[i] |= (uint32_t(bytes[16 + i % 8] >> 2 * (i / 8)) & 3u) << 4;
-  }
-}
 
 }  // namespace fl

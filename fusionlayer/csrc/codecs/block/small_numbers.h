@@ -1,4 +1,4 @@
-// Runs of 32 codes of the small formats (codecs/block/formats.h, pack_run of codecs/block/block_scale.h) on vectors.
+// Runs of 32 codes of the small formats (codecs/block/formats.h, kCodeRun of codecs/block/block_scale.h) on vectors.
 #pragma once
 
 #include "block_scale.h"

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "chunked.h"
 #include "cuda/elements.cuh"
 #include "cuda/launch.cuh"
 

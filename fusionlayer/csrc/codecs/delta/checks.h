@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "delta.h"
 
 namespace fl {
 

@@ -8,6 +8,7 @@
 #include "crc.h"
 #include "cuda/elements.cuh"
 #include "cuda/launch.cuh"
+#include "delta.h"
 
 namespace fl {
 

@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArgume
   });
 }
 
-// sum_super_group of codecs/dynamiq/dynamiq.h, in all lanes.
+// The sum over a super-group (codecs/dynamiq/dynamiq.h), in all lanes.
 FL_DEVICE float sum_owned(const float (&v)[kOwned]) {
   float low = (v[0] + v[1]) + (v[2] + v[3]), high = (v[4] + v[5]) + (v[6] + v[7]);
 #pragma unroll

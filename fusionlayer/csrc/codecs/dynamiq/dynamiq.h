@@ -175,16 +175,8 @@ FL_HD float curve_at(const float *curve, float y) {
   return sum * y;
 }
 
-// The level of 0 <= y <= span that is rounded at place u = w - kFirstPlace.
-FL_HD int level_number(const Levels &levels, int bits, float y, float w) {
-  if (bits == 2) return y > w - kFirstPlace;
-  if (bits == 8) {
-    const int r = int(curve_at<kCurve8>(levels.curve, y) + (1.0f + kFirstPlace - w));
-    return r < levels.top ? r : levels.top;
-  }
-  const int r = int(curve_at<kCurve4>(levels.curve, y));
-  return r + (y > levels.low[r] + w * levels.step[r]);
-}
+// The level of 0 <= y <= span that is rounded at place u = w - kFirstPlace: of 2 bits, y > u; of 8, the curve plus 1 - u,
+// rounded down, at most `top`; of 4, r + (y > low[r] + w * step[r]), r being the curve rounded down.
 
 // Random numbers -------------------------------------------------------------------------------------------------------
 
@@ -254,12 +246,7 @@ FL_HD float signed_value(float magnitude, uint32_t sign) {
 
 // Statistics -----------------------------------------------------------------------------------------------------------
 
-// The sum over a super-group: neighbours, then neighbouring sums, and so on. Destroys v.
-FL_HD float sum_super_group(float *v) {
-  for (int n = kSuperGroup; n > 1; n /= 2)
-    for (int i = 0; i < n / 2; ++i) v[i] = v[2 * i] + v[2 * i + 1];
-  return v[0];
-}
+// A super-group is summed up in pairs: neighbours, then neighbouring sums, and so on.
 
 struct DynamiqMessage {
   WidthRun *runs;

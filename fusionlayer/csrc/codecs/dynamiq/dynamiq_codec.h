@@ -26,7 +26,7 @@ struct Sixteen {
 
 FL_INLINE vf convert(vi v) { return __builtin_convertvector(v, vf); }
 
-// level_number of codecs/dynamiq/dynamiq.h for codes of kBits, with the sign.
+// Numbers of levels (codecs/dynamiq/dynamiq.h) for codes of kBits, with the sign.
 template <int kBits>
 class LevelLanes {
  public:
@@ -337,7 +337,7 @@ class DynamiqCodec {
   bool flat_;
 };
 
-// sum_super_group of codecs/dynamiq/dynamiq.h.
+// The sum over a super-group (codecs/dynamiq/dynamiq.h).
 FL_INLINE float sum_of(const vf *v) {
   vf sums[kSuperGroup / kLanes / 2];
   for (int i = 0; i < kSuperGroup / kLanes / 2; ++i) sums[i] = add_pairs(v[2 * i], v[2 * i + 1], AllLanes{});

@@ -268,7 +268,7 @@ FL_DEVICE uint32_t eighths(float v) {
 #endif
 }
 
-// In the lowest byte the code of a value without its sign, of 4 bits times 8; see level_number of codecs/dynamiq/dynamiq.h.
+// In the lowest byte the code of a value without its sign, of 4 bits times 8; see codecs/dynamiq/dynamiq.h.
 template <int kBits>
 FL_DEVICE uint32_t level_code(const DeviceLevels &given, const Tables &tables, float x, float factor, float w) {
   constexpr uint32_t kZero = 0x4b000000u;  // of whole_part

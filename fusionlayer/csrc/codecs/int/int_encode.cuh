@@ -41,7 +41,7 @@ struct IntPiece {
 constexpr float kMagic = 12582912.0f;
 constexpr int32_t kMagicBits = 0x4b400000;
 
-// bytes = stochastic_code of core/int_group.h of the values of a lane's block, whose first element has the number `number`.
+// bytes = stochastically rounded codes (core/int_group.h) of the values of a lane's block, whose first element has the number `number`.
 template <bool kWide>
 FL_DEVICE void quantize_by_chance(const IntEncoding &a, const float (&v)[kBlock], float inverse, uint64_t number,
                                   uint32_t (&bytes)[kWords]) {
@@ -67,7 +67,7 @@ FL_DEVICE void quantize_by_chance(const IntEncoding &a, const float (&v)[kBlock]
   }
 }
 
-// bytes = codes of a lane's block, whose first element has the number `number`: int_code of core/int_group.h, but for the
+// bytes = codes of a lane's block, whose first element has the number `number`: as core/int_group.h rounds to nearest, but for the
 // order of its steps. Without noise 4 and 8 bits need limits with the full range alone.
 FL_DEVICE void quantize(const IntEncoding &a, const float (&v)[kBlock], float inverse, uint64_t number,
                         uint32_t (&bytes)[kWords]) {
@@ -100,7 +100,7 @@ FL_DEVICE void quantize(const IntEncoding &a, const float (&v)[kBlock], float in
 // What the receiver will make of a lane's codes, which are still a byte each.
 template <bool kTransform>
 FL_DEVICE void decode_own(int bits, const uint32_t (&bytes)[kWords], float scale, float (&v)[kBlock]) {
-  const bool between = between_integers(bits);  // int_level of core/int_group.h, on four codes at once
+  const bool between = between_integers(bits);  // levels of core/int_group.h, of four codes at once
   uint32_t biased[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i)

@@ -141,7 +141,7 @@ class IntRounding {
     }
   }
 
-  // stochastic_code of core/int_group.h for the 32 values of a run, the first of which has the number that `spread` is of.
+  // Stochastic rounding (core/int_group.h) of the 32 values of a run, the first of which has the number that `spread` is of.
   // Codes are in the upper halves of the lanes: what is below is the fraction.
   static FL_INLINE void stochastic_codes(const float *values, float units, RngKey key, vu spread,
                                          vi (&codes)[kVectors]) {

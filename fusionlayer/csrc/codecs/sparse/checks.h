@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "sparse.h"
 
 namespace fl {
 

@@ -50,12 +50,11 @@ struct SparseShape {
     return form == FL_SPARSE_BITMAP ? ceil_div(numel, 8) : form == FL_SPARSE_BYTE ? capacity : 2 * capacity;
   }
 
-  // Elements of a superblock, or of the block of 256 with this number.
-  FL_HD int in_superblock(int64_t s) const { return part(numel - s * kSuperblock, kSuperblock); }
-  FL_HD int in_block(int64_t b) const { return part(numel - b * kCounted, kCounted); }
-
- private:
-  static FL_HD int part(int64_t left, int most) { return left < most ? int(left) : most; }
+  // Elements of a superblock.
+  FL_HD int in_superblock(int64_t s) const {
+    const int64_t left = numel - s * kSuperblock;
+    return left < kSuperblock ? int(left) : kSuperblock;
+  }
 };
 
 inline SparseShape sparse_shape(const fl_spec &spec) {

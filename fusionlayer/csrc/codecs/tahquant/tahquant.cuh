@@ -6,6 +6,7 @@
 #include "code_words.h"
 #include "cuda/launch.cuh"
 #include "cuda/owned.cuh"
+#include "tahquant.h"
 
 namespace fl {
 

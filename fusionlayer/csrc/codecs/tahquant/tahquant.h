@@ -136,11 +136,6 @@ FL_HD float log2_straight(uint32_t bits, uint32_t power) { return float(int32_t(
 constexpr float kBend = 0x1.b01p-2f, kBendSlope = 0x1.4p-3f;
 constexpr uint32_t kBendBits = 0x007ff800u;
 
-FL_HD float log2_bend(uint32_t bits) {
-  const float u = bits_float((bits & kBendBits) | 0x3f800000u) - 1.0f;
-  return (u * u - u) * (kBendSlope * u - kBend);
-}
-
 // The same to 4e-7: 1 / 4 - h^2 times a polynomial in h = u - 1 / 2, the highest power first.
 FL_HD float log2_bend_of_total(uint32_t bits) {
   const float h = bits_float((bits & 0x007fffffu) | 0x3f800000u) - 1.5f;
@@ -160,11 +155,6 @@ struct EntropySums {
 
 constexpr int kTahSums = 32;
 FL_HD uint32_t entropy_power(uint32_t largest) { return largest & kF32Inf; }
-
-FL_HD EntropySums entropy_terms(float x, uint32_t power) {
-  const uint32_t bits = float_bits(x) & 0x7fffffffu;
-  return {bits_float(bits), bits_float(bits) * (log2_straight(bits, power) + log2_bend(bits))};
-}
 
 // A token's entropy in units of 2^-20 bits; what is not finite comes last.
 FL_HD uint32_t entropy_key(EntropySums sums, uint32_t power) {

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const EncodeArguments 
     }
 }
 
-// log2_straight and log2_bend of codecs/tahquant/tahquant.h, with fused operations.
+// The logarithm with kBend of codecs/tahquant/tahquant.h, with fused operations.
 FL_DEVICE float log2_above(uint32_t bits, uint32_t power) {
   const float u = bits_float((bits & kBendBits) | 0x3f800000u) - 1.0f;
   const float bend = add_exact_product(u, u, -u) * add_exact_product(u, kBendSlope, -kBend);

@@ -6,7 +6,7 @@
 
 namespace fl::FL_ISA {
 
-// log2_straight and log2_bend of codecs/tahquant/tahquant.h.
+// The logarithm with kBend of codecs/tahquant/tahquant.h.
 FL_INLINE vf log2_above(vi bits, uint32_t power) {
   const vf u = (vf)((bits & int32_t(kBendBits)) | 0x3f800000) - 1.0f;
   const vf bend = add_exact_product(u, u, -u) * add_exact_product(u, broadcast(kBendSlope), broadcast(-kBend));

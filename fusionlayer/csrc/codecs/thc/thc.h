@@ -6,7 +6,7 @@
 //      there beforehand. Unless it is from 2^-100 on and finite, the section's codes are 0.
 //   2. v = x * thc_scale, zero-padded to whole blocks. Signs change where bits of thc_signs are set, a word for each run.
 //   3. Every block becomes H v (hadamard of codecs/block/block_scale.h): units of the grid of levels.
-//   4. code: thc_code, of the value's place between the levels and 16 random bits (rounding_half of core/rng.h).
+//   4. code: thc_code, of the value's place between the levels and 16 random bits (half_of_bits of core/rng.h).
 //   5. decode: H (2 T - top) times thc_factor, T being the codes' integers, or n messages' sum of them less n top.
 #pragma once
 

@@ -10,7 +10,6 @@
 
 namespace fl {
 
-constexpr int kZipPlanes = 2;
 constexpr int kZipGroup = 64;      // elements that a last tile is filled up to a multiple of
 constexpr int kZipTile = 1024;     // elements of a block
 constexpr int kZipRegion = 65536;  // elements that share a table
@@ -127,26 +126,8 @@ FL_HD ZipBin zip_weight(uint32_t byte) {
 }
 FL_HD uint32_t zip_count(ZipBin bin) { return uint32_t(bin >> 32); }
 
-FL_HD double power_of_two(int exponent) {
-#if defined(__CUDA_ARCH__)
-  return __longlong_as_double(int64_t(1023 + exponent) << 52);
-#else
-  const int64_t bits = int64_t(1023 + exponent) << 52;
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-#endif
-}
-
-FL_HD int exponent_of(double positive) {
-#if defined(__CUDA_ARCH__)
-  return int(__double_as_longlong(positive) >> 52) - 1023;
-#else
-  int64_t bits;
-  std::memcpy(&bits, &positive, sizeof bits);
-  return int(bits >> 52) - 1023;
-#endif
-}
+FL_HD double power_of_two(int exponent) { return bits_double(uint64_t(1023 + exponent) << 52); }
+FL_HD int exponent_of(double positive) { return int(double_bits(positive) >> 52) - 1023; }
 
 // The square of the sigma for which windows that begin at 2^-1 and at 1 cover equally much of a Gaussian:
 // P(0) = P(-1), P(x) = erf(2^(x + 7) / (sigma sqrt 2)) - erf(2^x / (sigma sqrt 2)). ZipCCL takes the better one of floor
