@@ -18,6 +18,7 @@ from fusionlayer.codecs import Codec
 from fusionlayer.codecs.lossless.delta import Delta
 from fusionlayer.codecs.research.dynamiq import DynamiQ
 from fusionlayer.collectives.two_shot import summing
+from fusionlayer.native import selection
 from fusionlayer.native.wire import aligned
 from fusionlayer.training.weights import Weights
 
@@ -167,30 +168,34 @@ def sparse_rows(x: Tensor) -> Iterator[Row]:
     numel, name = x.numel(), "sparse"
     k = int(numel * SPARSE_DENSITY)
     acc, residual, out = x.clone(), torch.empty_like(x), torch.empty_like(x)
-    magnitude, above = native.kth_magnitude(x, k)
-    ladder = [magnitude + (step << 18) for step in range(native.MAX_THRESHOLDS)]
+    magnitude, above = selection.kth_magnitude(x, k)
+    ladder = [magnitude + (step << 18) for step in range(selection.MAX_THRESHOLDS)]
 
     def row(verb: str, nbytes: int, call: Callable[[], object], waits: bool = False) -> Row:
         return Row(name, verb, "float32", nbytes, call, waits=waits)
 
     largest = partial(_largest, x, k)
     yield Row("torch.topk", "abs, topk", "float32", x.nbytes, largest, waits=True)
-    yield row("accumulate", 3 * x.nbytes, partial(native.accumulate, x, 0.0, acc))
-    yield row("magnitude_stats", x.nbytes, partial(native.magnitude_stats, x), waits=True)
-    yield row("count_above x1", x.nbytes, partial(native.count_above, x, ladder[:1]), waits=True)
-    yield row("count_above x16", x.nbytes, partial(native.count_above, x, ladder), waits=True)
-    yield row("kth_magnitude", x.nbytes, partial(native.kth_magnitude, x, k), waits=True)
-    yield row("choose_largest", x.nbytes, partial(native.choose_largest, x, k))
-    for form, kind in (("bitmap", native.SPARSE_BITMAP), ("byte", native.SPARSE_BYTE), ("short", native.SPARSE_SHORT)):
+    yield row("accumulate", 3 * x.nbytes, partial(selection.accumulate, x, 0.0, acc))
+    yield row("magnitude_stats", x.nbytes, partial(selection.magnitude_stats, x), waits=True)
+    yield row("count_above x1", x.nbytes, partial(selection.count_above, x, ladder[:1]), waits=True)
+    yield row("count_above x16", x.nbytes, partial(selection.count_above, x, ladder), waits=True)
+    yield row("kth_magnitude", x.nbytes, partial(selection.kth_magnitude, x, k), waits=True)
+    yield row("choose_largest", x.nbytes, partial(selection.choose_largest, x, k))
+    for form, kind in (
+        ("bitmap", selection.SPARSE_BITMAP),
+        ("byte", selection.SPARSE_BYTE),
+        ("short", selection.SPARSE_SHORT),
+    ):
         params = native.CodecParams(native.SPARSE, (kind, native.DTYPES[torch.float32], k))
         spec = params.spec(numel, torch.float32)
-        counts, positions = numel // 256 * (kind == native.SPARSE_BYTE), {0: numel // 8, 1: k, 2: 2 * k}[kind]
+        counts, positions = numel // 256 * (kind == selection.SPARSE_BYTE), {0: numel // 8, 1: k, 2: 2 * k}[kind]
         offsets = [0, *accumulate(aligned(n) for n in (numel // 65536 * 4, counts, positions, 4 * k))]
         bodies = torch.zeros(SPARSE_MESSAGES, offsets[-1], dtype=torch.uint8, device=x.device)
 
         def encode(spec: native.Spec, offsets: list[int], body: Tensor, added: Tensor | None) -> None:
             residual.copy_(x)
-            native.sparse_encode(spec, offsets[:4], residual, magnitude, k - above, body, x=added, scale=0.0)
+            selection.sparse_encode(spec, offsets[:4], residual, magnitude, k - above, body, x=added, scale=0.0)
 
         encode(spec, offsets, bodies[0], None)
         bodies[1:] = bodies[0]
@@ -198,7 +203,7 @@ def sparse_rows(x: Tensor) -> Iterator[Row]:
         yield row(f"encode, {form}", read, partial(encode, spec, offsets, bodies[0], None))
         yield row(f"add + encode, {form}", read + x.nbytes, partial(encode, spec, offsets, bodies[0], x))
         for count in (1, SPARSE_MESSAGES):
-            sums = partial(native.sparse_decode_sum, spec, offsets[:4], bodies[:count], out, add=False)
+            sums = partial(native.decode_sum, spec, offsets[:4], bodies[:count], out, add=False)
             yield row(f"decode_sum x{count}, {form}", count * offsets[-1] + out.nbytes, sums)
 
 

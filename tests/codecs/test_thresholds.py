@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusionlayer import codecs, native
+from fusionlayer import codecs
 from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.sparse.sidco import gamma_tail
 from fusionlayer.codecs.sparse.sparsifier import ThresholdSparsifier
 from fusionlayer.codecs.sparse.sparsifier import bits_of as bits_in_the_package
+from fusionlayer.native import selection
 from tests.loops import looped
 
 from . import threshold_oracle
@@ -55,7 +56,7 @@ def sent(name: str, shape: str, seed: int = 0, **options: object) -> tuple[float
     assert isinstance(codec, ThresholdSparsifier)
     how, sample = codec._chooser(values(shape), K, TensorState(), seed)
     estimates = threshold_oracle.estimates(how, values(shape), torch.zeros(5), sample)
-    counts = native.count_above(values(shape), [bits_of(value) for value in estimates])
+    counts = selection.count_above(values(shape), [bits_of(value) for value in estimates])
     return counts[0] / K, counts[threshold_oracle.settled(how, counts)] / K
 
 

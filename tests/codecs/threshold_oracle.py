@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer import native
+from fusionlayer.native import selection
 
 INFINITE = 0x7F800000
 SMALLEST: float = struct.unpack("<f", struct.pack("<I", 1))[0]  # the smallest magnitude above 0
@@ -35,12 +36,12 @@ def magnitudes(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & 0x7FFFFFFF).long()
 
 
-def magnitude_stats(acc: Tensor, above: int) -> native.MagnitudeStats:
+def magnitude_stats(acc: Tensor, above: int) -> selection.MagnitudeStats:
     bits = magnitudes(acc)
     chosen = bits >= above
     finite = acc[chosen & (bits < INFINITE)].abs().double()
     largest = int(bits[chosen].max()) if chosen.any() else 0
-    return native.MagnitudeStats(int(chosen.sum()), float(finite.sum()), float(finite.square().sum()), largest)
+    return selection.MagnitudeStats(int(chosen.sum()), float(finite.sum()), float(finite.square().sum()), largest)
 
 
 def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:
@@ -130,20 +131,20 @@ def stage_ratios(ratio: float, stages: int) -> list[float]:
 
 def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> list[float]:
     given = list(how.given[: how.count])
-    if how.estimator == native.GIVEN:
+    if how.estimator == selection.GIVEN:
         return given
-    if how.estimator == native.SAMPLED:
+    if how.estimator == selection.SAMPLED:
         assert sample is not None and sample.numel() == how.sampled
         return [value_of(kth_magnitude(sample, how.sample_k)[0]) * factor for factor in LOWERED]
     stats = magnitude_stats(acc, 1)
     if stats.count <= how.k:
         return [SMALLEST]
     mean, largest = stats.total / stats.count, value_of(stats.largest)
-    if how.estimator == native.NORMAL:
+    if how.estimator == selection.NORMAL:
         estimate = gaussian_threshold((stats.squares / stats.count) ** 0.5, how.k / stats.count)
         return [estimate * factor for factor in FACTORS[how.published]]
-    if how.estimator in (native.BISECTED, native.TRIMMED):
-        return [between(mean, largest, share) for share in (SHARES if how.estimator == native.BISECTED else TRIMS)]
+    if how.estimator in (selection.BISECTED, selection.TRIMMED):
+        return [between(mean, largest, share) for share in (SHARES if how.estimator == selection.BISECTED else TRIMS)]
     threshold = 0.0
     for stage, ratio in enumerate(stage_ratios(how.k / stats.count, int(memory[2]) or how.stages)):
         if stage:
@@ -152,7 +153,7 @@ def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
             break
         whole = stats.total / stats.count
         mean, variance = whole - threshold, stats.squares / stats.count - whole * whole
-        if how.estimator == native.EXPONENTIAL:
+        if how.estimator == selection.EXPONENTIAL:
             threshold += exponential_tail(mean, ratio)
         elif given and not stage:
             threshold = given[0]
@@ -173,11 +174,11 @@ def adapt(how: native.Chooser, count: int, memory: Tensor) -> None:
 
 def settled(how: native.Chooser, counts: Sequence[int]) -> int:
     """Return the index of the estimate where the search as published ends; ``counts`` are of the estimates."""
-    if len(counts) == 1 or how.estimator == native.GIVEN:
+    if len(counts) == 1 or how.estimator == selection.GIVEN:
         return 0
-    if how.estimator == native.SAMPLED:
+    if how.estimator == selection.SAMPLED:
         return trim(counts, 0.8 * how.k)
-    return {native.NORMAL: refine, native.BISECTED: bisect, native.TRIMMED: trim}[how.estimator](counts, how.k)
+    return {selection.NORMAL: refine, selection.BISECTED: bisect, selection.TRIMMED: trim}[how.estimator](counts, how.k)
 
 
 def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> Tensor:
@@ -197,11 +198,11 @@ def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | No
     if broken:
         return torch.tensor([INFINITE, -1])
     chosen = settled(how, counts[: len(own)]) if own else 0
-    if how.estimator in (native.EXPONENTIAL, native.PARETO):
+    if how.estimator in (selection.EXPONENTIAL, selection.PARETO):
         adapt(how, counts[0], memory)
     usable = [i for i, count in enumerate(counts) if 0.8 * how.k <= count <= how.capacity]
     if how.published:
-        usable = [chosen] if 1 <= counts[chosen] <= how.capacity and how.estimator != native.TRIMMED else []
+        usable = [chosen] if 1 <= counts[chosen] <= how.capacity and how.estimator != selection.TRIMMED else []
     if usable:
         threshold, ties = ladder[chosen if chosen in usable else max(usable, key=counts.__getitem__)], -1
     else:

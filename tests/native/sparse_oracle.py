@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fusionlayer import native
+from fusionlayer.native import selection
 from tests.native.abi import BF16, F16, F32, Bytes
 
 Floats = npt.NDArray[np.float32]
 
-BITMAP, BYTE, SHORT = native.SPARSE_BITMAP, native.SPARSE_BYTE, native.SPARSE_SHORT
+BITMAP, BYTE, SHORT = selection.SPARSE_BITMAP, selection.SPARSE_BYTE, selection.SPARSE_SHORT
 SUPERBLOCK, BLOCK = 65536, 256
 INF, NAN, MAGNITUDE = 0x7F800000, 0x7FC00000, 0x7FFFFFFF
 

@@ -14,6 +14,7 @@ import torch
 
 from fusionlayer import native
 from fusionlayer.base.errors import FusionLayerError, WireError
+from fusionlayer.native import selection
 from tests.codecs import threshold_oracle as formulas
 from tests.codecs.arithmetic import random_bits
 from tests.loops import looped
@@ -86,7 +87,7 @@ class Case:
 
     @property
     def spec(self) -> native.Spec:
-        shape, flags = self.shape, native.SPARSE_RANDOM if self.random else 0
+        shape, flags = self.shape, selection.SPARSE_RANDOM if self.random else 0
         param = (ctypes.c_uint32 * 4)(shape.form, shape.values, shape.capacity, flags)
         return native.Spec(native.SPARSE, self.x or F32, param, SEED, OFFSET, shape.numel)
 
@@ -474,18 +475,18 @@ def test_the_least_numbers_are_drawn(library: ctypes.CDLL, numel: int) -> None:
 
 
 CHOOSERS = {  # estimator: what else it needs
-    "given": (native.GIVEN, {"count": 2, "given": (2.5, 2.0)}),
-    "kth": (native.GIVEN, {}),
-    "sampled": (native.SAMPLED, {}),
-    "normal": (native.NORMAL, {}),
-    "normal, as published": (native.NORMAL, {"published": 1}),
-    "bisected": (native.BISECTED, {}),
-    "bisected, as published": (native.BISECTED, {"published": 1}),
-    "trimmed": (native.TRIMMED, {}),
-    "trimmed, as published": (native.TRIMMED, {"published": 1}),
-    "exponential": (native.EXPONENTIAL, {"stages": 2, "most_stages": 7}),
-    "pareto": (native.PARETO, {"stages": 3, "most_stages": 4}),
-    "pareto, first given": (native.PARETO, {"stages": 2, "most_stages": 2, "count": 1, "given": (1.2,)}),
+    "given": (selection.GIVEN, {"count": 2, "given": (2.5, 2.0)}),
+    "kth": (selection.GIVEN, {}),
+    "sampled": (selection.SAMPLED, {}),
+    "normal": (selection.NORMAL, {}),
+    "normal, as published": (selection.NORMAL, {"published": 1}),
+    "bisected": (selection.BISECTED, {}),
+    "bisected, as published": (selection.BISECTED, {"published": 1}),
+    "trimmed": (selection.TRIMMED, {}),
+    "trimmed, as published": (selection.TRIMMED, {"published": 1}),
+    "exponential": (selection.EXPONENTIAL, {"stages": 2, "most_stages": 7}),
+    "pareto": (selection.PARETO, {"stages": 3, "most_stages": 4}),
+    "pareto, first given": (selection.PARETO, {"stages": 2, "most_stages": 2, "count": 1, "given": (1.2,)}),
 }
 
 
@@ -493,7 +494,7 @@ def chooser(name: str, numel: int, k: int, reuse: int = 1) -> native.Chooser:
     estimator, more = CHOOSERS[name]
     sampled = numel // 3 + 1
     given = {"estimator": estimator, "reuse": reuse, "k": k, "capacity": min(numel, k + k // 2), "stages": 1}
-    sample = {"sampled": sampled, "sample_k": max(1, k * sampled // numel)} if estimator == native.SAMPLED else {}
+    sample = {"sampled": sampled, "sample_k": max(1, k * sampled // numel)} if estimator == selection.SAMPLED else {}
     return native.Chooser(**{**given, "most_stages": 1, **sample, **more})
 
 
@@ -529,7 +530,7 @@ def test_choosers_that_make_no_sense_are_refused(library: ctypes.CDLL) -> None:
             setattr(how, field, value)
         return int(library.fl_choose_threshold(ctypes.byref(how), acc, 64, sample, memory, at + 8192, at + 8160, None))
 
-    assert status() == status(estimator=native.NORMAL, sample=None) == OK
+    assert status() == status(estimator=selection.NORMAL, sample=None) == OK
     assert status(acc=None) == status(sample=None) == status(memory=None) == status(memory=at + 2) == BAD_ARGUMENT
     for field, values_ in {
         "estimator": (7,),
@@ -676,11 +677,11 @@ def test_errors_in_python_say_what_is_wrong() -> None:
     shape, offsets = Shape(1000, SHORT, F32, 70), [0, 16, 16, 160]
     spec = native.CodecParams(native.SPARSE, (SHORT, F32, 70)).spec(1000, torch.float32)
     body, acc = torch.zeros(160 + shape.plane_bytes[3], dtype=torch.uint8), torch.from_numpy(gaussian(1000))
-    native.sparse_encode(spec, offsets, acc, threshold_for(acc.numpy(), 0.05), -1, body)
-    native.sparse_decode_sum(spec, offsets, body.unsqueeze(0), out := torch.empty(1000), add=False)
+    selection.sparse_encode(spec, offsets, acc, threshold_for(acc.numpy(), 0.05), -1, body)
+    native.decode_sum(spec, offsets, body.unsqueeze(0), out := torch.empty(1000), add=False)
     assert int((out != 0).sum()) == 50
     body[:4] = 255
     with pytest.raises(WireError, match="contradicts itself"):
-        native.sparse_decode_sum(spec, offsets, body.unsqueeze(0), out, add=False)
+        native.decode_sum(spec, offsets, body.unsqueeze(0), out, add=False)
     with pytest.raises(FusionLayerError, match="refused an argument"):
-        native.kth_magnitude(acc, 0)
+        selection.kth_magnitude(acc, 0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import native
 from ...base.errors import ConfigError
+from ...native import selection
 from ...native.wire import WireFormat
 from ..base import Codec
 from ..encoding import Encoding
@@ -92,7 +93,7 @@ class DGC(ThresholdSparsifier, name="dgc"):
     ) -> None:
         if self.clip_norm is not None:  # on a device the norm stays there
             given = x.float()
-            factor = clipping(native.norm(given) * abs(scale), self.clip_norm, ranks) * scale
+            factor = clipping(selection.norm(given) * abs(scale), self.clip_norm, ranks) * scale
             x, scale = given * factor.float(), 1.0
         super().encode_tensor(x, payload, state, scale=scale, ranks=ranks, seed=seed)
 
@@ -104,7 +105,7 @@ class DGC(ThresholdSparsifier, name="dgc"):
         if "velocity" not in state.tensors:
             state.tensors["velocity"] = torch.zeros_like(wanted)
         velocity = state.tensors["velocity"]
-        native.accumulate_momentum(x, scale, self.momentum, self.nesterov, velocity, wanted)
+        selection.accumulate_momentum(x, scale, self.momentum, self.nesterov, velocity, wanted)
         self._send(wanted, body, self._select(wanted, state, seed), seed, offset, clear=velocity)
 
     def _encode_rows(self, x: Tensor, bodies: Tensor, form: WireFormat, how: Encoding) -> None:
@@ -119,6 +120,6 @@ class DGC(ThresholdSparsifier, name="dgc"):
         # Rows of a matrix often have a power of two elements: an odd stride does not sample the same columns always.
         stride = max(1, min(round(1 / self.sampling), k // _RANK)) | 1
         sample = wanted[seed % stride :: stride].contiguous()
-        how = self._how(native.SAMPLED, wanted, k)
+        how = self._how(selection.SAMPLED, wanted, k)
         how.sampled, how.sample_k = sample.numel(), math.ceil(k / wanted.numel() * sample.numel())
         return how, sample

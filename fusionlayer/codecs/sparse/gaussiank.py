@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ... import native
+from ...native import selection
 from ..state import TensorState
 from .sparsifier import ThresholdSparsifier, check_guarded
 
@@ -37,4 +38,4 @@ class GaussianK(ThresholdSparsifier, name="gaussiank"):
         check_guarded(self.name, self.guarded)
 
     def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, None]:
-        return self._how(native.NORMAL, wanted, k, published=not self.guarded), None
+        return self._how(selection.NORMAL, wanted, k, published=not self.guarded), None

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ... import native
+from ...native import selection
 from ..state import TensorState
 from .sparsifier import Sparsifier
 
@@ -23,12 +23,12 @@ class RandomK(Sparsifier, name="randomk"):
     likely as any other, and ranks that share the seed send the same elements. NaN and Inf go alone, without others.
     """
 
-    _flags: ClassVar[int] = native.SPARSE_RANDOM
+    _flags: ClassVar[int] = selection.SPARSE_RANDOM
 
     def _encode_sum(
         self, x: Tensor, scale: float, wanted: Tensor, body: Tensor, state: TensorState, seed: int, offset: int
     ) -> None:
         n = wanted.numel()
-        native.accumulate(x, scale, wanted)
+        selection.accumulate(x, scale, wanted)
         spec = self._params(n).spec(n, torch.float32, seed, offset)
-        self._send(wanted, body, native.choose_drawn(spec, wanted, self.target(n)), seed, offset)
+        self._send(wanted, body, selection.choose_drawn(spec, wanted, self.target(n)), seed, offset)

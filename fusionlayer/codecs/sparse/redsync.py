@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ... import native
+from ...native import selection
 from ..state import TensorState
 from .sparsifier import ThresholdSparsifier, check_guarded
 
@@ -29,7 +30,7 @@ class RedSync(ThresholdSparsifier, name="redsync"):
             nearly what top-k sends, so a slack of 1.1 is enough.
     """
 
-    _estimator: ClassVar[int] = native.BISECTED
+    _estimator: ClassVar[int] = selection.BISECTED
 
     slack: float = 2.2
     guarded: bool = False
@@ -54,6 +55,6 @@ class RedSyncTrim(RedSync, name="redsync_trim"):
         guarded: send all elements above the threshold if the message has room for them.
     """
 
-    _estimator: ClassVar[int] = native.TRIMMED
+    _estimator: ClassVar[int] = selection.TRIMMED
 
     slack: float = 1.0

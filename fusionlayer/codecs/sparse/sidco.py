@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import native
 from ...base.errors import ConfigError
+from ...native import selection
 from ..state import TensorState
 from .sparsifier import MEMORY, ThresholdSparsifier
 
@@ -69,7 +70,7 @@ class SIDCo(ThresholdSparsifier, name="sidco"):
         return self.distribution == "gamma"
 
     def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, None]:
-        estimator = native.EXPONENTIAL if self.distribution == "exponential" else native.PARETO
+        estimator = selection.EXPONENTIAL if self.distribution == "exponential" else selection.PARETO
         most = min(_MOST_STAGES, max(1, math.ceil(-math.log2(self.density))))
         first = self._estimate(wanted, k, state, seed)
         return self._how(estimator, wanted, k, first, stages=self.stages, most=most), None
@@ -78,7 +79,7 @@ class SIDCo(ThresholdSparsifier, name="sidco"):
         """Return the first stage's threshold where the core does not find it: of a gamma distribution."""
         if self.distribution != "gamma":
             return []
-        stats = native.magnitude_stats(wanted, 1)
+        stats = selection.magnitude_stats(wanted, 1)
         if stats.count <= k:
             return []
         kept = state.tensors.get(MEMORY)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ... import native
 from ...base.errors import ConfigError, WireError
 from ...base.seeds import derive_seed
+from ...native import selection
 from ...native.wire import Plane, WireFormat, aligned
 from ..capabilities import VariableSizeCodec
 from ..encoding import Encoding
@@ -121,7 +122,7 @@ class Sparsifier(VariableSizeCodec):
         n = wanted.numel()
         spec = self._params(n).spec(n, torch.float32 if x is None else x.dtype, seed, offset)
         (threshold, ties), there = ((0, 0), choice) if isinstance(choice, Tensor) else (choice, None)
-        native.sparse_encode(
+        selection.sparse_encode(
             spec, self.wire(n).offsets, wanted, threshold, ties, body, x=x, scale=scale, clear=clear, choice=there
         )
 
@@ -141,7 +142,7 @@ class Sparsifier(VariableSizeCodec):
 
     def _sum_rows(self, bodies: Tensor, out: Tensor, form: WireFormat, add: bool) -> None:
         spec = self._params(form.numel).spec(form.numel, out.dtype)
-        native.sparse_decode_sum(spec, form.offsets, bodies, out, add=add)
+        native.decode_sum(spec, form.offsets, bodies, out, add=add)
 
     # ---- layout -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class ThresholdSparsifier(Sparsifier):
 
     def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, Tensor | None]:
         """Return how the core finds a threshold that sends ``k`` of ``wanted`` (n,), and the sample that it needs."""
-        return self._how(native.GIVEN, wanted, k, self._estimate(wanted, k, state, seed)), None
+        return self._how(selection.GIVEN, wanted, k, self._estimate(wanted, k, state, seed)), None
 
     def _how(
         self,
@@ -283,7 +284,7 @@ class ThresholdSparsifier(Sparsifier):
     ) -> None:
         kept = self._kept(state)
         if kept is None:
-            native.accumulate(x, scale, wanted)
+            selection.accumulate(x, scale, wanted)
         else:
             self._send(wanted, body, (kept, ALL), seed, offset, x=x, scale=scale)
             if self._is_sound(body, wanted.numel()):
@@ -298,11 +299,11 @@ class ThresholdSparsifier(Sparsifier):
         if k == wanted.numel():
             return 0, ALL
         how, sample = self._chooser(wanted, k, state, seed)
-        if how.estimator == native.GIVEN and not how.count and self.reuse == 1:  # no later step needs the threshold
-            return native.choose_largest(wanted, k)
+        if how.estimator == selection.GIVEN and not how.count and self.reuse == 1:  # no later step needs the threshold
+            return selection.choose_largest(wanted, k)
         if MEMORY not in state.tensors:
-            state.tensors[MEMORY] = torch.zeros(native.THRESHOLD_NUMBERS, device=wanted.device)
-        return native.choose_threshold(how, wanted, state.tensors[MEMORY], sample)
+            state.tensors[MEMORY] = torch.zeros(selection.THRESHOLD_NUMBERS, device=wanted.device)
+        return selection.choose_threshold(how, wanted, state.tensors[MEMORY], sample)
 
     def _kept(self, state: TensorState) -> int | None:
         """Return the threshold of an earlier step if this step may try it in the pass that adds the gradient.
