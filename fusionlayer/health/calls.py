@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 
-__all__ = ["Call"]
+__all__ = ["MODULUS", "Call"]
+
+MODULUS = (1 << 61) - 1
+"""A prime that the balances of calls are less than."""
 
 # Operations of torch for which every rank must give tensors of the same shape and type. Others may differ, such as an
 # uneven all-to-all or a gather: of these only the operation is compared.
@@ -31,6 +34,8 @@ class Call:
         purpose: what the transport's user does with a collective call, if it has said so (``Transport.purpose``).
         why: what led this rank to the call, for the errors of other ranks; it may differ between ranks.
         where: line of the program that has made it, such as "train.py:31"; "" if it was not looked up.
+        balance: of a call whose lengths were left out, a number. Over all ranks these add up to a multiple of
+            ``MODULUS`` if each rank sends what the others expect, and hardly ever else.
     """
 
     what: str
@@ -40,6 +45,7 @@ class Call:
     purpose: str = ""
     why: str = ""
     where: str = ""
+    balance: int = 0
 
     @property
     def text(self) -> str:
@@ -108,6 +114,14 @@ class Call:
         _describe(x, "recv")
         return cls(f"message with tag {tag}", recvs=(x.nbytes,), partner=source)
 
+    def brief(self, rank: int) -> Call:
+        """Return the call of ``rank`` in a form whose size does not depend on the number of ranks."""
+        if self.partner is not None or not self.sends:
+            return self
+        balance = sum(_weight(rank, to) * n for to, n in enumerate(self.sends))
+        balance -= sum(_weight(source, rank) * n for source, n in enumerate(self.recvs))
+        return replace(self, sends=(), recvs=(), balance=balance % MODULUS)
+
     def conflict(self, rank: int, other: Call, other_rank: int) -> str | None:
         """Return why this rank's call and the ``other`` rank's call can never complete together, or None."""
         if self.partner is None and other.partner is None:
@@ -118,7 +132,7 @@ class Call:
                 return f"rank {rank} is in {mine}, rank {other_rank} in {theirs}"
             if self.what != other.what:
                 return f"rank {rank} is in {self.what}, rank {other_rank} in {other.what}"
-            if self.sends:
+            if self.sends and other.sends:
                 return _difference(rank, self.sends[other_rank], other_rank, other.recvs[rank]) or _difference(
                     other_rank, other.sends[rank], rank, self.recvs[other_rank]
                 )
@@ -136,6 +150,12 @@ class Call:
 def _exchange(sends: tuple[int, ...], recvs: tuple[int, ...], purpose: str) -> Call:
     """Return the call of an exchange. It is cached, because every step makes the same few exchanges."""
     return Call("exchange", sends, recvs, purpose=purpose)
+
+
+def _weight(sender: int, receiver: int) -> int:
+    """Return a number of its own for each pair of ranks."""
+    mixed = ((sender << 32 | receiver) + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+    return (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 % MODULUS
 
 
 def _difference(sender: int, given: int, receiver: int, expected: int) -> str | None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..process.processes import Identity
 from .calls import Call
-from .inquiry import POLL, Inquiry, Position, Question
+from .inquiry import POLL, Inquirer, Position, Question
 from .judge import verdict
 from .meeting import await_all
 from .monitor import STORE_PATIENCE, monitor
@@ -104,9 +104,11 @@ class Heartbeat:
         # The monitor's thread alone uses the rest, and the thread that meets before it. What it has seen last of the
         # position, when it looks why the call lasts, and whether it has warned of it.
         self._seen, self._next_look, self._warned = self.position, 0.0, False
-        self._serial = self._inquiries = 0
+        self._serial = 0
+        self._inquirer = Inquirer(self.keys, self.processes, self._interval)
+        # The last question of another rank, and what this rank has let the others know since.
         self._answered = ""
-        self._inquiry: Inquiry | None = None
+        self._written: tuple[str, object] = ("", None)
 
     def meet(self, timeout: float) -> tuple[dist.Store, Finding | None]:
         """Learn the processes of the other ranks. All ranks call it together.
@@ -180,7 +182,7 @@ class Heartbeat:
         """Interrupt the call in flight, and return why it has failed. It is in the store then, if there is one.
 
         The calling thread calls it and waits for the monitor's thread, which asks the other ranks. That takes a tenth
-        of a second if they answer, and at most three intervals and the patience with a store if they do not.
+        of a second if they answer, and at most five intervals and the patience with a store if they do not.
 
         Args:
             otherwise: the reason if there is no evidence against any rank.
@@ -210,7 +212,7 @@ class Heartbeat:
             finding = self.judge_here()
             if waited > _HOPELESS and set(self._lost_store.ranks) & {each.rank for each in first}:
                 return finding
-            if waited > (_CERTAIN if finding is not self._lost_store else 3 * self._interval + STORE_PATIENCE):
+            if waited > (_CERTAIN if finding is not self._lost_store else 5 * self._interval + STORE_PATIENCE):
                 return finding
         while time.monotonic() - started < _ANNOUNCE and self.is_awaited():
             time.sleep(_LOOK_POLL)
@@ -262,7 +264,7 @@ class Heartbeat:
     def where(self) -> tuple[str, ChannelState]:
         """Return the transport's name, and how far this rank is in it. Any thread."""
         with monitor.lock:
-            return self.keys.name, self.position.channel
+            return self.keys.name, self.position.channel(self._rank)
 
     # What follows runs on the monitor's thread.
 
@@ -283,30 +285,25 @@ class Heartbeat:
         self._hear(cause)
         with monitor.lock:
             question, farewell, cause, position = self._question, self._farewell, self._cause, self.position
-        if ask != self._answered or farewell:
-            self._answered = ask
+        request = self._inquirer.read(ask)
+        self._answered = request.question if request else ""
+        if (self._answered, farewell) != self._written:
             self.write_state()
+            self._written = self._answered, farewell
         known = cause or (question and question.known)
         if known:
             self._conclude(known, has_failed=True)
             return
-        if self._inquiry is None and (question or self._is_time_to_look(position)):
-            self._inquiries += 1
-            asked = f"{self._rank}.{self._inquiries}"
-            self._inquiry = Inquiry(self.keys, self.processes, position, asked, self._interval)
-        otherwise = question.otherwise if question else Finding("unknown", (), "")
-        if self._inquiry is not None and self._inquiry.step(otherwise):
-            self._conclude(verdict(self._inquiry.evidence, position.call))
-        elif self._inquiry is not None and self._inquiry.position is not position:
-            # The call that the inquiry was about has ended meanwhile.
-            self._inquiry = None
+        is_due = self._inquirer.is_busy or question or self._is_time_to_look(position)
+        if is_due and self._inquirer.look(position, question.otherwise if question else None):
+            self._conclude(self._inquirer.finding)
 
     def _pause(self) -> float:
         """Return the seconds until the next tick is due."""
         with monitor.lock:
             asks, call = self._question is not None, self.position.call
-        if self._inquiry is not None or asks:
-            return POLL
+        if self._inquirer.is_busy or asks:
+            return self._inquirer.pause
         if call is None:
             return self._interval
         return min(max(self._next_look - time.monotonic(), POLL), self._interval)
@@ -321,9 +318,10 @@ class Heartbeat:
                 self.processes.own,
                 self._serial,
                 life,
-                channels={"": self.position.channel},
+                channels={"": self.position.channel(self._rank, whole=self._answered.endswith(".1"))},
                 finding=finding,
                 heard=self._cause is not None,
+                answers=self._answered,
             )
         leaving = self.because()
         self.keys.write(replace(state, leaving=leaving) if leaving else state)
@@ -381,8 +379,7 @@ class Heartbeat:
         """
         with monitor.lock:
             question, position = self._question, self.position
-        sequence, call, since, _ = self._inquiry.position if self._inquiry else position
-        self._inquiry = None
+        sequence, call, since, _ = self._inquirer.end() or position
         waited = time.monotonic() - since
         if question is not None:
             question.answer(self._settle(finding or question.otherwise))
@@ -390,7 +387,7 @@ class Heartbeat:
                 self._question = None
         elif call is None or position.since != since:
             return  # it has moved on
-        elif finding is not None and (finding.final or has_failed):
+        elif finding is not None and (has_failed or (finding.final and self._inquirer.is_witness)):
             self._interrupt()
         elif waited >= self._stall_warning and not self._warned:
             self._warned = True

@@ -1,4 +1,7 @@
-"""Finds out which rank is at fault when a call does not end: it asks all ranks where they are, and compares."""
+"""Finds out which rank is at fault when a call does not end: one rank asks all where they are, and compares.
+
+The others take over what it has found. If every waiting rank asked and read, one stall would cost N^2 states.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,17 @@ import threading
 import time
 from typing import NamedTuple
 
-from .calls import Call
-from .judge import EVIDENT, Evidence
+from .calls import MODULUS, Call
+from .judge import EVIDENT, Evidence, verdict
 from .processes import Processes
-from .state import ChannelState, Finding, RankState
+from .state import ChannelState, Finding, RankState, StateRequest, decode_finding, encode
 from .store import StatusKeys
 
-__all__ = ["POLL", "Inquiry", "Position", "Question"]
+__all__ = ["POLL", "Inquirer", "Inquiry", "Position", "Question"]
 
-# Seconds between two steps of an inquiry.
+# Seconds between two steps of an inquiry: at first, and at most. What has lasted for long is looked at more seldom.
 POLL = 0.1
+_MOST_POLL, _POLL_SHARE = 1.0, 0.25
 # Intervals that a rank has to answer: it looks once in each whether it was asked.
 _PATIENCE = 2.0
 
@@ -35,10 +39,12 @@ class Position(NamedTuple):
     since: float
     recent: tuple[tuple[int, Call], ...]
 
-    @property
-    def channel(self) -> ChannelState:
-        """The position as a rank writes it for others."""
-        return ChannelState((), self.sequence, self.sequence - (self.call is not None), self.call, self.recent)
+    def channel(self, rank: int, whole: bool = False) -> ChannelState:
+        """Return the position as ``rank`` writes it for others; ``whole``: with the lengths of all messages."""
+        call, recent = self.call, self.recent
+        if not whole:
+            call, recent = call and call.brief(rank), tuple((number, each.brief(rank)) for number, each in recent)
+        return ChannelState((), self.sequence, self.sequence - (self.call is not None), call, recent)
 
 
 class Question:
@@ -60,6 +66,104 @@ class Question:
         self.answered.set()
 
 
+class Inquirer:
+    """Finds out why this rank's call does not end, by an inquiry of its own or by that of another rank.
+
+    One rank at a time asks. What can be seen without it each rank sees for itself: processes of this host that are
+    gone or stopped, and the state of the one rank with which it exchanges a message. The monitor's thread uses it.
+
+    Args:
+        keys: where the ranks write their states.
+        processes: theirs.
+        interval: seconds within which each rank looks whether it was asked.
+
+    Attributes:
+        finding: that of the last inquiry which is over; None if nothing speaks against any rank.
+        is_witness: whether this rank has seen evidence itself. If not, the call that it is in may be another one.
+    """
+
+    def __init__(self, keys: StatusKeys, processes: Processes, interval: float) -> None:
+        self.finding: Finding | None = None
+        self.is_witness = False
+        self._keys, self._processes, self._interval = keys, processes, interval
+        self._inquiry: Inquiry | None = None
+        self._number, self._next = 0, 0.0
+        # The question that stands in the store, since when this rank knows it, and when its last inquiry was over.
+        self._asked, self._asked_at, self._ended_at = "", 0.0, 0.0
+
+    def read(self, asked: str) -> StateRequest | None:
+        """Note the question that stands in the store; return it as a request."""
+        if asked != self._asked:
+            self._asked, self._asked_at = asked, time.monotonic()
+        return StateRequest.parse(asked)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an inquiry lasts."""
+        return self._inquiry is not None
+
+    @property
+    def pause(self) -> float:
+        """Seconds until ``look`` is due again."""
+        return max(self._next - time.monotonic(), POLL)
+
+    def end(self) -> Position | None:
+        """End the inquiry; return the position that it was about, None if there is no inquiry."""
+        inquiry, self._inquiry = self._inquiry, None
+        self._next, self._ended_at = 0.0, time.monotonic()
+        return inquiry.position if inquiry else None
+
+    def look(self, position: Position, otherwise: Finding | None) -> bool:
+        """Begin an inquiry or go on with it; return whether it is over, with its ``finding``. Never waits.
+
+        Args:
+            position: where this rank is.
+            otherwise: what this rank has seen itself of a failure; None: none has been seen, but the call lasts.
+        """
+        request, inquiry, now = StateRequest.parse(self._asked), self._inquiry, time.monotonic()
+        if inquiry is not None and inquiry.position is not position:
+            self._close(inquiry, None)  # that call has ended meanwhile
+            self.end()
+            return False
+        urgency = 2 * (otherwise is not None) + (position.call is None or position.call.partner is None)
+        # A rank that has asked and reaches no outcome may have failed itself.
+        is_overdue = inquiry is not None and not inquiry.is_own and inquiry.is_overdue
+        if inquiry is None or request is None or request.urgency < urgency or (is_overdue and request.outcome is None):
+            request = self._claim(request, urgency, position)
+        if inquiry is None or request.question != inquiry.request.question:
+            inquiry = self._inquiry = Inquiry(self._keys, self._processes, position, request, self._interval)
+        elif now < self._next and request.outcome is None:
+            return False
+        self._next = now + min(max(POLL, _POLL_SHARE * inquiry.waited), _MOST_POLL)
+        is_over = inquiry.step(otherwise or Finding("unknown", (), ""), request.outcome)
+        if inquiry.is_unbalanced:
+            whole = request._replace(whole=1)
+            self.read(self._keys.ask(whole.text, request.text))
+            return False
+        if is_over:
+            self.finding, self.is_witness = inquiry.finding, bool(inquiry.evidence)
+            self._close(inquiry, self.finding)
+        return is_over
+
+    def _claim(self, request: StateRequest | None, urgency: int, position: Position) -> StateRequest:
+        """Return another rank's request whose outcome this rank may take over, or else a new one."""
+        if request is not None and request.urgency >= urgency:
+            age = time.monotonic() - self._asked_at
+            is_new = self._asked_at > max(position.since, self._ended_at) and request.sequence == position.sequence
+            if age < _PATIENCE * self._interval if request.outcome is None else is_new:
+                return request
+        self._number += 1
+        own = StateRequest(self._keys.rank, self._number, position.sequence, urgency)
+        # Another rank may have asked since this one has looked. What is no request may be overwritten.
+        return self.read(self._keys.ask(own.text, self._asked)) or self.read(self._keys.ask(own.text)) or own
+
+    def _close(self, inquiry: Inquiry, finding: Finding | None) -> None:
+        """Write what this rank's own inquiry has shown, for the others."""
+        if inquiry.is_own:
+            done = inquiry.request._replace(outcome=encode(finding) if finding else "")
+            self.read(self._keys.ask(done.text, inquiry.request.text))
+
+
 class Inquiry:
     """One round of asking the other ranks of a transport where they are. Runs on the monitor's thread.
 
@@ -67,37 +171,77 @@ class Inquiry:
         keys: where the ranks write it.
         processes: theirs.
         position: where this rank is.
-        question: a text that no inquiry has asked before.
+        request: what all ranks were asked, by this rank or by another one.
         interval: seconds within which each rank looks whether it was asked.
 
     Attributes:
-        position: as given.
+        position, request: as given.
         evidence: what was found so far.
+        finding: what follows, once the inquiry is over; None if nothing speaks against any rank.
     """
 
     def __init__(
-        self, keys: StatusKeys, processes: Processes, position: Position, question: str, interval: float
+        self, keys: StatusKeys, processes: Processes, position: Position, request: StateRequest, interval: float
     ) -> None:
-        self.position = position
+        self.position, self.request = position, request
         self.evidence: list[Evidence] = []
+        self.finding: Finding | None = None
         self._keys, self._processes, self._rank = keys, processes, keys.rank
         self._patience = _PATIENCE * interval + POLL
-        self._serials = {rank: state.serial for rank, state in keys.read_all(keys.others).items()}
-        self._open = keys.others
-        keys.ask(question)
+        partner = position.call.partner if position.call else None
+        self._open = keys.others if self.is_own else [] if partner is None else [partner]
+        self._channels = {self._rank: position.channel(self._rank, whole=True)}
         self._started = time.monotonic()
 
-    def step(self, otherwise: Finding) -> bool:
-        """Read the answers; return whether ``evidence`` is complete. Does not wait: the monitor has other transports.
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank asks and reads for all."""
+        return self.request.rank == self._rank
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the inquiry has lasted."""
+        return time.monotonic() - self._started
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether an outcome ought to be there."""
+        return self.waited > self._patience + _MOST_POLL
+
+    def step(self, otherwise: Finding, outcome: str | None = None) -> bool:
+        """Read what is new; return whether the inquiry is over. Does not wait: the monitor has other transports.
 
         Args:
             otherwise: what this rank has seen itself of the failure.
+            outcome: of another rank's inquiry, as ``StateRequest`` has it.
         """
-        waited = time.monotonic() - self._started
+        is_over = self._collect(otherwise) if self.is_own else self._follow(otherwise, outcome)
+        if self.is_own and not any(each.kind == "conflict" for each in self.evidence):
+            unfit = self._unfit()
+            self.evidence += unfit
+            is_over = is_over or bool(unfit)
+        found = decode_finding(outcome.encode(), self._keys.size) if outcome and not self.is_own else None
+        self.finding = verdict(self.evidence, self.position.call) or found
+        return is_over
+
+    def _follow(self, otherwise: Finding, outcome: str | None) -> bool:
+        """See what this rank sees by itself; return whether that is enough, or the asking rank has an outcome."""
+        ranks = {each.rank for each in self._processes.look_around()}
+        if outcome is not None:
+            ranks.update(self._open)
+        found = (self._interpret(*each, self.waited, otherwise) for each in self._keys.read_all(ranks).items())
+        self.evidence = [each for each in found if each is not None]
+        return outcome is not None or not {*EVIDENT}.isdisjoint(each.kind for each in self.evidence)
+
+    def _collect(self, otherwise: Finding) -> bool:
+        """Read the answers; return whether ``evidence`` is complete."""
+        waited = self.waited
         patient = waited < self._patience
         still_open = []
         awaited: list[Evidence] = []
         for rank, state in self._keys.read_all(self._open).items():
+            if state.answers == self.request.question or (state.life == "failed" and not self.request.whole):
+                self._channels[rank] = state.channel
             found = self._interpret(rank, state, waited, otherwise)
             if found is not None and patient and found.kind in ("silent", "disconnected", "late"):
                 awaited.append(found)
@@ -118,6 +262,35 @@ class Inquiry:
             return True
         return False
 
+    @property
+    def is_unbalanced(self) -> bool:
+        """Whether some rank does not send what another one expects, and their lengths, which show that, are missing."""
+        if not self.is_own or self.request.whole or (self.finding and self.finding.kind in EVIDENT[:3]):
+            return False
+        calls = self._alike
+        brief = (calls[rank].brief(rank) for rank in calls)
+        return len(calls) == self._keys.size and sum(call.balance for call in brief) % MODULUS != 0
+
+    @property
+    def _alike(self) -> dict[int, Call]:
+        """The collective with which ranks are occupied that have come the least far, of each rank that has made it."""
+        number = min(channel.entered for channel in self._channels.values())
+        made = {rank: dict(channel.recent).get(number) for rank, channel in self._channels.items()}
+        return {rank: call for rank, call in made.items() if call is not None}
+
+    def _unfit(self) -> list[Evidence]:
+        """Return the first two other ranks of which one does not send what the other expects, if lengths are known."""
+        calls = {rank: call for rank, call in sorted(self._alike.items()) if call.sends}
+        if len(calls) < self._keys.size:
+            return []
+        for receiver, given in enumerate(zip(*(call.sends for call in calls.values()), strict=True)):
+            for sender, (n, expected) in enumerate(zip(given, calls[receiver].recvs, strict=True)):
+                conflict = n != expected and calls[sender].conflict(sender, calls[receiver], receiver)
+                if conflict:
+                    ranks = tuple(sorted((sender, receiver)))
+                    return [Evidence(sender, "conflict", f"{conflict}; make the same calls on every rank", ranks)]
+        return []
+
     def _interpret(self, rank: int, state: RankState, waited: float, otherwise: Finding) -> Evidence | None:
         """Return the evidence against a rank, from the state that it has written; None if there is none.
 
@@ -137,7 +310,9 @@ class Inquiry:
         trouble = None if failed else self._processes.look_at(rank)
         if trouble:
             return stated or trouble
-        if not (failed or state.serial > self._serials[rank]):
+        # One that has failed need not answer, but for the lengths of its messages.
+        silent = state.answers != self.request.question and not (failed and (not self.request.whole or self.is_overdue))
+        if silent:
             name = f"rank {rank} ({self._processes.of[rank]})"
             return Evidence(rank, "silent", f"{name} gives no sign of life, {waited:.1f} s after it was asked")
         return self._compared(rank, state.channel, failed, otherwise)

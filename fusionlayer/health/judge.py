@@ -20,6 +20,8 @@ _CAUSES_FIRST = ("failed", "gone", "conflict", "stopped", "ended", "silent", "la
 EVIDENT = _CAUSES_FIRST[:4]
 # Seconds for which calls in a circle last before they are reported: one of the ranks has waited for long by then.
 _LASTING = 3.0
+# Ranks that a text says something about, each; all ranks read it.
+_NAMED = 8
 # What torch says on a rank when another one has gone or has failed.
 _CONSEQUENCE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]ead error|[Ww]rite error|[Tt]imed out|[Tt]imeout|NCCL error|"
@@ -68,18 +70,22 @@ def verdict(evidence: Iterable[Evidence], call: Call | None) -> Finding | None:
         if found and kind == "conflict":
             return Finding(kind, _differing(found, evidence), found[0].text)
         if found:
-            return Finding(kind, tuple(each.rank for each in found), "; ".join(each.text for each in found))
+            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            text = "; ".join(each.text for each in found[:_NAMED])
+            return Finding(kind, tuple(each.rank for each in found), text + more)
     return None
 
 
 def _differing(conflicts: list[Evidence], evidence: Iterable[Evidence]) -> tuple[int, ...]:
     """Return the ranks whose calls differ from those of most; without a majority the two that were compared first."""
     first = conflicts[0]
+    if first.call is None:  # two others were compared, and none of them with the rest
+        return first.ranks
     calls: dict[int, Hashable] = {rank: None for rank in first.ranks if rank != first.rank}
     alike = (each for each in evidence if each.kind == "alike" or (each.kind == "disconnected" and each.call))
     calls |= {each.rank: None for each in alike}
     for each in conflicts:
-        fits = first.call and each.call and not first.call.conflict(first.rank, each.call, each.rank)
+        fits = each.call and not first.call.conflict(first.rank, each.call, each.rank)
         calls[each.rank] = "as first" if fits or each is first else each.rank
     return _odd(calls) or first.ranks
 

@@ -36,7 +36,7 @@ class Processes:
     def __init__(self, rank: int, size: int, known: Mapping[int, Identity]) -> None:
         self.own = Identity.own()
         self.of = {**known, rank: self.own}
-        self._others = [other for other in range(size) if other != rank]
+        self._rank = rank
         # Guards the next two.
         self._lock = threading.Lock()
         self._first: list[Evidence] = []
@@ -53,7 +53,9 @@ class Processes:
 
     def look_around(self) -> list[Evidence]:
         """Return the evidence against each process that is gone or stopped."""
-        return [found for rank in self._others if (found := self.look_at(rank))]
+        of, place = dict(self.of), self.own.place
+        near = sorted(rank for rank, process in of.items() if process.place == place and rank != self._rank)
+        return [found for rank in near if (found := self.look_at(rank))]
 
     def see_gone(self) -> bool:
         """Return whether a process has been gone for a while. ``seen`` then returns which ones went first.

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ..base import records
 from ..base.errors import ConfigError, printable
 from ..process.processes import Identity
 from .calls import Call
 
-__all__ = ["BLOCK", "ChannelState", "Finding", "LinkState", "RankState", "decode", "decode_finding", "encode"]
+__all__ = [
+    "BLOCK",
+    "ChannelState",
+    "Finding",
+    "LinkState",
+    "RankState",
+    "StateRequest",
+    "decode",
+    "decode_finding",
+    "encode",
+]
 
 BLOCK = 64
 """Calls whose checksums are compared together."""
 
+_QUESTION = re.compile(r"([0-9]{1,18}\.){3}[0-3]\.[01]")
 _PASSING = ("stopped", "silent", "late", "slow", "stuck", "store")
 _MOST = 1e24
 
@@ -113,6 +126,7 @@ class RankState:
         finding: why it has failed, if it knows that.
         leaving: why it has failed in another transport, and will leave this one.
         heard: whether it has read the first cause of a failure.
+        answers: the last question that it has read before it wrote this.
     """
 
     rank: int
@@ -133,6 +147,7 @@ class RankState:
     finding: Finding | None = None
     leaving: Finding | None = None
     heard: bool = False
+    answers: str = ""
 
     def __post_init__(self) -> None:
         rates = [rate for link in self.links for rate in (link.rate, link.before)]
@@ -151,6 +166,45 @@ class RankState:
         return next(iter(self.channels.values()), ChannelState((), 0, 0))
 
 
+class StateRequest(NamedTuple):
+    """What one rank asks all for: to write their states again. It stands in the store as its ``text``.
+
+    Attributes:
+        rank: the rank that asks, and reads the answers for all.
+        number: number of its requests.
+        sequence: number of the collective that the rank waits in.
+        urgency: a request replaces one that is less urgent.
+        whole: 1 if the lengths of all calls are wanted, too; 0 if not.
+        outcome: None while the inquiry lasts; then its finding, as ``encode`` writes it, or "" if there is none.
+    """
+
+    rank: int
+    number: int
+    sequence: int
+    urgency: int
+    whole: int = 0
+    outcome: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> StateRequest | None:
+        """Return the request with this ``text``; None if it is that of none."""
+        question, ends, outcome = text.partition("\n")
+        if not _QUESTION.fullmatch(question):
+            return None
+        rank, number, sequence, urgency, whole = map(int, question.split("."))
+        return cls(rank, number, sequence, urgency, whole, outcome if ends else None)
+
+    @property
+    def question(self) -> str:
+        """The text of a request whose inquiry lasts."""
+        return f"{self.rank}.{self.number}.{self.sequence}.{self.urgency}.{self.whole}"
+
+    @property
+    def text(self) -> str:
+        """The text, with the outcome."""
+        return self.question if self.outcome is None else f"{self.question}\n{self.outcome}"
+
+
 def encode(record: RankState | Finding) -> str:
     """Return the text of a state or a finding, without what has its default."""
     return json.dumps(records.plain(record))
@@ -158,7 +212,7 @@ def encode(record: RankState | Finding) -> str:
 
 def decode(text: bytes, rank: int, size: int) -> RankState | None:
     """Return the state that a ``rank`` of ``size`` has written; None for a text that it has not."""
-    # A state takes a few KB, and one of a transport some 100 bytes for each rank.
+    # A state takes a few KB; one of a transport, where lengths are compared, some 100 bytes for each rank.
     if not text or len(text) > (1 << 20) + 1024 * size:
         return None
     try:

@@ -75,9 +75,17 @@ class StatusKeys:
             self.complain("what a rank has written about itself")
         return {rank: found.get(rank) or RankState(rank, Identity.unknown(), -1, life="unreadable") for rank in ranks}
 
-    def ask(self, question: str) -> None:
-        """Ask the other ranks to write their states again."""
-        self._store.set(self._key("ask"), question)
+    def ask(self, question: str, before: str | None = None) -> str:
+        """Ask the other ranks to write their states again; return the last question.
+
+        Args:
+            question: a text.
+            before: the question that this one may replace; None: any.
+        """
+        if before is None:
+            self._store.set(self._key("ask"), question)
+            return question
+        return self._store.compare_set(self._key("ask"), before, question).decode(errors="replace")
 
     def news(self) -> tuple[str, Finding | None]:
         """Return the last question to all ranks, and the first cause of a failure, by one request."""

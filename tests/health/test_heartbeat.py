@@ -23,7 +23,7 @@ from fusionlayer.health.heartbeat import Heartbeat
 from fusionlayer.health.inquiry import Inquiry, Position
 from fusionlayer.health.judge import Evidence, verdict
 from fusionlayer.health.processes import Culprits, Processes
-from fusionlayer.health.state import ChannelState, Finding, RankState, encode
+from fusionlayer.health.state import ChannelState, Finding, RankState, StateRequest, encode
 from fusionlayer.health.store import StatusKeys, lost_store
 from fusionlayer.process.processes import Identity
 from fusionlayer.transport.linked import key_of
@@ -38,6 +38,7 @@ LATE = Evidence(4, "late", "rank 4 is late")
 FAILED = Evidence(5, "disconnected", "rank 5 failed")
 TOLD = Evidence(6, "failed", "rank 9 is gone", (9,))
 ALIKE = Evidence(4, "alike", "")
+WHOLE = StateRequest(1, 1, 3, 1, whole=1)
 
 
 def differs(rank: int, n: int) -> Evidence:
@@ -156,11 +157,12 @@ def make_keys(*ranks: int, size: int) -> list[StatusKeys]:
     return [StatusKeys(store, "", rank, size) for rank in ranks]
 
 
-def write(keys: StatusKeys, serial: int, sequence: int, call: Call | None, *recent: Call, life: str = "runs") -> None:
+def write(keys: StatusKeys, answers: str, sequence: int, call: Call | None, *recent: Call, life: str = "runs") -> None:
     """Write a state, whose last calls are ``recent``."""
     first = sequence - len(recent) + 1
-    channel = Position(sequence, call, 0.0, tuple(enumerate(recent, first))).channel
-    keys.write(RankState(keys.rank, Identity.own(), serial, life, channels={"": channel}))
+    position = Position(sequence, call, 0.0, tuple(enumerate(recent, first)))
+    channel = position.channel(keys.rank, whole=answers.endswith(".1"))
+    keys.write(RankState(keys.rank, Identity.own(), 1, life, channels={"": channel}, answers=answers))
 
 
 def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
@@ -171,10 +173,10 @@ def test_a_call_that_this_rank_has_completed_is_compared_too() -> None:
     position = Position(3, short, 0.0, ((2, short), (3, short)))
 
     def evidence(call: Call) -> Evidence:
-        write(theirs, 1, 2, call, call)
-        inquiry = Inquiry(keys, processes, position, "1.1", 8.0)
+        write(theirs, "", 2, call, call)
+        inquiry = Inquiry(keys, processes, position, WHOLE, 8.0)
         assert not inquiry.step(Finding("unknown", (), "")) and not inquiry.evidence, "rank 0 has not answered"
-        write(theirs, 2, 2, call, call)
+        write(theirs, WHOLE.question, 2, call, call)
         assert inquiry.step(Finding("unknown", (), ""))
         (sign,) = inquiry.evidence
         return sign
@@ -192,26 +194,26 @@ def test_all_ranks_are_heard_before_one_of_two_that_differ_is_blamed() -> None:
     position, nothing = Position(2, mine, 0.0, ((2, mine),)), Finding("unknown", (), "")
     for last in ("alike", "failed", "late"):
         for each, call in zip(others, (other, mine), strict=True):
-            write(each, 1, 2, call, call)
-        inquiry = Inquiry(keys, Processes(0, 3, {2: Identity.own()}), position, "0.1", 8.0)
-        write(others[0], 2, 2, other, other)
+            write(each, "", 2, call, call)
+        inquiry = Inquiry(keys, Processes(0, 3, {2: Identity.own()}), position, StateRequest(0, 1, 2, 1), 8.0)
+        asked = inquiry.request.question
+        write(others[0], asked, 2, other, other)
         assert not inquiry.step(nothing)
         inquiry._started -= 10.0
         assert not inquiry.step(nothing), "rank 2 has not answered"
-        write(others[1], 2, 1, None, mine)
+        write(others[1], asked, 1, None, mine)
         assert not inquiry.step(nothing), "rank 2 has not come to the call"
         if last == "late":
             inquiry._started -= 10.0
         else:
-            write(others[1], 3, 2, mine, mine, mine, life="failed" if last == "failed" else "runs")
+            write(others[1], asked, 2, mine, mine, mine, life="failed" if last == "failed" else "runs")
         assert inquiry.step(nothing)
         finding = verdict(inquiry.evidence, mine)
         assert finding is not None and finding.ranks == ((0, 1) if last == "late" else (1,)), last
     # Where no calls differ, a late rank is a finding at once.
-    write(others[0], 1, 2, mine, mine)
-    inquiry = Inquiry(keys, Processes(0, 3, {}), position, "0.2", 8.0)
+    inquiry = Inquiry(keys, Processes(0, 3, {}), position, StateRequest(0, 2, 2, 1), 8.0)
     for each, sequence in zip(others, (2, 1), strict=True):
-        write(each, 4, sequence, mine if sequence == 2 else None, mine)
+        write(each, inquiry.request.question, sequence, mine if sequence == 2 else None, mine)
     assert inquiry.step(nothing)
     finding = verdict(inquiry.evidence, mine)
     assert finding is not None and finding.ranks == (2,)
@@ -290,7 +292,7 @@ def test_who_looks_for_a_cause_ends_when_its_transport_is_closed() -> None:
     otherwise, found = Finding("disconnected", (1,), "the connection was lost"), []
     looking = threading.Thread(target=lambda: found.append(first.diagnose(otherwise)), daemon=True)
     looking.start()
-    while first._inquiry is None and looking.is_alive():
+    while not first._inquirer.is_busy and looking.is_alive():
         time.sleep(0.001)
     first.end()
     looking.join(180)
