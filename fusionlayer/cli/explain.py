@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from .. import codecs
+from .. import codecs, collectives
 from ..base.plan import FusionPlan
 from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of, short_name
 from ..planning.cluster import Scenario
@@ -20,7 +20,7 @@ from .outputs import keep
 from .predicted_step import write_trace
 from .resolve import scenario_of
 from .tables import Column, Table, print_text, show
-from .units import BYTES, SECONDS, in_one_unit
+from .units import BYTES, SECONDS, in_one_unit, in_words
 
 __all__ = ["run"]
 
@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> None:
     raw = _alone(profile, scenario, plan.world_size, measured)
     switch = _switch(profile, scenario, plan.world_size)
     show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw), *switch], options.columns)
+    print_text(_sent_by_node(profile, plan, scenario))
     if plan.skips:
         print_text("Buckets are sent once in several steps; times are those of a step in which all of them are sent.")
     print_text(
@@ -52,6 +53,20 @@ def run(options: argparse.Namespace) -> None:
     )
     if options.timeline:
         keep(options.timeline, lambda path: write_trace(path, title, profile, plan, costs, found), "--timeline")
+
+
+def _sent_by_node(profile: Profile, plan: FusionPlan, scenario: Scenario) -> str:
+    """Return a sentence: how many bytes a node sends to other nodes, as far as collectives are known."""
+    nodes = scenario.node_sizes(plan.world_size)
+    times = [collectives.sent_by_node(bucket.algorithm, nodes) for bucket in plan.buckets]
+    nbytes = [
+        each * codec_cost(profile, codec_of(bucket)).nbytes(sum(slot.numel for slot in bucket.slots))
+        for bucket, each in zip(plan.buckets, times, strict=True)
+        if each is not None
+    ]
+    unknown = sorted({bucket.algorithm for bucket, each in zip(plan.buckets, times, strict=True) if each is None})
+    more = f", and what {', '.join(unknown)} sends" if unknown else ""
+    return f"A node sends {in_words(sum(nbytes), BYTES)} to other nodes{more} ({collectives.in_words(nodes)})."
 
 
 def _disturbed(costs: Sequence[BucketCosts]) -> str:

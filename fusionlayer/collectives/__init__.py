@@ -14,7 +14,7 @@ from ._base import (
     registry,
 )
 from ._unequal import TAKES_SHARES, by_shares
-from .choice import choose, usual
+from .choice import choose, in_words, sent_by_node, usual
 from .reduction import UNSCALED, Scaling, reduce_flat, reduce_scatter_flat, scale_
 
 __all__ = [
@@ -32,12 +32,14 @@ __all__ = [
     "gather_names",
     "get",
     "get_gather",
+    "in_words",
     "is_gather",
     "knows",
     "names",
     "reduce_flat",
     "reduce_scatter_flat",
     "scale_",
+    "sent_by_node",
     "usual",
 ]
 

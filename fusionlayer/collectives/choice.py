@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..base.errors import require
 from ..codecs import Codec
 from ._base import check_pair, get, get_gather, instead_of, is_gather
 
-__all__ = ["choose", "usual"]
+__all__ = ["choose", "in_words", "sent_by_node", "usual"]
 
 
 class EncodingTraits(Protocol):
@@ -71,3 +71,29 @@ def usual(codec: EncodingTraits, nodes: Sequence[int]) -> str:
     if sum(nodes) <= 2:
         return "one_shot"
     return "two_level" if 1 < len(nodes) < sum(nodes) and not codec.ahead else "two_shot"
+
+
+def sent_by_node(algorithm: str, nodes: Sequence[int]) -> float | None:
+    """Return how many messages of the whole tensor a node sends to other nodes in one sum; None: not known.
+
+    It is that of the node that sends most.
+    """
+    size, count = sum(nodes), len(nodes)
+    if algorithm in ("dense", "ring"):  # ranks are placed node by node, so one rank of a node sends to the next node
+        return 2 * (size - 1) / size if count > 1 else 0.0
+    formulas: dict[str, Callable[[int], float]] = {
+        "one_shot": lambda ranks: ranks * (size - ranks),
+        "gather": lambda ranks: ranks * (size - ranks),
+        "two_shot": lambda ranks: 2 * ranks * (size - ranks) / size,
+        # A node sends its sum of each chunk to the owner's node, and the sum of each chunk of its own to all others.
+        "two_level": lambda ranks: (size - ranks + ranks * (count - 1)) / size,
+    }
+    formula = formulas.get(algorithm)
+    return None if formula is None else max(map(formula, nodes))
+
+
+def in_words(nodes: Sequence[int]) -> str:
+    """Return the nodes in words: "8 nodes of 8 ranks", "nodes of 8, 7 and 8 ranks"."""
+    if len(set(nodes)) > 1:
+        return f"nodes of {', '.join(map(str, nodes[:-1]))} and {nodes[-1]} ranks"
+    return f"{len(nodes)} node{'s' * (len(nodes) > 1)} of {nodes[0]} rank{'s' * (nodes[0] > 1)}"

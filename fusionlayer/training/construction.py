@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,9 @@ from ..base.errors import ConfigError, require
 from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
 from ..functional import make_codec
+from ..native.wire import DTYPE_CODES
 from ..observe.timeline import Timeline
+from ..planning.bucket_costs import short_name
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
 from ..planning.rates import shares_by
@@ -100,8 +103,8 @@ def make_engine(
     own = transport.duplicate()
     with blame(settings, "rates"):
         shares = shares_by(settings.rates, own)
-    if shares:
-        _say_where_shares_count(planning, own)
+    if own.rank == 0 < own.size - 1:
+        _say_what_is_sent(planning, tensors, own.node_sizes, bool(shares))
     return Engine(
         [*tensors, *more],
         own,
@@ -120,14 +123,29 @@ def make_engine(
     )
 
 
-def _say_where_shares_count(planning: EnginePlanning, transport: Transport) -> None:
-    """Warn on rank 0 if no gradient is sent by the collective that takes shares."""
+def _say_what_is_sent(
+    planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int], shares: bool
+) -> None:
+    """Log each codec with its collective and the bytes between nodes; warn if there are ``shares`` that none takes."""
+    sent: Counter[tuple[Codec, str, str]] = Counter()
     if planning.plan is not None:
-        used = {bucket.algorithm for bucket in planning.plan.buckets}
+        for bucket in planning.plan.buckets:
+            sent[codecs.get(bucket.codec, **bucket.options), bucket.algorithm, bucket.dtype] += bucket.numel
     else:
-        each = [planning.codec] if isinstance(planning.codec, Codec) else planning.codec.values()
-        used = {collectives.choose(c, transport.node_sizes, planning.algorithm, ahead=planning.ahead) for c in each}
-    if collectives.TAKES_SHARES not in used and planning.plan_controller is None and transport.rank == 0:
+        for tensor in tensors:
+            codec = planning.codec if isinstance(planning.codec, Codec) else planning.codec[tensor.name]
+            algorithm = collectives.choose(codec, nodes, planning.algorithm, ahead=planning.ahead)
+            sent[codec, algorithm, tensor.dtype] += tensor.numel
+    for (codec, algorithm, name), numel in sent.items():
+        times, dtype = collectives.sent_by_node(algorithm, nodes), getattr(torch, name)
+        crossing = ""
+        if times is not None:
+            nbytes = codec.wire(numel, dtype).capacity if dtype in DTYPE_CODES else numel * dtype.itemsize
+            crossing = f"; of all of them a node sends {times * nbytes / 1e6:.4g} MB to other nodes"
+        words = f"gradients of {name}: {short_name(codec)}, by {algorithm} over {collectives.in_words(nodes)}{crossing}"
+        _logger.info("%s", words)
+    used = {algorithm for _, algorithm, _ in sent}
+    if shares and collectives.TAKES_SHARES not in used and planning.plan_controller is None:
         _logger.warning(
             "the links have unequal rates, but shares count for %s alone and gradients are sent by %s; choose "
             "algorithm=%r, or a lossy codec, for it",

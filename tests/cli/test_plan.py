@@ -130,6 +130,7 @@ class TestExplain:
             name, _, _, codec, bits, alone, saves = line
             assert (name, codec, bits) == (tensor, "int4", "4.25") and float(saves) > float(alone) > 0
         assert "Backward, with what is encoded in it: 200.00 ms." in output
+        assert "A node sends 3.19 MB to other nodes (4 nodes of 1 rank)." in output
 
 
 SMALL = ["--model", "gpt", "--codec", "int4,raw", "--steps", "1", "--repeats", "1", "--largest", "4096"]
