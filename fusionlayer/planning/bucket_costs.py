@@ -16,9 +16,11 @@ from .collective_phases import BETWEEN, Phase, message_phases, seconds_of
 from .cost_model import FREE, CodecCost, Cost, LinkCost
 from .profile import Profile
 
-__all__ = ["BucketCosts", "codec_cost", "codec_of", "costs_of", "short_name"]
+__all__ = ["BucketCosts", "codec_cost", "codec_of", "collectives_for", "costs_of", "short_name"]
 
 _BITS_FROM = 1 << 20
+_GATHERED = 8
+"""Ranks up to which whole messages may go to each of them; with more, that takes more bytes than any other way."""
 _NO_LINK = LinkCost(0.0, 0.0, 0.0, FREE, FREE)
 _EXCHANGES = {"two_shot": 2, "two_level": 4}
 """Exchanges of messages in a sum, by collective; all others make one, or hand all of them to the transport at once."""
@@ -135,6 +137,21 @@ def costs_of(
     """
     transfer = profile.transfer(algorithm, workers) if measured else None
     return BucketCosts.of(profile, codec_cost(profile, codec), algorithm, scenario.cluster(profile, workers), transfer)
+
+
+def collectives_for(codec: Codec, scenario: Scenario, workers: int) -> list[str]:
+    """Return the collectives that may send a codec's messages, the one that an engine takes first.
+
+    The others quantise a value no oftener than ``two_level`` does. A codec with a collective of its own, or with one
+    that gathers, has no other; nor has one that loses nothing, for the transport sums its values.
+    """
+    nodes = scenario.node_sizes(workers)
+    usual = collectives.choose(codec, nodes, ahead=None)
+    if workers <= 2 or codec.collective or codec.lossless or collectives.is_gather(usual):
+        return [usual]
+    several = 1 < len(nodes) < workers and len(set(nodes)) == 1
+    others = ["two_shot", *["two_level"] * several, *["one_shot"] * (workers <= _GATHERED)]
+    return [usual, *(name for name in others if name != usual)]
 
 
 def codec_cost(profile: Profile, codec: Codec) -> CodecCost:

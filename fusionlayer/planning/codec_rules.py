@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,13 +19,21 @@ from ..base.registry import nearest
 from ..codecs import Codec
 from .fidelities import AUTO, FIDELITIES, LOCAL
 
-__all__ = ["AUTO", "FIDELITIES", "LOCAL", "CodecChoice", "CodecRules", "CodecRule"]
+__all__ = ["AUTO", "FIDELITIES", "LOCAL", "CodecChoice", "CodecRules", "CodecRule", "Sending"]
 
 NEAR_LOSSLESS_ERROR = 1e-4
 """Largest share of a Gaussian tensor's energy that a near-lossless codec may change."""
 _SAMPLE = 1 << 16
 
-SecondsAlone = Callable[[Codec, TensorInfo], float]
+
+class Sending(NamedTuple):
+    """A codec, and the collective that sends its messages; None: the one that an engine takes."""
+
+    codec: Codec
+    algorithm: str | None = None
+
+
+SecondsAlone = Callable[[Sending, TensorInfo], float]
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,12 @@ class CodecRule:
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """The codec of a tensor, the reason, and whether "auto" chose it by costs."""
+    """The codec of a tensor, the reason, whether "auto" chose it by costs, and the collective; None: as usual."""
 
     codec: Codec
     reason: str
     auto: bool = False
+    algorithm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,13 +114,13 @@ class CodecRules:
         """
         return records.load(cls, path, "policy")
 
-    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Codec], seconds: SecondsAlone) -> CodecChoice:
+    def choose(self, tensor: TensorInfo, candidates: Mapping[str, Sending], seconds: SecondsAlone) -> CodecChoice:
         """Return the codec of a tensor.
 
         Args:
             tensor: the gradient.
-            candidates: codecs that "auto" chooses from, by name.
-            seconds: returns how long a tensor takes with a codec when it is sent alone.
+            candidates: codecs that "auto" chooses from, each with a collective, by name.
+            seconds: returns how long a tensor takes with one of them when it is sent alone.
 
         Raises:
             ConfigError: no rule fits, or the fidelity allows none of the candidates.
@@ -119,16 +128,16 @@ class CodecRules:
         index, rule = self.rule_for(tensor)
         if rule.codec != AUTO:
             return CodecChoice(codecs.get(rule.codec, **rule.options), f"rules[{index}]: {rule}")
-        allowed = self.allowed(candidates)
+        allowed = {name: each for name, each in candidates.items() if self._allows(each.codec)}
         if not allowed:
             raise ConfigError(
                 f"policy: 'auto' may choose only {self.fidelity} codecs; candidates: {', '.join(candidates) or 'none'}"
             )
-        taken = {name: seconds(codec, tensor) for name, codec in allowed.items()}
+        taken = {name: seconds(each, tensor) for name, each in allowed.items()}
         best, *others = sorted(taken, key=lambda name: (taken[name], name))
         beaten = f", {others[0]} {taken[others[0]] * 1e3:.2f} ms" if others else ""
         reason = f"rules[{index}]: auto, {self.fidelity}: {best} takes {taken[best] * 1e3:.2f} ms alone{beaten}"
-        return CodecChoice(allowed[best], reason, auto=True)
+        return CodecChoice(allowed[best].codec, reason, auto=True, algorithm=allowed[best].algorithm)
 
     def rule_for(self, tensor: TensorInfo) -> tuple[int, CodecRule]:
         """Return the first rule that fits a tensor, and its index; ``ConfigError`` if none fits."""

@@ -283,7 +283,7 @@ class OnlinePlanner(PlanController):
         return plan, predict_plan(profile, plan, scenario, measured=True)
 
     def _scenario(self, profile: Profile) -> Scenario:
-        return Scenario(profile.fastest_rate, nodes=self._nodes)
+        return Scenario(profile.fastest_rate, profile.machine.per_host, nodes=self._nodes)
 
     def _say(self, message: str, *details: object) -> None:
         if self._rank == 0:
@@ -312,11 +312,12 @@ def _words(plan: FusionPlan, prediction: SimulatedStep) -> str:
 
 
 def _table(profile: Profile, choices: Mapping[str, CodecChoice]) -> str:
-    """Return a table of choices; tensors with the same size, codec and reason share a row."""
+    """Return a table of choices; tensors with the same size, codec, collective and reason share a row."""
     alike: dict[tuple[int, str, str], list[str]] = {}
     for tensor in profile.model.tensors:
         choice = choices[tensor.name]
-        alike.setdefault((tensor.numel, short_name(choice.codec), choice.reason), []).append(tensor.name)
+        codec = short_name(choice.codec) + (f" by {choice.algorithm}" if choice.algorithm else "")
+        alike.setdefault((tensor.numel, codec, choice.reason), []).append(tensor.name)
     rows = [
         (first + f" and {len(others)} more" * bool(others), str(numel), codec, reason)
         for (numel, codec, reason), (first, *others) in alike.items()

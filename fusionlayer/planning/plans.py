@@ -24,7 +24,7 @@ def make_plan(
     scenario: Scenario,
     workers: int,
     *,
-    algorithm: str | None = None,
+    algorithm: str | None | Mapping[str, str | None] = None,
     ahead: bool | None = None,
     measured: bool = False,
     tensors: Iterable[TensorInfo] = (),
@@ -37,7 +37,7 @@ def make_plan(
         codec: of all gradients, or of each by its name.
         scenario: the cluster.
         workers: number of ranks.
-        algorithm: collective; None chooses.
+        algorithm: collective of all gradients, or of each by its name; None chooses.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
         measured: as for ``costs_of``.
         tensors: with the user's groups, which a profile does not have.

@@ -21,7 +21,7 @@ def fuse(
     codec: Codec | Mapping[str, Codec],
     nodes: Sequence[int],
     *,
-    algorithm: str | None = None,
+    algorithm: str | None | Mapping[str, str | None] = None,
     ahead: bool | None = None,
     costs: Callable[[Codec, str], StepCosts] | None = None,
 ) -> FusionPlan:
@@ -29,10 +29,10 @@ def fuse(
 
     Args:
         tensors: of the step, in order of arrival.
-        planner: cuts them into buckets; those of different codecs never share one.
+        planner: cuts them into buckets; those of different codecs or collectives never share one.
         codec: of all gradients, or of each by its name.
         nodes: number of ranks of each node.
-        algorithm: collective; None chooses.
+        algorithm: collective of all gradients, or of each by its name; None chooses.
         ahead: encode gradients one by one as they arrive. None: as ``algorithm`` needs it; without an ``algorithm``, as
             the codec does by default.
         costs: returns the costs of a step in which all buckets have this codec and this collective; for planners that
@@ -41,12 +41,14 @@ def fuse(
     Raises:
         ConfigError: the planner needs costs and has none, or the collective contradicts ``ahead``.
     """
-    pools: dict[Codec, list[TensorInfo]] = {}
+    pools: dict[tuple[Codec, str | None], list[TensorInfo]] = {}
     for tensor in tensors:
-        pools.setdefault(codec if isinstance(codec, Codec) else codec[tensor.name], []).append(tensor)
+        each = codec if isinstance(codec, Codec) else codec[tensor.name]
+        way = algorithm[tensor.name] if isinstance(algorithm, Mapping) else algorithm
+        pools.setdefault((each, way), []).append(tensor)
     buckets: list[Bucket] = []
-    for each, pool in pools.items():
-        collective = collectives.choose(each, nodes, algorithm, ahead=ahead)
+    for (each, way), pool in pools.items():
+        collective = collectives.choose(each, nodes, way, ahead=ahead)
         goes_ahead = collectives.is_gather(collective)
         known = None if costs is None else costs(each, collective).within(tensors, pool)
         align = slot_alignment(each, goes_ahead)

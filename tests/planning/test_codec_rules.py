@@ -8,14 +8,13 @@ import pytest
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
-from fusionlayer.codecs import Codec
 from fusionlayer.planning import online
-from fusionlayer.planning.codec_rules import FIDELITIES, CodecRule, CodecRules
+from fusionlayer.planning.codec_rules import FIDELITIES, CodecRule, CodecRules, Sending
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
 
-CANDIDATES = {name: codecs.get(name) for name in ("raw", "bf16", "int8", "int4")}
+CANDIDATES = {name: Sending(codecs.get(name)) for name in ("raw", "bf16", "int8", "int4")}
 SECONDS = {"raw": 4.0, "bf16": 2.0, "int": 1.0}
 
 
@@ -23,11 +22,11 @@ def tensor(name: str, numel: int = 1000, dtype: str = "float32") -> TensorInfo:
     return TensorInfo(name, numel, dtype, 4)
 
 
-def seconds(codec: Codec, tensor: TensorInfo) -> float:
+def seconds(sending: Sending, tensor: TensorInfo) -> float:
     """int4 is the fastest, then int8, bf16, raw; but below 100 elements raw costs nothing."""
-    if tensor.numel < 100 and codec.name == "raw":
+    if tensor.numel < 100 and sending.codec.name == "raw":
         return 0.0
-    return SECONDS[codec.name] - (0.5 if codec == CANDIDATES["int4"] else 0)
+    return SECONDS[sending.codec.name] - (0.5 if sending == CANDIDATES["int4"] else 0)
 
 
 def chosen(policy: CodecRules, which: TensorInfo) -> tuple[str, str]:
@@ -57,9 +56,9 @@ def test_the_first_rule_that_fits_counts() -> None:
 )
 def test_auto_takes_the_fastest_that_is_allowed(fidelity: str, best: str, second: str | None) -> None:
     choice = CodecRules((CodecRule("auto"),), fidelity).choose(tensor("t"), CANDIDATES, seconds)
-    assert choice.codec == CANDIDATES[best]
+    assert choice.codec == CANDIDATES[best].codec
     assert choice.reason.startswith(f"rules[0]: auto, {fidelity}: {best} takes")
-    beaten = "" if second is None else f", {second} {1e3 * SECONDS[CANDIDATES[second].name]:.2f} ms"
+    beaten = "" if second is None else f", {second} {1e3 * SECONDS[CANDIDATES[second].codec.name]:.2f} ms"
     assert choice.reason.endswith(f"ms alone{beaten}")
 
 

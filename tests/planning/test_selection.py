@@ -57,8 +57,10 @@ def test_one_codec_for_all_where_many_would_be_slower() -> None:
     found = select(MIXED, AUTO, planners.get("single"), SCENARIO, 2)
     assert {bucket.codec for bucket in found.plan.buckets} == {"int"} and len(found.plan.buckets) == 1
     assert {short_name(choice.codec) for choice in found.choices.values()} == {"int4"}
-    assert found.choices["t0"].reason == "rules[0]: auto, aggressive: int4 for all is predicted to be fastest"
-    assert "the fastest codec for each tensor alone" in found.verdict and "raw for all" in found.verdict
+    assert found.choices["t0"].reason == (
+        "rules[0]: auto, aggressive: int4 by one_shot for all is predicted to be fastest"
+    )
+    assert "the fastest codec for each tensor alone" in found.verdict and "raw by dense for all" in found.verdict
     mixed = {name: codecs.get(codec) for name, codec in alone.items()}
     assert found.prediction.seconds == step_of(MIXED, "single", codecs.get("int4")) < step_of(MIXED, "single", mixed)
 
