@@ -117,7 +117,7 @@ def _chain(cluster: Cluster, nbytes: float, near: float, far: float, transports_
     for link, hops in ((cluster.within, near), (cluster.between, far)):
         if hops:
             seconds = max(seconds, (link.all_reduce if transports_own else link.exchange)(nbytes))
-            latency += hops * link.latency
+            latency += hops * (link.hop if transports_own else link.latency)
             cpu += hops * link.overhead + nbytes * link.cpu_per_byte * hops / (near + far)
     seconds += max(0.0, near + far - measured_hops) / max(near + far, 1) * latency
     if not far:

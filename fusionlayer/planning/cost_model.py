@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -142,7 +142,7 @@ class LinkCost:
         overhead: CPU seconds of a message; every further message of an exchange costs as much.
         cpu_per_byte: CPU seconds for each byte that a rank sends, and for one that it receives meanwhile.
         exchange: seconds by bytes that each rank sends, all ranks at once.
-        all_reduce: seconds of the transport's own all-reduce, by bytes that each rank sends.
+        all_reduce: seconds of the transport's own all-reduce of two ranks, by bytes that each rank sends.
     """
 
     latency: float
@@ -160,19 +160,20 @@ class LinkCost:
         """Return the link with alpha-beta costs instead of curves; an all-reduce of two ranks has two latencies."""
         exchange = self.exchange.fit(self.latency) if isinstance(self.exchange, Curve) else self.exchange
         reduce = self.all_reduce.fit(2 * self.latency) if isinstance(self.all_reduce, Curve) else self.all_reduce
-        return LinkCost(self.latency, self.overhead, self.cpu_per_byte, exchange, reduce)
+        return replace(self, exchange=exchange, all_reduce=reduce)
 
     def with_latency(self, latency: float) -> LinkCost:
-        """Return the fitted link with another latency."""
+        """Return the fitted link with another latency; each of an all-reduce's two hops changes by as much."""
         line = self.fitted()
         assert isinstance(line.exchange, AlphaBeta) and isinstance(line.all_reduce, AlphaBeta)
-        return LinkCost(
-            latency,
-            self.overhead,
-            self.cpu_per_byte,
-            AlphaBeta(latency, line.exchange.beta),
-            AlphaBeta(2 * latency, line.all_reduce.beta),
-        )
+        reduce = max(0.0, line.all_reduce.alpha + 2 * (latency - self.latency))
+        exchange = AlphaBeta(latency, line.exchange.beta)
+        return replace(line, latency=latency, exchange=exchange, all_reduce=AlphaBeta(reduce, line.all_reduce.beta))
+
+    @property
+    def hop(self) -> float:
+        """Seconds of a hop of the transport's own all-reduce, however small."""
+        return self.all_reduce.alpha / 2 if isinstance(self.all_reduce, AlphaBeta) else self.latency
 
     def at_distance(self, rtt: float, *, asks: bool) -> LinkCost:
         """Return the fitted link with a longer way.
@@ -211,5 +212,5 @@ class LinkCost:
             value("overhead"),
             cpu_per_byte,
             AlphaBeta(latency, max(beta("exchange"), cpu_per_byte)),
-            AlphaBeta(2 * latency, max(beta("all_reduce"), cpu_per_byte)),
+            AlphaBeta(2 * value("hop"), max(beta("all_reduce"), cpu_per_byte)),
         )
