@@ -232,4 +232,4 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         help="of each host's link, such as 1gbit (default: collectives as they were measured with so many workers, or "
         "else the profile's highest rate)",
     )
-    parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
+    parser.add_argument("--per-host", type=positive, metavar="N", help="workers on each host (default: as measured)")

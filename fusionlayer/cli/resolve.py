@@ -41,4 +41,4 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 def scenario_of(options: argparse.Namespace, profile: Profile, rate: str | None = None) -> Scenario:
     """Return the cluster that ``add_cluster``'s options describe; ``rate`` replaces its rate."""
-    return Scenario(rate or options.rate or profile.fastest_rate, options.per_host)
+    return Scenario(rate or options.rate or profile.fastest_rate, options.per_host or profile.machine.per_host)

@@ -33,9 +33,10 @@ def run(options: argparse.Namespace) -> None:
     profile = Profile.from_yaml(options.profile)
     slowest = min(options.rates, key=parse_rate) if options.rates else profile.fastest_rate
     rate = options.rate or slowest
+    per_host = options.per_host or profile.machine.per_host
     scenario = Scenario(
         rate,
-        options.per_host,
+        per_host,
         options.cores,
         options.latency,
         curves=options.curves,
@@ -47,10 +48,10 @@ def run(options: argparse.Namespace) -> None:
     )
     if options.cores is not None and profile.machine.on_device:
         raise ConfigError(f"--cores {options.cores:g} with a profile of {profile.machine.device}; leave it out")
-    default = [len(options.rates) * options.per_host] if options.rates else list(WORKERS)
-    workers = [count for count in options.workers or default if count % options.per_host == 0]
+    default = [len(options.rates) * per_host] if options.rates else list(WORKERS)
+    workers = [count for count in options.workers or default if count % per_host == 0]
     if not workers:
-        raise ConfigError(f"--workers: none is a multiple of --per-host {options.per_host}")
+        raise ConfigError(f"--workers: none is a multiple of --per-host {per_host}")
     codecs = options.codec or sorted(profile.codecs)
     suffixes = ("", "+overlap") if options.overlap_forward else ("",)
     names = [codec + suffix for codec in codecs for suffix in suffixes]

@@ -145,13 +145,10 @@ def collectives_for(codec: Codec, scenario: Scenario, workers: int) -> list[str]
     The others quantise a value no oftener than ``two_level`` does. A codec with a collective of its own, or with one
     that gathers, has no other; nor has one that loses nothing, for the transport sums its values.
     """
-    nodes = scenario.node_sizes(workers)
-    usual = collectives.choose(codec, nodes, ahead=None)
+    usual = collectives.choose(codec, scenario.node_sizes(workers), ahead=None)
     if workers <= 2 or codec.collective or codec.lossless or collectives.is_gather(usual):
         return [usual]
-    several = 1 < len(nodes) < workers and len(set(nodes)) == 1
-    others = ["two_shot", *["two_level"] * several, *["one_shot"] * (workers <= _GATHERED)]
-    return [usual, *(name for name in others if name != usual)]
+    return [usual, *(name for name in ("two_shot", *["one_shot"] * (workers <= _GATHERED)) if name != usual)]
 
 
 def codec_cost(profile: Profile, codec: Codec) -> CodecCost:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 import numpy as np
 
 from ..base.errors import ConfigError
 from ..collectives._alpha_beta import AlphaBeta
-
-if TYPE_CHECKING:
-    from scipy.interpolate import interp1d
 
 __all__ = ["FREE", "AlphaBeta", "CodecCost", "Cost", "Curve", "LinkCost", "parse_rate"]
 
@@ -57,21 +55,23 @@ class Curve:
             raise ConfigError(f"a curve with {[s for _, s in self.points]} seconds; expected numbers of at least 0")
 
     @cached_property
-    def _interpolated(self) -> interp1d:
-        from scipy.interpolate import interp1d  # here, because its import takes longer than that of this package
-
-        sizes, seconds = np.array(self.points, dtype=float).T
-        seconds = np.maximum.accumulate(seconds)
-        slopes = np.diff(seconds) / np.diff(sizes)
-        rising = slopes[slopes > 0]
-        if len(rising):
-            sizes = np.append(sizes, 2 * sizes[-1])
-            seconds = np.append(seconds, seconds[-1] + rising[-1] * sizes[-2])
-        return interp1d(sizes, seconds, fill_value="extrapolate", assume_sorted=True)
+    def _rising(self) -> tuple[list[float], list[float]]:
+        """Return sizes and seconds that never fall, with a point beyond the largest size by which the curve goes on."""
+        sizes = [size for size, _ in self.points]
+        seconds = list(accumulate((each for _, each in self.points), max))
+        slopes = [(b - a) / (y - x) for x, y, a, b in zip(sizes, sizes[1:], seconds, seconds[1:], strict=False)]
+        last = next((slope for slope in reversed(slopes) if slope > 0), 0.0)
+        return [*sizes, 2 * sizes[-1]], [*seconds, seconds[-1] + last * sizes[-1]]
 
     def __call__(self, size: float) -> float:
         """Return seconds."""
-        return float(self._interpolated(max(size, self.points[0][0]))) if size > 0 else 0.0
+        if size <= 0:
+            return 0.0
+        sizes, seconds = self._rising
+        size = max(size, sizes[0])
+        i = bisect_right(sizes, size, 1, len(sizes) - 1)
+        share = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
 
     def fit(self, alpha: float) -> AlphaBeta:
         """Return the line that starts at ``alpha`` seconds and best fits the points of the upper decade.

@@ -12,6 +12,7 @@ import torch
 
 from fusionlayer.codecs import Codec
 from fusionlayer.planning.profiler import costs
+from fusionlayer.planning.profiler.link import levels_of
 from fusionlayer.process.clock import Clock
 from fusionlayer.transport import Transport
 
@@ -20,10 +21,14 @@ __all__ = ["costs_measured"]
 
 @dataclass
 class Network:
-    """What collectives cost, ``latency + bytes * per_byte`` seconds, and who has measured that."""
+    """What collectives cost, ``latency + bytes * per_byte`` seconds, and who has measured that.
+
+    Where nodes have several ranks, an exchange inside them takes ``inside`` times as long as one between them.
+    """
 
     latency: float
     per_byte: float
+    inside: float = 1.0
     ranks: list[int] = field(default_factory=list)
 
 
@@ -59,13 +64,17 @@ def costs_measured(latency: float, per_byte: float, per_element: float = 1e-9) -
     ) -> dict[str, list[list[float]]]:
         network.ranks.append(transport.rank)
         names = ("dense", "one_shot", "two_shot")
-        return {name: line((1, *sizes), network.latency, network.per_byte, transport.rank) for name in names}
+        found = {name: line((1, *sizes), network.latency, network.per_byte, transport.rank) for name in names}
+        for level, peers in levels_of(transport).items():
+            factor = network.inside if level == "inside" else 1.0
+            found[level] = line((1, *sizes), network.latency, factor * len(peers) * network.per_byte, transport.rank)
+        return found
 
     with ExitStack() as stack:
         for name, function in {
             "measure_codecs": codecs,
             "measure_copy": lambda sizes, repeats, clock: line(sizes, 0.0, 0.0, 0),
-            "measure_call": lambda transport, repeats, clock: {"latency": network.latency, "cpu": 0.0},
+            "measure_call": lambda transport, repeats, clock, peers=None: {"latency": network.latency, "cpu": 0.0},
             "measure_collectives": collectives,
             "measure_disturbance": lambda transport, repeats, clock: 0.0,
         }.items():

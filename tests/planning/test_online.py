@@ -260,6 +260,24 @@ def test_auto_begins_raw_and_says_why_it_chose_what(caplog: pytest.LogCaptureFix
     assert caplog.records[1].getMessage().startswith("planner single switches to ")
 
 
+@looped("inside, expected", [(0.01, {"two_level"}), (100.0, {"one_shot", "two_shot"})])
+def test_auto_chooses_the_collective_by_the_links_inside_and_between_nodes(inside: float, expected: set[str]) -> None:
+    """Two nodes of two ranks: where messages inside a node cost most, each is sent to all ranks at once."""
+    policy = CodecRules((CodecRule("auto"),), "near_lossless")
+
+    def body(transport: Transport) -> list[FusionPlan]:
+        planner = make_planner(transport, "single", policy)
+        plans = drive(planner, transport, USUAL)
+        assert planner.profile is not None and planner.profile.machine.per_host == 2
+        return plans
+
+    with costs_measured(latency=1e-6, per_byte=1e-5) as network:
+        network.inside = inside
+        (plan,), *others = over_threads(4, body, ranks_per_node=2)
+    assert others == [[plan]] * 3
+    assert {bucket.algorithm for bucket in plan.buckets if bucket.codec != "raw"} == expected
+
+
 def test_ranks_that_plan_otherwise_are_refused() -> None:
     def body(transport: Transport) -> None:
         planner = make_planner(transport, "cupcake" if transport.rank else "mg_wfbp")

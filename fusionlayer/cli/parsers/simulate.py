@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--planner", type=planner, metavar="NAME", help="how gradients are fused (default: configured)")
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
-    parser.add_argument("--per-host", type=positive, default=1, metavar="N", help="workers on each host (default 1)")
+    parser.add_argument("--per-host", type=positive, metavar="N", help="workers on each host (default: as measured)")
     parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")
     parser.add_argument("--latency", type=seconds, metavar="SECONDS", help="of a message (default: as measured)")
     parser.add_argument("--rtt", type=seconds, default=0.0, metavar="SECONDS", help="round trip between hosts, on top")
