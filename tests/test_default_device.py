@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -91,14 +91,6 @@ def default_device() -> Iterator[None]:
 
     with mock.patch.object(threading.Thread, "run", run_within), torch.device("meta"), _Ours():
         yield
-
-
-@pytest.mark.short
-def test_what_is_made_without_a_device_is_noticed() -> None:
-    ours = {"__name__": "fusionlayer.sample", "torch": torch}
-    with default_device():
-        assert eval("torch.zeros(3)", ours).is_meta and eval("torch.nn.Linear(3, 3)", ours).weight.is_meta
-        assert not torch.zeros(3).is_meta and not nn.Linear(3, 3).weight.is_meta
 
 
 def _planned(**options: Any) -> Callable[[int], Tensor]:

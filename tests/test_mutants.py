@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-from . import mutants, nearness
+from . import mutants
 from .mutants import Mutant
 
 pytestmark = pytest.mark.short
@@ -38,20 +37,3 @@ def test_a_moved_line_is_found_and_a_text_that_does_not_occur_once_is_refused() 
     for file, old in (("base/seeds.py", "no such" + " text"), ("base/plan.py", "def ")):
         with pytest.raises(ValueError, match="expected once"):
             mutants.place_of(Mutant(file, old, "", ""))
-
-
-def test_tests_with_rare_words_of_a_defect_are_the_nearest(tmp_path: Path) -> None:
-    for file, text in {
-        "fusionlayer/codecs/half.py": "def encode_half(x):\n    return x[::2]\n",
-        "tests/codecs/test_a.py": "def test_sums():\n    assert sum(x) == 0\n",
-        "tests/codecs/test_b.py": "def test_rounding():\n    helper(x)\n\n\ndef helper(x):\n    encode_half(x)\n",
-        "tests/codecs/test_c.py": "class TestSums:\n    def test_strides(self):\n        assert sum(x) == 0\n",
-    }.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
-    (tmp_path / "fusionlayer/codecs/row.py").write_text("def row(x):\n    return x[::2]\n")
-    found = [
-        nearness.nearest(tmp_path, f"fusionlayer/codecs/{file}.py", 20, breaks)[0]
-        for file, breaks in (("half", "encoding"), ("row", "the stride"))
-    ]
-    assert found == ["tests/codecs/test_b.py::test_rounding", "tests/codecs/test_c.py::TestSums::test_strides"]

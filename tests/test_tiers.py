@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_collection_modifyitems
-from tests.tiers import LONGEST, longest_first, tiered
 
 pytestmark = pytest.mark.short
 
@@ -44,24 +42,3 @@ def test_a_test_that_no_earlier_tier_guards_is_refused(pytester: pytest.Pytester
         next(pytest_collection_modifyitems(config, items))
     config.args = ["test_it.py::test_marked_as_a_whole"]  # asked for by its name
     next(pytest_collection_modifyitems(config, items))
-
-
-@pytest.mark.medium
-def test_tests_of_one_file_that_start_processes_share_a_worker(request: pytest.FixtureRequest) -> None:
-    """Of some versions of pytest, pytest-xdist cannot set the group: each worker would then make all fixtures."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        pytest.skip("there is one worker")
-    assert request.node.nodeid.endswith("@tests/test_tiers.py")
-
-
-def test_cases_are_marked_by_rule() -> None:
-    cases = tiered([(1, 2), (3, 4)], lambda a, b: b == 4)
-    assert [(case.values, bool(case.marks)) for case in cases] == [((1, 2), True), ((3, 4), False)]
-    cases = tiered("abc", lambda letter: letter == "a", lambda letter: letter == "b")
-    assert [[mark.name for mark in case.marks] for case in cases] == [[], ["exhaustive"], ["long"]]
-
-
-def test_a_worker_begins_a_long_group_early() -> None:
-    groups: dict[str, Any] = {"a.py": ["a"], LONGEST[1]: ["second"], "b.py": ["b"], LONGEST[0]: ["first"]}
-    assert longest_first(groups) == [["first"], ["second"], ["a"], ["b"]]
-    assert all((TESTS.parent / name).exists() for name in LONGEST if name != "netns")

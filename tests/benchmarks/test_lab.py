@@ -14,7 +14,7 @@ from benchmarks.lab import Flap, Network, launch
 from tests.loops import looped
 from tests.tiers import exhaustive
 
-from .labs import ROOT, command_of, mark, marked, needs_switch, netns, run, thorough, wait_until
+from .labs import needs_switch, netns, run, thorough
 
 GREET = """
 import os, socket, subprocess
@@ -121,49 +121,6 @@ class TestLink:
         assert output.count("node1: eth1 is down") == output.count("node1: eth1 is up") == 1
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize(
-    "network",
-    [
-        pytest.param(Network(1, isolated=False), id="plain"),
-        pytest.param(Network(2), id="namespaces", marks=[*netns, exhaustive]),
-    ],
-)
-class TestWorkers:
-    def workers(self, network: Network) -> int:
-        return 2 // network.hosts
-
-    def test_first_failure_ends_the_others_and_comes_last(self, network: Network, tmp_path: Path) -> None:
-        fails = f"echo $$ > {tmp_path}/draft; mv {tmp_path}/draft {tmp_path}/first; exit 7"
-        comes_second = f"until p=$(cat {tmp_path}/first 2>&-); do :; done; while kill -0 $p 2>&-; do :; done; exit 8"
-        script = f"echo rank $RANK >&2; test $RANK = 0 && {{ {fails}; }}; {comes_second}"
-        status, output = run(["sh", "-c", script], network, workers=self.workers(network))
-        assert status == 7
-        assert output.splitlines() == ["rank 1", "rank 0", "worker 0 failed first, with exit status 7"]
-
-    def test_nothing_outlives_the_launcher(self, network: Network) -> None:
-        word, environment = mark()
-        script = (
-            "import subprocess, sys\n"
-            "from benchmarks.lab import Network, launch\n"
-            f"with launch(['sh', '-c', 'sleep 600 & wait'], {network!r}, workers={self.workers(network)}) as process:\n"
-            "    print('up', flush=True)\n"
-            "    process.wait()\n"
-        )
-        starter = subprocess.Popen(
-            [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        assert starter.stdout is not None
-        try:
-            assert starter.stdout.readline() == "up\n"
-            wait_until(lambda: sum(command_of(process) == "sleep" for process in marked(word)) == 2)
-        finally:
-            starter.kill()
-            starter.wait()
-            starter.stdout.close()
-        wait_until(lambda: not marked(word))
-
-
 @pytest.mark.short
 @looped(
     "arguments, complaint",
@@ -191,23 +148,3 @@ class TestWorkers:
 def test_impossible_networks_are_refused(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Network(**arguments)
-
-
-@pytest.mark.short
-def test_flaps_are_read_or_refused() -> None:
-    assert Flap.parse("1:eth1:2s-2500ms") == Flap(1, "eth1", 2.0, 2.5)
-    assert Flap.parse("0:eth0:0s-:half-way") == Flap(0, "eth0", 0.0, None, "half-way")
-    refused = {
-        "eth1": "expected HOST:DEVICE:FROM-TO",
-        "1:eth1:3s-2s": "a time to come back that is after 3s",
-        "1:eth1:3-4": "a number with us, ms or s",
-    }
-    for text, complaint in refused.items():
-        with pytest.raises(ValueError, match=complaint):
-            Flap.parse(text)
-    for flap, complaint in {
-        "2:eth0:1s-": "a flap of host 2; expected 0 to 1",
-        "1:eth1:1s-": "these hosts have eth0",
-    }.items():
-        with pytest.raises(ValueError, match=complaint), launch(["true"], Network(2), flaps=[Flap.parse(flap)]):
-            pass

@@ -15,7 +15,7 @@ from fusionlayer.codecs.quantized.mx import MXFP4, MXFP6, MXFP8
 from fusionlayer.codecs.research.taco import Taco
 from tests.loops import looped
 from tests.native.abi import each_isa
-from tests.samples import gaussian, tensor_parallel
+from tests.samples import gaussian
 from tests.synthetic import awkward, bit_patterns, gradient, noise
 
 from . import block_reference as reference
@@ -167,14 +167,3 @@ def test_error_on_gaussian_values(codec: Codec, expected: float) -> None:
 
 def loss(codec: Codec, x: Tensor) -> float:
     return vnmse(x, codec.decompress(codec.compress(x), x.shape))
-
-
-def test_errors_on_values_of_tensor_parallelism() -> None:
-    x = tensor_parallel(1 << 18)
-    step = x.abs().max() / 127
-    per_tensor = vnmse(x, torch.round(x / step) * step)
-    assert loss(Taco(), x) == pytest.approx(7.0e-4, rel=0.15)
-    assert loss(Taco("int8"), x) < loss(FP8Block(), x) < loss(Taco(), x) < loss(Taco("e5m2"), x)
-    assert loss(Taco("e5m2"), x) / loss(Taco(), x) == pytest.approx(3.97, rel=0.1)
-    assert loss(Taco(), x) < loss(FP8(), x) < per_tensor
-    assert loss(MXFP8(), x) < loss(MXFP8("e5m2"), x) < loss(MXFP4(), x) < per_tensor

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs
 from fusionlayer.base.errors import WireError
 from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.sparse.chunked_topk import ChunkedTopK
@@ -130,17 +129,6 @@ def test_bytes_are_those_of_the_oracle(density: float, bits: int, chunk: int) ->
 
 
 # ---- what it promises -----------------------------------------------------------------------------------------------
-
-
-def test_three_to_four_times_fewer_bytes_than_topk_at_equal_density() -> None:
-    """Positions take 8 bits each, not 10; log2 of the number of choices of 64 from 4096 is 7.4 for each."""
-    n = 1 << 20
-    for density, bits, least in ((0.01, 2, 3.7), (0.01, 3, 3.4), (0.01, 4, 3.1), (1 / 64, 2, 4.0), (1 / 64, 4, 3.2)):
-        ratio = codecs.get("topk", density=density).bare.wire(n).capacity / make(density, bits).wire(n).capacity
-        assert least <= ratio < least + 0.35, (density, bits, ratio)
-    levels, positions, codes = make().wire(n).sections
-    assert positions.plane.nbytes * 8 / make().target(n) == 8 >= math.log2(math.comb(4096, 64)) / 64 > 7.36
-    assert levels.plane.nbytes == 4 * 256 and codes.plane.nbytes * 4 == make().target(n) == n // 64
 
 
 @looped("bits", [2, 3, 4, 8, 32])
