@@ -22,7 +22,6 @@ from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, NULL, PEERS
 from fusionlayer.cli import drawing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["Setting", "breakdown", "draw", "main", "save", "settings_of", "speedup"]
@@ -153,15 +152,6 @@ def breakdown(setting: Setting, rows: Sequence[Row]) -> Figure:
     figure.suptitle(f"{setting.title}: what a step's time goes to", x=0.01, ha="left")
     _key(figure, {"computing": COMPUTE_COLOUR, "codec, at most": CODEC_COLOUR, "waiting for the network": WAIT_COLOUR})
     return figure
-
-
-def _fastest_first(axes: Axes, title: str) -> None:
-    """Name the lines beside the panel, in the order of the minutes that their labels tell."""
-    lines = sorted(
-        (line for line in axes.get_lines() if ":" in str(line.get_label())),
-        key=lambda line: float(str(line.get_label()).split()[-2]),
-    )
-    axes.legend(handles=lines, title=title, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.5)
 
 
 def draw(results: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:

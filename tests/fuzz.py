@@ -155,7 +155,7 @@ def _replaced(chance: random.Random, value: Any) -> Any:
 # ---- parsers --------------------------------------------------------------------------------------------------------
 
 
-def _source(data: bytes) -> Callable[[int], bytearray]:
+def source_of(data: bytes) -> Callable[[int], bytearray]:
     place = 0
 
     def take(nbytes: int) -> bytearray:
@@ -181,7 +181,7 @@ def _updates() -> Iterator[tuple[str, Parser]]:
         return update._FRONT.pack(b"FLV1", end - 12, native.crc32c(data[12:end])) + data[12:]
 
     def parse(data: bytes) -> object:
-        return update.read(_source(data), len(data), first)
+        return update.read(source_of(data), len(data), first)
 
     yield "update", Parser(seeds, parse, (WireError,), sealed)
     signed = [signing.seal(b"secret", each.parts[0]) + seed for each, seed in zip(made, seeds, strict=True)]
@@ -189,7 +189,7 @@ def _updates() -> Iterator[tuple[str, Parser]]:
     def parse_signed(data: bytes) -> object:
         rest = data[signing.SIGNED_BYTES :]
         check = signing.checks(b"secret", data[: signing.SIGNED_BYTES])
-        return update.read(_source(rest), len(rest), first, check)
+        return update.read(source_of(rest), len(rest), first, check)
 
     yield "signed update", Parser(signed, parse_signed, (WireError,))
 

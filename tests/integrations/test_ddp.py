@@ -15,7 +15,6 @@ from torch.optim import SGD
 
 import fusionlayer as fl
 from fusionlayer.scheduler import Memory
-from tests.codecs.toy_sparse import toy_sparse
 from tests.integrations.training import assert_same_on_all_ranks, loss_of, make_model, train, weights
 from tests.ranks import on_processes
 from tests.synthetic import gradient
@@ -143,31 +142,6 @@ def test_error_feedback_survives_the_rebuilding_of_buckets_and_a_checkpoint(rank
     buckets.clear()
     steps(range(5, 8))
     assert_nothing_is_lost()
-
-
-@on_processes(2)
-def test_one_by_one_it_is_the_same_as_an_optimizer(rank: int, world: int) -> None:
-    """Averages are those of an optimizer ahead of fusion, to the last bit, whatever buckets DDP makes."""
-    with toy_sparse():
-        results = []
-        for ddp in (SMALL_BUCKETS, {"gradient_as_bucket_view": True}):
-            model, hook = make_ddp("toysparse", ddp=ddp, density=0.2, warmup=3)
-            train(model, SGD(model.parameters(), lr=0.1), rank, range(5))
-            assert all(bucket.ahead for bucket in hook.fusion_plan.buckets)
-            results.append((weights(model), hook.state_dict()))
-            hook.close()
-        model = make_model()
-        optimizer = fl.DistributedOptimizer(
-            SGD(model.parameters(), lr=0.1), model.named_parameters(), codec="toysparse", density=0.2, warmup=3
-        )
-        train(model, optimizer, rank, range(5))
-        results.append((weights(model), optimizer.state_dict()["fusionlayer"]))
-        optimizer.close()
-        for values, state in results:
-            assert torch.equal(values, results[-1][0])
-            assert state["numbers"] == results[-1][1]["numbers"]
-            for name, residual in results[-1][1]["residuals"].items():
-                assert torch.equal(state["residuals"][name], residual)
 
 
 @on_processes(2)

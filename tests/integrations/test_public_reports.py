@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
@@ -54,35 +52,6 @@ def assert_equals(results: list[Tensor], expected: Tensor) -> None:
 
 
 @pytest.mark.short
-@looped("wrap", [by_fl, by_hvd])
-@looped("skips", [True, False])
-def test_a_step_after_synchronize_and_clipping_does_not_reduce_again(wrap: Wrap, skips: bool) -> None:
-    """https://github.com/horovod/horovod/issues/1099: one reduction a step, and the clipped average is applied."""
-
-    def body(rank: int) -> Tensor:
-        model = make_model()
-        optimizer = wrap(SGD(model.parameters(), lr=0.5, momentum=0.9), model)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.synchronize()
-            assert clip_grad_norm_(model.parameters(), 0.05) > 0.05
-            if skips:
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
-                optimizer.step()
-            assert optimizer.reducer.engine.step == step + 1
-        return weights(model)
-
-    model = make_model()
-    expected = averaged(model, SGD(model.parameters(), lr=0.5, momentum=0.9), WORLD, range(4), clip=0.05)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "optimizer.step.. called without optimizer.skip_synchronize")
-        assert_equals(local.run(body, WORLD), expected)
-
-
-@pytest.mark.short
 def test_gradients_may_be_read_and_dropped_without_a_step() -> None:
     """https://github.com/horovod/horovod/issues/2420: the next step uses its own gradients alone.
 
@@ -110,44 +79,6 @@ def test_gradients_may_be_read_and_dropped_without_a_step() -> None:
 
 
 # ---- what is done with the model ------------------------------------------------------------------------------------
-
-
-def normalized() -> nn.Module:
-    layers = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 5))
-    fill(layers)
-    return layers
-
-
-def two_forwards(model: Any, rank: int, step: int) -> Tensor:
-    (x, y), (other, _) = make_batch(rank, step), make_batch(rank, 50 + step)
-    return ((model(x) - y) ** 2).mean() + (model(other) ** 2).mean()
-
-
-def by_layers(model: Any, rank: int, step: int) -> Tensor:
-    x, y = make_batch(rank, step)
-    return ((model[2](model[1](model[0](x))) - y) ** 2).mean()
-
-
-@pytest.mark.short
-@looped("wrap", [by_fl, by_hvd])
-@looped("loss", [two_forwards, by_layers])
-def test_gradients_are_averages_however_the_model_is_called(wrap: Wrap, loss: Callable[..., Tensor]) -> None:
-    """https://github.com/pytorch/pytorch/issues/175024: two forwards with running statistics before one backward.
-
-    https://github.com/Lightning-AI/pytorch-lightning/issues/9237: layers are called, and not the model.
-    """
-
-    def body(rank: int) -> Tensor:
-        model = normalized()
-        optimizer = wrap(SGD(model.parameters(), lr=0.1), model)
-        loss(model, rank, 0).backward()
-        optimizer.synchronize()
-        return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
-
-    model = normalized()
-    for rank in range(WORLD):
-        (loss(model, rank, 0) / WORLD).backward()
-    assert_equals(local.run(body, WORLD), torch.cat([p.grad.reshape(-1) for p in model.parameters()]))  # type: ignore[union-attr]
 
 
 @pytest.mark.short

@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,3 +104,26 @@ def compile_kernels(folder: Path, library: Path, sanitize: tuple[str, ...]) -> N
         list(pool.map(compile_one, sources))
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     subprocess.run([compiler, "-shared", *sanitize, "-o", str(library), *objects], check=True)
+
+
+def sanitized(folder: Path, flags: tuple[str, ...], parts: Sequence[tuple[Path, str, tuple[str, ...]]]) -> Path:
+    """Return a program of ``parts`` (source, name of its object, more flags) with the sanitizers of memory and values.
+
+    Skip where the compiler has none.
+    """
+    command = [find_compiler(), *flags, "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    probe = folder / "probe.cpp"
+    probe.write_text("int main() {}\n")
+    if subprocess.run([*command, str(probe), "-o", str(folder / "probe")], capture_output=True).returncode:
+        pytest.skip("the compiler has no sanitizers")
+
+    def build(part: tuple[Path, str, tuple[str, ...]]) -> str:
+        source, name, more = part
+        target = str(folder / f"{name}.o")
+        subprocess.run([*command, *more, "-c", str(source), "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(build, parts))
+    subprocess.run([*command, *objects, "-o", str(folder / "fuzz")], check=True)
+    return folder / "fuzz"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.native.conftest import CSRC, find_compiler
+from tests.native.conftest import CSRC, sanitized
 from tests.tiers import exhaustive, long
 
 pytestmark = pytest.mark.medium
 
 FLAGS = (
     *("-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"),
-    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     *(f"-I{CSRC / part}" for part in ("include", "core", "cpu", "sockets")),
 )
 SOURCES = (*(f"sockets/{name}.cpp" for name in ("connection", "incoming", "outgoing", "mac", "tls")), "cpu/crc32c.cpp")
@@ -26,23 +23,8 @@ FAST = {"guarded_by": "tests/transport/test_sockets.py::test_sizes_from_the_wire
 @pytest.fixture(scope="module")
 def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the program; skip where the compiler has no sanitizers."""
-    compiler, tmp_path = find_compiler(), tmp_path_factory.mktemp("frames")
-    probe = tmp_path / "probe.cpp"
-    probe.write_text("int main() {}\n")
-    if subprocess.run([compiler, *FLAGS, str(probe), "-o", str(tmp_path / "probe")], capture_output=True).returncode:
-        pytest.skip("the compiler has no sanitizers")
-    parts = [*(CSRC / source for source in SOURCES), Path(__file__).with_name("fuzz_frames.cpp")]
-
-    def build(source: Path) -> str:
-        target = str(tmp_path / f"{source.stem}.o")
-        subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", target], check=True)
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(build, parts))
-    program = tmp_path / "fuzz"
-    subprocess.run([compiler, *FLAGS, *objects, "-o", str(program)], check=True)
-    return program
+    sources = [*(CSRC / source for source in SOURCES), Path(__file__).with_name("fuzz_frames.cpp")]
+    return sanitized(tmp_path_factory.mktemp("frames"), FLAGS, [(source, source.stem, ()) for source in sources])
 
 
 @pytest.mark.timeout(1800)

@@ -11,7 +11,8 @@ import torch
 from fusionlayer import native
 from fusionlayer.base.errors import WireError
 from fusionlayer.publishing.snapshot import Snapshot, digest_of
-from fusionlayer.publishing.update import Source, make, read
+from fusionlayer.publishing.update import make, read
+from tests.fuzz import source_of
 from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, snapshot
 from tests.synthetic import mixed
@@ -22,19 +23,6 @@ pytestmark = pytest.mark.short
 
 def joined(target: Snapshot, base: Snapshot | None = None) -> bytes:
     return b"".join(make(target, base).parts)
-
-
-def source_of(data: bytes) -> Source:
-    place = 0
-
-    def take(nbytes: int) -> bytearray:
-        nonlocal place
-        if place + nbytes > len(data):
-            raise WireError("cut short")
-        place += nbytes
-        return bytearray(data[place - nbytes : place])
-
-    return take
 
 
 def received(data: bytes, base: Snapshot | None = None) -> Snapshot:

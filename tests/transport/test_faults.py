@@ -23,6 +23,7 @@ from fusionlayer.process.processes import Identity
 from fusionlayer.transport import C10dTransport
 from fusionlayer.transport.links.base import LinkError
 from fusionlayer.transport.links.gloo import GlooLink
+from fusionlayer.transport.links.socket_options import SocketOptions
 from tests.harness import Outcome, checkpoint, outcomes_of, run_ranks, stay_last
 from tests.tiers import tiered
 
@@ -76,27 +77,42 @@ def exchange(transport: C10dTransport, n: int) -> None:
     transport.exchange(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)])
 
 
-def exchange_after_checkpoint(rank: int, world: int, n: int, timeout: float) -> None:
-    transport = C10dTransport(timeout=timeout)
+def over(link: str, timeout: float, **options: Any) -> C10dTransport:
+    """Return the transport over gloo, or over two connections of our own."""
+    return C10dTransport(timeout=timeout, sockets=SocketOptions(2) if link == "sockets" else None, **options)
+
+
+def exchange_after_checkpoint(rank: int, world: int, link: str, n: int, timeout: float) -> None:
+    transport = over(link, timeout)
     transport.barrier()
     checkpoint("exchange")
     fail_then_raise(transport, lambda: exchange(transport, n))
 
 
-@pytest.mark.parametrize("lost, store", [(1, "file"), (2, "tcp"), (0, "tcp")])
-def test_a_killed_rank_is_gone(lost: int, store: str) -> None:
-    outcomes = outcomes_of(
-        exchange_after_checkpoint, 3, 10_000, 30.0, signals={(lost, "exchange"): signal.SIGKILL}, store=store
-    )
+LOST = [(1, "file", "gloo"), (2, "tcp", "gloo"), (0, "tcp", "gloo"), (0, "tcp", "sockets")]
+
+
+@pytest.mark.parametrize(
+    "lost, store, link",
+    tiered([*LOST, (1, "file", "sockets"), (2, "tcp", "sockets")], lambda *case: case in LOST),
+)
+def test_a_killed_rank_is_gone(lost: int, store: str, link: str) -> None:
+    signals = {(lost, "exchange"): signal.SIGKILL}
+    outcomes = outcomes_of(exchange_after_checkpoint, 3, link, 10_000, 30.0, signals=signals, store=store)
     assert (outcomes[lost].kind, outcomes[lost].exit_code) == ("died", -signal.SIGKILL)
     survivors(outcomes, lost, f"rank {lost} is gone (process ", (lost,))
 
 
-@pytest.mark.parametrize("lost, store", [(1, "file"), (0, "tcp")])
-def test_a_stopped_rank_is_stopped(lost: int, store: str) -> None:
-    outcomes = outcomes_of(
-        exchange_after_checkpoint, 3, 10_000, TIMEOUT, signals={(lost, "exchange"): signal.SIGSTOP}, store=store
-    )
+STOPPED = [(1, "file", "gloo", 10_000), (0, "tcp", "gloo", 10_000), (1, "file", "sockets", 50_000_000)]
+
+
+@pytest.mark.parametrize(
+    "lost, store, link, n", tiered([*STOPPED, (1, "file", "sockets", 10_000)], lambda *case: case in STOPPED)
+)
+def test_a_stopped_rank_is_stopped(lost: int, store: str, link: str, n: int) -> None:
+    """Also one that leaves half of a long message on its way."""
+    signals = {(lost, "exchange"): signal.SIGSTOP}
+    outcomes = outcomes_of(exchange_after_checkpoint, 3, link, n, TIMEOUT, signals=signals, store=store)
     assert outcomes[lost].kind == "hung"
     survivors(outcomes, lost, f"rank {lost} is stopped (process ", (lost,))
 
@@ -128,8 +144,8 @@ def test_a_rank_that_goes_while_the_device_works_is_named_and_a_capture_is_refus
     survivors(outcomes, 1, "rank 1 is gone (process ", (1,))
 
 
-def kill_while_it_moves(rank: int, world: int, how: str) -> None:
-    transport = C10dTransport(timeout=20, node=str(rank) if how == "all_reduce over gloo" else None)
+def kill_while_it_moves(rank: int, world: int, how: str, link: str) -> None:
+    transport = over(link, 20, node=str(rank) if how == "all_reduce over gloo" else None)
     transport.barrier()
     x = torch.zeros(1 << 22)
     if rank == 1:
@@ -150,9 +166,15 @@ def kill_while_it_moves(rank: int, world: int, how: str) -> None:
     fail_then_raise(transport, for_ever)
 
 
-@pytest.mark.parametrize("how", ["exchange", "all_reduce", "all_reduce over gloo", "send"])
-def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
-    outcomes = outcomes_of(kill_while_it_moves, 2, how)
+MOVING = [(how, "gloo") for how in ("exchange", "all_reduce", "all_reduce over gloo", "send")]
+MOVING.append(("exchange", "sockets"))
+
+
+@pytest.mark.parametrize(
+    "how, link", tiered([*MOVING, ("all_reduce", "sockets"), ("send", "sockets")], lambda *case: case in MOVING)
+)
+def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str, link: str) -> None:
+    outcomes = outcomes_of(kill_while_it_moves, 2, how, link)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert outcomes[0].error[0] == "TransportError", outcomes[0]
     assert "rank 1 is gone" in outcomes[0].error[1]
@@ -249,8 +271,8 @@ def stay_until_the_others_end() -> None:
         dist.barrier()
 
 
-def close_early(rank: int, world: int) -> None:
-    transport = C10dTransport(timeout=60)
+def close_early(rank: int, world: int, link: str) -> None:
+    transport = over(link, 60)
     transport.barrier()
     if rank == 1:
         transport.close()
@@ -259,8 +281,9 @@ def close_early(rank: int, world: int) -> None:
     fail_then_raise(transport, lambda: exchange(transport, 10))
 
 
-def test_a_rank_that_closes_is_named() -> None:
-    outcomes = outcomes_of(close_early, 3)
+@pytest.mark.parametrize("link", ["gloo", "sockets"])
+def test_a_rank_that_closes_is_named(link: str) -> None:
+    outcomes = outcomes_of(close_early, 3, link)
     survivors(outcomes, 1, "rank 1 closed its transport after collective 1", (1,))
 
 

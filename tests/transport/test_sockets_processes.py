@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +18,11 @@ from fusionlayer.transport import C10dTransport
 from fusionlayer.transport.links.gloo import GlooLink
 from fusionlayer.transport.links.socket_options import SocketOptions
 from fusionlayer.transport.links.sockets import SocketLink
-from tests.harness import checkpoint, outcomes_of, run_ranks
+from tests.harness import outcomes_of, run_ranks
 from tests.tiers import tiered
 
 from . import conformance
-from .test_faults import exchange, fail_then_raise, once_it_waits, stay_until_the_others_end, survivors
+from .test_faults import fail_then_raise, once_it_waits
 
 pytestmark = pytest.mark.medium
 
@@ -48,72 +47,6 @@ CASES = [(2, 1, None, TLS), (2, 4, True, TAGS), (3, 3, None, {}), (4, 2, True, {
 @pytest.mark.parametrize("world, connections, checksum, guards", tiered(CASES, lambda *case: case in CASES[:3]))
 def test_conformance(world: int, connections: int, checksum: bool | None, guards: dict[str, bool]) -> None:
     run_ranks(conform, world, connections, checksum, guards)
-
-
-def exchange_after_checkpoint(rank: int, world: int, n: int, timeout: float) -> None:
-    transport = own(timeout=timeout)
-    transport.barrier()
-    checkpoint("exchange")
-    fail_then_raise(transport, lambda: exchange(transport, n))
-
-
-@pytest.mark.parametrize("lost, store", tiered([(1, "file"), (2, "tcp"), (0, "tcp")], lambda lost, store: lost == 0))
-def test_a_killed_rank_is_gone(lost: int, store: str) -> None:
-    signals = {(lost, "exchange"): signal.SIGKILL}
-    outcomes = outcomes_of(exchange_after_checkpoint, 3, 10_000, 30.0, signals=signals, store=store)
-    survivors(outcomes, lost, f"rank {lost} is gone (process ", (lost,))
-
-
-@pytest.mark.parametrize("n", tiered([10_000, 50_000_000], lambda n: n > 1 << 20))
-def test_a_stopped_rank_is_stopped(n: int) -> None:
-    """Also one that leaves half of a long message on its way."""
-    signals = {(1, "exchange"): signal.SIGSTOP}
-    outcomes = outcomes_of(exchange_after_checkpoint, 3, n, 3.0, signals=signals)
-    assert outcomes[1].kind == "hung"
-    survivors(outcomes, 1, "rank 1 is stopped (process ", (1,))
-
-
-def kill_while_it_moves(rank: int, world: int, how: str) -> None:
-    transport = own(timeout=20)
-    transport.barrier()
-    x = torch.zeros(1 << 22)
-    if rank == 1:
-        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-
-    def for_ever() -> None:
-        while True:
-            if how == "exchange":
-                exchange(transport, 1 << 24)
-            elif how == "all_reduce":
-                transport.all_reduce(x)
-            elif rank == 0:
-                transport.send(x, 1)
-            else:
-                transport.recv(x, 0)
-
-    fail_then_raise(transport, for_ever)
-
-
-@pytest.mark.parametrize("how", tiered(["exchange", "all_reduce", "send"], lambda how: how == "exchange"))
-def test_a_rank_killed_while_data_moves_is_gone_long_before_the_deadline(how: str) -> None:
-    outcomes = outcomes_of(kill_while_it_moves, 2, how)
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    assert outcomes[0].error[0] == "TransportError", outcomes[0]
-    assert "rank 1 is gone" in outcomes[0].error[1]
-
-
-def close_early(rank: int, world: int) -> None:
-    transport = own(timeout=60)
-    transport.barrier()
-    if rank == 1:
-        transport.close()
-        stay_until_the_others_end()
-        return
-    fail_then_raise(transport, lambda: exchange(transport, 10))
-
-
-def test_a_rank_that_closes_is_named() -> None:
-    survivors(outcomes_of(close_early, 3), 1, "rank 1 closed its transport after collective 1", (1,))
 
 
 def interrupt_a_call(rank: int, world: int) -> None:
