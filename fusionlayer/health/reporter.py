@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +33,8 @@ _FRESH, _READING = 5.0, 1.0
 _KEEP = 1.0
 # Seconds that a difference between calls waits for the lines of the program that have made them.
 _LINES = 3.0
+# Lower ranks whose states are read at once.
+_AT_ONCE = 8
 # Lines that the file keeps.
 _KEPT = 200
 
@@ -106,13 +108,22 @@ class Reporter:
     @property
     def is_first(self) -> bool:
         """Whether the processes of all lower ranks are known to be gone or stopped."""
-        lower = [self._states.get(rank) for rank in range(self._rank)]
+        lower = (self._states.get(rank) for rank in range(self._rank))
         return all(state is not None and state.process.trouble(self._process) for state in lower)
 
     @property
-    def knows_lower(self) -> bool:
-        """Whether all lower ranks have written a state, which a rank has to know that is to report instead of them."""
-        return all(rank in self._states for rank in range(self._rank))
+    def unknown(self) -> Sequence[int]:
+        """The next lower ranks whose processes this rank has to know, to report instead of them; none if it never will.
+
+        A process of another host is never seen to be gone, so a rank behind one reads no more than that one's state.
+        """
+        for rank in range(self._rank):
+            state = self._states.get(rank)
+            if state is None:
+                return range(rank, min(self._rank, rank + _AT_ONCE) if rank else 1)
+            if not state.process.place or state.process.place != self._process.place:
+                break
+        return ()
 
     @property
     def sees_trouble(self) -> bool:

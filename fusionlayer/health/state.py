@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from ..base import records
 from ..base.errors import ConfigError, printable
@@ -207,7 +208,31 @@ class StateRequest(NamedTuple):
 
 def encode(record: RankState | Finding) -> str:
     """Return the text of a state or a finding, without what has its default."""
-    return json.dumps(records.plain(record))
+    data = records.plain(record)
+    for channel in data["channels"].values() if isinstance(record, RankState) and record.channels else ():
+        channel["ranks"] = _spans(channel["ranks"])
+    return json.dumps(data)
+
+
+def _spans(ranks: list[int]) -> list[list[int]]:
+    """Return ``ranks`` as few ranges: first, end and step. Groups have a row or a column of the ranks, or all."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        first, end, step = spans[-1] if spans else (rank, rank, 0)
+        if spans and end == first + step and rank > first:  # of one rank so far
+            spans[-1] = [first, rank + rank - first, rank - first]
+        elif spans and rank == end:
+            spans[-1][1] += step
+        else:
+            spans.append([rank, rank + 1, 1])
+    return spans
+
+
+def _expand(data: Any, size: int) -> Any:
+    """Replace the ranges of ranks in a state by the ranks, at most ``size`` of them."""
+    for channel in data["channels"].values() if "channels" in data else ():
+        channel["ranks"] = [*islice((rank for span in channel["ranks"] for rank in range(*span)), size + 1)]
+    return data
 
 
 def decode(text: bytes, rank: int, size: int) -> RankState | None:
@@ -216,8 +241,8 @@ def decode(text: bytes, rank: int, size: int) -> RankState | None:
     if not text or len(text) > (1 << 20) + 1024 * size:
         return None
     try:
-        state = records.build(RankState, json.loads(text), "state")
-    except (ValueError, RecursionError, ConfigError):
+        state = records.build(RankState, _expand(json.loads(text), size), "state")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, ConfigError):
         return None
     fits = state.rank == rank and all(0 <= number < size for number in _numbers(state))
     return state if fits and all(_is_right(channel, size) for channel in state.channels.values()) else None

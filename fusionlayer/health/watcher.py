@@ -34,7 +34,7 @@ _logger = logging.getLogger("fusionlayer")
 _TICK, _LOOK = 0.2, 1.0
 # Seconds between two states that a rank writes: while all is well, and while it waits or others may wait for it.
 _BEAT, _STILL = 3.0, 1.5
-# The share of the time that looking at single calls may take.
+# The share of the time that looking at single calls may take, and looking at connections.
 _SHARE = 1 / 300
 # Seconds for which a rank that fails waits until the first one has read why.
 _LINGER = 3.0
@@ -100,6 +100,8 @@ class Watcher:
         self._written = self._looked = self._detailed = self._read = -1e9
         # Seconds that looking at single calls takes, and whether there are some that were not looked at.
         self._cost, self._has_news = 0.0, False
+        # When the kernel's counts of all connections were read last, and the seconds that this takes.
+        self._counted, self._counting = -1e9, 0.0
         self._answered = ""
         self._error = self._error_at = ""
         self._ending = threading.Event()
@@ -246,9 +248,10 @@ class Watcher:
             self._looked = now
             self._look(now, keys)
         is_first = reporter.is_first
-        if now - self._read >= (_LOOK if is_first or not reporter.knows_lower else _BEAT):
+        ranks = range(keys.size) if is_first else reporter.unknown
+        if ranks and now - self._read >= _LOOK:
             self._read = now
-            reporter.read(keys, range(keys.size if is_first else keys.rank), now)
+            reporter.read(keys, ranks, now)
             reporter.hear(self._state, now)
         elif not reporter.sees_trouble:
             return
@@ -266,7 +269,11 @@ class Watcher:
         waits = in_call and self._usual.is_long(now)
         asked, _ = keys.news()
         wanted = asked != self._answered or (waits and not waited)
-        links = self._links.look(now, counters())
+        links = self._state.links
+        if now - self._counted >= max(_LOOK, self._counting / _SHARE):
+            begun = time.thread_time()
+            self._counted, links = now, self._links.look(now, counters())
+            self._counting = time.thread_time() - begun
         self._state = replace(
             self._state,
             idle=self._usual.idle(now),
@@ -325,7 +332,7 @@ class Watcher:
         self._write(keys, state)
         while error and time.monotonic() < deadline and not keys.cause():
             # Lower ranks may be gone without a word: then this one is the first.
-            reporter.read(keys, range(keys.rank), time.monotonic())
+            reporter.read(keys, reporter.unknown, time.monotonic())
             if reporter.is_first:
                 break
             time.sleep(_TICK)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from fusionlayer.health import heartbeat, inquiry
+from fusionlayer.health import heartbeat, inquiry, watcher
 from fusionlayer.health.calls import Call
 from fusionlayer.health.heartbeat import Heartbeat
 from fusionlayer.health.inquiry import Position
+from fusionlayer.health.recorder import Recorder
+from fusionlayer.health.state import ChannelState, RankState, decode, encode
+from fusionlayer.health.watcher import Watcher
 from fusionlayer.process.processes import Identity
 from tests.counting import Clock, CountingStore
 from tests.tiers import tiered
@@ -107,3 +113,48 @@ def test_a_message_is_blamed_on_its_partner_whoever_asks(
     assert {rank: text.partition(" is")[0] for rank, text in blamed.items()} == {
         rank: f"rank {rank - 1}" for rank in (1, 2, 3)
     }
+
+
+@pytest.mark.parametrize("world", tiered([256, 1024], fast=lambda world: world == 256))
+def test_watching_costs_each_rank_but_the_first_the_same_whatever_their_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world: int
+) -> None:
+    """Ranks are eight to a host, and all are in a call of the group of all."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    channel = ChannelState(tuple(range(world)), 8, 8, recent=((8, Call("barrier")),))
+    monkeypatch.setattr(Recorder, "progress", lambda *_, **__: {"group 0": channel})
+    monkeypatch.setattr(Recorder, "detailed", lambda _, channels, **__: channels)
+    monkeypatch.setattr(watcher, "counters", dict)
+    values: dict[str, bytes] = {}
+    stores = [CountingStore(values) for _ in range(world)]
+    here = Identity.own()
+    jobs = []
+    for rank, store in enumerate(stores):
+        job = Watcher(store, rank, world, 5.0, tmp_path / str(rank))
+        process = here if rank < 8 else replace(here, place=str(rank // 8))
+        job._state = replace(job._state, process=process)
+        job._reporter._process = process
+        jobs.append(job)
+    for second in range(12):
+        for job in jobs:
+            job._tick(1000.0 + second)
+        if second == 3:  # the ranks of a host know each other
+            for store in stores:
+                store.requests = store.nbytes = 0
+    for job in jobs:
+        job._release()
+    assert max(store.requests for store in stores[1:]) <= 12
+    assert max(store.nbytes for store in stores[1:]) < 3000
+    assert stores[0].nbytes < 8 * 700 * world, "the first rank reads what all write"
+    assert jobs[7]._reporter.unknown == () == jobs[world - 1]._reporter.unknown
+
+
+def test_a_state_has_groups_as_ranges() -> None:
+    groups = {"all": range(1024), "row": range(8, 16), "column": range(3, 1024, 8), "pair": (5, 700), "one": (9,)}
+    channels = {name: ChannelState(tuple(ranks), 2, 1) for name, ranks in groups.items()}
+    state = RankState(3, Identity.own(), 1, channels=channels)
+    text = encode(state)
+    assert len(text) < 700 and decode(text.encode(), 3, 1024) == state
+    many = text.replace("[3, 1027, 8]", "[0, 1000000000000, 1]").encode()
+    assert decode(many, 3, 1024) is None and decode(text.encode(), 3, 1000) is None

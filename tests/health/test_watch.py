@@ -173,7 +173,7 @@ def _first_lost(rank: int, world: int, folder: str) -> None:
     watcher = fl.watch(patience=1.5)
     assert watcher is not None
     known = Path(folder) / "known"
-    while rank and not watcher._reporter.knows_lower:
+    while rank and watcher._reporter.unknown:
         time.sleep(0.05)
     if rank:
         known.touch()
