@@ -20,6 +20,7 @@ from .launch.last_error import leave_to_launcher
 from .process import forks, interfaces
 from .transport import Transport, local
 from .transport.c10d import C10dTransport, make_default_group
+from .transport.devices import refuse_old_gpu, refuse_rocm
 from .transport.links.socket_options import chosen
 
 __all__ = [
@@ -93,6 +94,9 @@ def init(
         if _job is not None or local.current() is not None:
             return
         libraries.check()  # one rank alone may need it only much later
+        refuse_rocm()
+        if torch.cuda.is_initialized():  # else the first CUDA tensor's GPU is examined when the ranks connect
+            refuse_old_gpu(torch.device("cuda", torch.cuda.current_device()))
         leave_to_launcher()
         if _is_parents and dist.is_initialized():
             raise forks.refuse("torch.distributed and fusionlayer belong to its parent")

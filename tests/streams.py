@@ -5,6 +5,9 @@ what a GPU would be free to do in another order. Each stream has a vector clock:
 before its next work. Events carry clocks from stream to stream, and to the host. Two accesses to the same bytes, one of
 them a write, must be ordered by these clocks; else they are a race, whatever the values were this time.
 
+There may be several devices. As in CUDA each thread has a current one, which is the first until the thread sets another.
+An event belongs to the device on which it was recorded first.
+
 Memory is watched, too. When a tensor's memory is freed, its allocator may give it to the next work of the stream on
 which it was allocated. So whatever has used it must be ordered before that, or be announced by ``record_stream``.
 """
@@ -16,8 +19,9 @@ import textwrap
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,7 +47,7 @@ class Stream:
     gpu: Gpu
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.device = DEVICE
+        self.device = self.gpu.device_of(device)
         self.priority = priority
         self.number = self.cuda_stream = self.gpu.streams
         self.gpu.streams += 1
@@ -69,9 +73,13 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Clock = {}
+        self.device: torch.device | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or Stream.gpu.current()).clock)
+        stream = stream or Stream.gpu.current()
+        if self.device not in (None, stream.device):
+            raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
+        self.device, self.clock = stream.device, dict(stream.clock)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or Stream.gpu.current()).wait_event(self)
@@ -111,10 +119,11 @@ class OnGpu(Tensor):
     """A tensor that says it is on the GPU; operations on it are those of the current stream."""
 
     elements: Tensor
+    where: torch.device
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, elements: Tensor) -> OnGpu:
+    def __new__(cls, elements: Tensor, where: torch.device = DEVICE) -> OnGpu:
         made: OnGpu = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             elements.shape,
@@ -123,12 +132,12 @@ class OnGpu(Tensor):
             dtype=elements.dtype,
             device="cpu",
         )
-        made.elements = elements
+        made.elements, made.where = elements, where
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
+        return self.where
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -138,8 +147,9 @@ class OnGpu(Tensor):
         return self.elements.data_ptr()
 
     def tolist(self) -> Any:
-        Stream.gpu.touch(self.elements, False, "tolist")
-        Stream.gpu.current().synchronize()
+        with Stream.gpu.at(self.where):
+            Stream.gpu.touch(self.elements, False, "tolist")
+            Stream.gpu.current().synchronize()
         return self.elements.tolist()
 
     def record_stream(self, stream: Any) -> None:
@@ -157,9 +167,14 @@ class _Factories(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
         if _is_gpu(kwargs.get("device")) and not any(isinstance(x, OnGpu) for x in args):
-            return Stream.gpu.made(func(*args, **{**kwargs, "device": "cpu"}), func.__name__)
-        if func is Tensor.to and any(map(_is_gpu, args[1:])) and isinstance(args[0], OnGpu):
-            return args[0].clone() if kwargs.get("copy") else args[0]
+            where = Stream.gpu.device_of(kwargs["device"])
+            return Stream.gpu.made(func(*args, **{**kwargs, "device": "cpu"}), func.__name__, where)
+        if func is Tensor.to and any(map(_is_gpu, args[1:])):
+            where = Stream.gpu.device_of(next(filter(_is_gpu, args[1:])))
+            if not isinstance(args[0], OnGpu):
+                return Stream.gpu.made(args[0].clone(), "to", where)
+            if args[0].where == where:
+                return args[0].clone() if kwargs.get("copy") else args[0]
         return func(*args, **kwargs)
 
 
@@ -174,10 +189,14 @@ class Gpu:
         races: what it has found so far, one line each.
         streams: number of streams that were made.
         capturing: whether the program captures a CUDA graph.
+
+    Args:
+        visible: the GPUs of the host that this process sees; number i of them is its cuda:i.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, visible: Sequence[int] = (0,)) -> None:
         Stream.gpu = self
+        self.visible = visible
         self.races: list[str] = []
         self.streams = 0
         self.capturing = False
@@ -188,27 +207,60 @@ class Gpu:
         self._kept: defaultdict[int, set[int]] = defaultdict(set)
         self._freed: deque[_Freed] = deque()
         self._here = threading.local()
-        self.default = Stream()
+        self._defaults = [Stream(torch.device("cuda", index)) for index in range(len(visible))]
+        self.default = self._defaults[0]
 
     # ---- what stands in for torch.cuda ------------------------------------------------------------------------------
 
     def current(self, device: object = None) -> Stream:
-        stream: Stream = getattr(self._here, "stream", self.default)
+        where = self.device_of(device)
+        stream: Stream = self._streams_here().get(where.index, self._defaults[where.index])
         return stream
 
-    def set_stream(self, stream: Stream) -> None:
-        if not hasattr(self._here, "stream") and threading.current_thread() is not threading.main_thread():
-            _Factories().__enter__()  # for good: no thread but the main one goes on without the model
-        self._here.stream = stream
+    def _streams_here(self) -> dict[int, Stream]:
+        """The streams that this thread has set, by device."""
+        return self._here.__dict__.setdefault("streams", {})  # type: ignore[no-any-return]
+
+    def device_of(self, device: object = None) -> torch.device:
+        """Return a device with its number: that of the calling thread's current one, if none is given."""
+        if device is not None:
+            device = torch.device("cuda", device) if isinstance(device, int) else torch.device(str(device))
+            if device.index is not None:
+                assert device.type == "cuda" and device.index < len(self.visible), f"{device} of {len(self.visible)}"
+                return device
+        return torch.device("cuda", getattr(self._here, "device", 0))
+
+    def _properties(self, device: object = None) -> Any:
+        number = self.visible[self.device_of(device).index]
+        return SimpleNamespace(uuid=f"GPU-{number}", pci_domain_id=0, pci_bus_id=number, pci_device_id=0)
+
+    def set_device(self, device: object) -> None:
+        self._here.device = self.device_of(device).index
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before = self.current()
-        self.set_stream(stream)
+    def at(self, device: object) -> Iterator[None]:
+        before = self.device_of()
+        self.set_device(device)
         try:
             yield
         finally:
-            self._here.stream = before
+            self.set_device(before)
+
+    def set_stream(self, stream: Stream) -> None:
+        if "streams" not in self._here.__dict__ and threading.current_thread() is not threading.main_thread():
+            _Factories().__enter__()  # for good: no thread but the main one goes on without the model
+        self._streams_here()[stream.device.index] = stream
+        self.set_device(stream.device)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before = self.current(stream.device)
+        with self.at(stream.device):
+            self.set_stream(stream)
+            try:
+                yield
+            finally:
+                self._streams_here()[stream.device.index] = before
 
     @contextmanager
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
@@ -219,6 +271,13 @@ class Gpu:
             "current_stream": self.current,
             "set_stream": self.set_stream,
             "stream": self.on,
+            "device": self.at,
+            "set_device": self.set_device,
+            "current_device": lambda: self.device_of().index,
+            "device_count": lambda: len(self.visible),
+            "is_available": lambda: True,
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": self._properties,
             "is_current_stream_capturing": lambda: self.capturing,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -231,20 +290,30 @@ class Gpu:
 
     # ---- tensors and what is done with them -------------------------------------------------------------------------
 
-    def made(self, elements: Tensor, what: str) -> OnGpu:
+    def made(self, elements: Tensor, what: str, where: torch.device | None = None) -> OnGpu:
         """Return new memory as a tensor of the model, allocated and perhaps written by the current stream."""
-        storage = elements.untyped_storage()
-        start, stream = storage.data_ptr(), self.current()
+        storage, where = elements.untyped_storage(), self.device_of(where)
+        start, stream = storage.data_ptr(), self.current(where)
         if storage.nbytes():
             weakref.finalize(storage, self._free, start, start + storage.nbytes(), stream).atexit = False
         if not what.startswith(("empty", "new_empty")):
             self.touch(elements, True, what)
-        return OnGpu(elements)
+        return OnGpu(elements, where)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an operation and record what it reads and writes."""
         what = func._schema.name.removeprefix("aten::")
         wrappers = {id(x.elements): x for x in tree_leaves((args, kwargs)) if isinstance(x, OnGpu)}
+        wheres = {x.where for x in wrappers.values()}
+        where = next(iter(wheres), self.device_of())
+        if len(wheres) > 1 and what not in ("copy_", "_to_copy"):
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {what} got {wheres}")
+        with self.at(where):
+            return self._run_at(where, wrappers, func, args, kwargs, what)
+
+    def _run_at(
+        self, where: torch.device, wrappers: Mapping[int, OnGpu], func: Any, args: Any, kwargs: Any, what: str
+    ) -> Any:
         plain_args, plain = tree_map_only(OnGpu, lambda x: x.elements, (args, kwargs))
         known = {x.untyped_storage().data_ptr() for x in tree_leaves((plain_args, plain)) if isinstance(x, Tensor)}
         out = func(*plain_args, **plain)
@@ -263,7 +332,7 @@ class Gpu:
         def wrap(x: Tensor) -> Tensor:
             if id(x) in wrappers or id(x) in map(id, tree_leaves((plain_args, plain))):
                 return wrappers.get(id(x), x)
-            return OnGpu(x) if x.untyped_storage().data_ptr() in known else self.made(x, what)
+            return OnGpu(x, where) if x.untyped_storage().data_ptr() in known else self.made(x, what, where)
 
         return tree_map_only(Tensor, wrap, out)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..base.errors import TransportError, UsageError, require
 from ..process.processes import Identity
 from .connected import ConnectedTransport
+from .devices import check_devices
 from .links.base import Link, LinkError
 from .links.faster import is_faster
 from .links.gloo import GlooLink
@@ -47,7 +48,6 @@ class _GroupRendezvous(Rendezvous):
 
     Attributes:
         nccl: whether CUDA tensors are sent by NCCL.
-        gloo: whether CPU tensors are sent by gloo.
         sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
         pays: whether they are faster than gloo; None: that was not measured yet.
         peer_bytes: as of ``Transport``.
@@ -55,7 +55,6 @@ class _GroupRendezvous(Rendezvous):
     """
 
     nccl: bool
-    gloo: bool
     sockets: SocketOptions | None = None
     pays: bool | None = None
     peer_bytes: int = 0
@@ -65,10 +64,11 @@ class _GroupRendezvous(Rendezvous):
 class C10dTransport(ConnectedTransport):
     """This process's end of a group of processes. All of them make it together.
 
-    The transport makes its own connections; the given group only says which processes. CUDA tensors are sent by NCCL if
-    the group has NCCL, else through pinned host memory. CPU tensors are sent by gloo, or through the device if the
-    group has only NCCL. Over gloo, ``send`` may wait for the matching ``recv``. Over NCCL, calls return before the
-    device has done the work, so a later call reports a failed peer.
+    The transport makes its own connections; the given group only says which processes. CPU tensors are sent by gloo.
+    CUDA tensors are sent by NCCL if the group has NCCL, else through pinned host memory. The ranks connect by NCCL in
+    their first collective call with a CUDA tensor, on that tensor's device (``connect_device``). Over gloo, ``send``
+    may wait for the matching ``recv``. Over NCCL, calls return before the device has done the work, so a later call
+    reports a failed peer.
 
     Args:
         group: which processes; None is the default group.
@@ -148,7 +148,6 @@ class C10dTransport(ConnectedTransport):
             size=len(ranks),
             store_rank=_store_rank(ranks),
             nccl=nccl,
-            gloo=True,
             known=known,
             sockets=sockets,
             peer_bytes=peer_bytes,
@@ -162,7 +161,7 @@ class C10dTransport(ConnectedTransport):
     def _common(self) -> dict[str, object]:
         sockets = self._rendezvous.sockets
         name = "c10d" if sockets is None else "auto" if sockets.only_if_faster else "sockets"
-        common = {"transport": name, "peer_bytes": self.peer_bytes}
+        common = {"transport": name, "sees_cuda": self._rendezvous.nccl, "peer_bytes": self.peer_bytes}
         for each in ("connections", "authenticate", "encrypt"):
             common[each] = sockets and getattr(sockets, each)
         return super()._common() | common
@@ -174,18 +173,22 @@ class C10dTransport(ConnectedTransport):
 
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
         sockets = self._rendezvous.sockets
-        nccl = self._rendezvous.nccl and not self._checksum and (sockets is None or sockets.only_if_faster)
+        by_nccl = self._rendezvous.nccl and not self._checksum and (sockets is None or sockets.only_if_faster)
+        self._awaits_device = self._queues = by_nccl
         if sockets is not None and not sockets.only_if_faster:
             yield "cpu", self._own_link(connecting, sockets)
         elif sockets is not None:
             yield "cpu", self._faster_link(connecting, sockets)
-        elif self._rendezvous.gloo or not nccl:
+        else:
             yield "cpu", self._gloo_link(connecting)
-        if nccl:
-            store, device = connecting.waiting_store(), torch.device("cuda", torch.cuda.current_device())
-            link = connecting.run(lambda _: NcclLink(store, self.rank, self.size, self.timeout, device))
-            yield "cuda", link
-            if self.peer_bytes and len(self.nodes) == 1:
+
+    def _make_device_links(self, connecting: Connecting, device: torch.device) -> Iterator[tuple[str, Link]]:
+        connecting.run(lambda store: check_devices(store, self.rank, self.size, device))
+        store = connecting.waiting_store()
+        link = connecting.run(lambda _: NcclLink(store, self.rank, self.size, self.timeout, device))
+        yield "cuda", link
+        if self.peer_bytes and len(self.nodes) == 1:
+            with torch.cuda.device(device):
                 yield from self._over_peers(connecting, link)
 
     def _over_peers(self, connecting: Connecting, link: Link) -> Iterator[tuple[str, Link]]:
@@ -334,7 +337,6 @@ def _next_rendezvous(group: dist.ProcessGroup | None) -> _GroupRendezvous:
         size=len(ranks),
         store_rank=_store_rank(ranks),
         nccl=nccl,
-        gloo="cpu" in backends or not nccl,
         known={place: met[other] for place, other in enumerate(ranks) if other in met},
     )
 

@@ -8,8 +8,11 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
+
+import torch
 
 from ..base.errors import PlanMismatch, TransportError
 from ..health.heartbeat import Heartbeat
@@ -92,6 +95,7 @@ class ConnectedTransport(LinkedTransport):
         for link in self._links.values():
             forks.keep(link)
         self._links.clear()
+        self._awaits_device = False
         self._watch = None
         self._failure = forks.refuse("the transport belongs to its parent")
 
@@ -108,23 +112,16 @@ class ConnectedTransport(LinkedTransport):
             "a transport",
             self.timeout,
             self._stall_warning,
-            is_overdue=lambda: any(link.overdue() for link in links.values()),
+            is_overdue=lambda: any(link.overdue() for link in [*links.values()]),
             interrupt=lambda: close_all(links),
         )
         self._watch = watch = connecting.watch
-        try:
+        with self._linking(connecting):
             given = self.rank, self.size, self._node, self._common()
             nodes, every = connecting.run(lambda store: gather_settings(store, *given))
             self._settle(nodes, every)
             for device, link in self._make_links(connecting):
                 links[device] = link
-                self._queues = self._queues or link.only_queues
-            connecting.run(lambda store: await_links(store, self.size))
-        except (LinkError, RuntimeError) as error:
-            finding = connecting.find_cause(error)
-            failure = connecting.error(finding)
-            self._shut(failure, finding)
-            raise failure from error
         watch.leave()
         self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of))
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
@@ -132,17 +129,54 @@ class ConnectedTransport(LinkedTransport):
         self._dropped = weakref.finalize(self, _abandon, links, watch)
         self._dropped.atexit = False
 
+    def connect_device(self, device: torch.device) -> None:
+        if not self._awaits_device:
+            return
+        self._check_open()
+        if torch.cuda.is_current_stream_capturing():
+            return  # the call that follows is refused
+        self._awaits_device = False
+        name = f"{self._rendezvous.name}/{device.type}"
+        connecting = Connecting(
+            replace(self._rendezvous, name=name), f"connections of {device}", self.timeout, self._stall_warning
+        )
+        with self._linking(connecting):
+            for kind, link in self._make_device_links(connecting, device):
+                self._links[kind] = link  # the monitor's thread copies the links before it looks at each
+        connecting.watch.leave()
+        connecting.watch.end()
+
+    def _make_device_links(self, connecting: Connecting, device: torch.device) -> Iterator[tuple[str, Link]]:
+        """As ``_make_links``, for tensors on ``device``, where ``_awaits_device`` said that such links are to come."""
+        raise AssertionError(f"{type(self).__name__} has no links of its own for {device}")
+
+    @contextmanager
+    def _linking(self, connecting: Connecting) -> Iterator[None]:
+        """Let the body make links; wait until all ranks have theirs. An error closes the transport.
+
+        Raises:
+            TransportError: links failed. It names the cause, which is found out first.
+        """
+        try:
+            yield
+            connecting.run(lambda store: await_links(store, self.size))
+        except PlanMismatch:
+            self.close()
+            raise
+        except (LinkError, RuntimeError) as error:
+            finding = connecting.find_cause(error)
+            failure = connecting.error(finding)
+            self._shut(failure, finding)
+            connecting.watch.end(finding)
+            raise failure from error
+
     def _common(self) -> dict[str, object]:
         """Return the settings that must be equal on all ranks."""
         return {"checksum": self._checksum}
 
     def _settle(self, nodes: Sequence[str], every: Sequence[Mapping[str, object]]) -> None:
         """Compare the settings of all ranks, and decide whose messages carry a checksum."""
-        try:
-            check_equal(self.rank, every)
-        except PlanMismatch:
-            self.close()
-            raise
+        check_equal(self.rank, every)
         self._nodes = group_by_node(nodes)
         self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 

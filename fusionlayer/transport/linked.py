@@ -51,17 +51,23 @@ class LinkedTransport(Transport):
         self.rank, self.size, self.timeout = rank, size, timeout
         self._failure: TransportError | UsageError | None = None
         self._is_closed = self._queues = False
+        # Whether links for CUDA tensors are still to be made, by the first call with one that all ranks make together.
+        self._awaits_device = False
         self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...], str], _ExchangePlan] = {}
         self._links: dict[str, Link] = {}
         self._watch: Heartbeat | None = None
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
+        if self._awaits_device and x.is_cuda:
+            self.connect_device(x.device)
         link = self._links.get(x.device.type)
         if not isinstance(link, RowLink) or out.shape != (self.size, x.numel()) or not _are_rows(x, out):
             return self.exchange([x] * self.size, list(out.unbind(0)))
         self._run(Call.rows(self.size, x.numel(), self.purpose), self._move_rows, link.all_gather, x, out)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        if self._awaits_device and x.is_cuda:
+            self.connect_device(x.device)
         link = self._links.get(x.device.type)
         if not isinstance(link, RowLink) or x.size(0) != self.size or x.shape != out.shape or not _are_rows(x, out):
             return self.exchange(list(x.unbind(0)), list(out.unbind(0)))
@@ -69,6 +75,8 @@ class LinkedTransport(Transport):
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
         tensors = (*sends, *recvs)
+        if self._awaits_device and (device := next((x.device for x in tensors if x.is_cuda), None)):
+            self.connect_device(device)
         sizes = tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)), self.purpose
         plan = self._exchanges.get(sizes)
         if plan is None or set(map(_DTYPE, tensors)) != _BYTES or not all(map(Tensor.is_contiguous, tensors)):
@@ -96,7 +104,7 @@ class LinkedTransport(Transport):
         if self.size == 1:
             return
         on_cuda = set(map(_IS_CUDA, (*sends, *recvs)))
-        link = self._links.get("cuda" if True in on_cuda else "cpu") or self._any_link()
+        link = self._link_for(next(filter(_IS_CUDA, (*sends, *recvs)), own))
         is_near = on_cuda == {link.device.type == "cuda"}
         near, wanted = list(map(sends.__getitem__, plan.to)), list(map(recvs.__getitem__, plan.source))
         targets = wanted
@@ -113,6 +121,8 @@ class LinkedTransport(Transport):
         self.bytes_sent += (self.size - 1) * (out.numel() // self.size)
 
     def all_reduce(self, x: Tensor) -> None:
+        if self._awaits_device and x.is_cuda:
+            self.connect_device(x.device)
         self._run(Call.all_reduce(x, self.purpose), self._sum, x)
 
     def _sum(self, key: int, x: Tensor) -> None:
@@ -125,6 +135,8 @@ class LinkedTransport(Transport):
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
     def broadcast(self, x: Tensor, root: int) -> None:
+        if self._awaits_device and x.is_cuda:
+            self.connect_device(x.device)
         self._run(Call.broadcast(x, root, self.size, self.purpose), self._copy_from, x, root)
 
     def _copy_from(self, key: int, x: Tensor, root: int) -> None:
@@ -156,6 +168,8 @@ class LinkedTransport(Transport):
         bring_back([near], [flat])
 
     def can_launch(self, device: torch.device) -> bool:
+        if self._awaits_device and device.type == "cuda":
+            self.connect_device(device)
         link = self._links.get(device.type)
         return link is not None and link.can_launch
 
@@ -206,8 +220,10 @@ class LinkedTransport(Transport):
             link.set_timeout(seconds)
 
     def only_queues(self, device: torch.device) -> bool:
+        if device.type == "cuda" and (self.size == 1 or self._awaits_device):
+            return True
         link = self._links.get(device.type)
-        return device.type == "cuda" if self.size == 1 else link is not None and link.only_queues
+        return link is not None and link.only_queues
 
     def drain(self) -> None:
         if self._is_closed:
@@ -246,14 +262,24 @@ class LinkedTransport(Transport):
         return TransportError(finding.text, finding.ranks) if finding else None
 
     def stages(self, device: torch.device) -> bool:
-        return device.type == "cuda" and "cuda" not in self._links
+        return device.type == "cuda" and "cuda" not in self._links and not self._awaits_device
 
     def _link_for(self, x: Tensor) -> Link:
-        """Return the link for ``x``, which may be on another device."""
-        return self._links.get("cuda" if x.is_cuda else "cpu") or self._any_link()
+        """Return the link for ``x``, which may be on another device.
 
-    def _any_link(self) -> Link:
-        return next(iter(self._links.values()))
+        Raises:
+            UsageError: ``x`` is on another GPU than the one for which the ranks have connected.
+        """
+        if not x.is_cuda or "cuda" not in self._links:
+            return self._links["cpu"]
+        link = self._links["cuda"]
+        if x.device != link.device:
+            raise UsageError(
+                f"rank {self.rank}: got a tensor on {x.device}, and this rank's connections are those of "
+                f"{link.device}; a process sends from one GPU: call torch.cuda.set_device({link.device.index}) and put "
+                "the model there"
+            )
+        return link
 
     def _fail_call(self, call: Call, error: BaseException) -> None:
         """Close the transport after an error in a call.
@@ -336,5 +362,5 @@ def key_of(call: Call, sequence: int) -> int:
 
 
 def close_all(links: Mapping[str, Link]) -> None:
-    for link in links.values():
+    for link in [*links.values()]:  # the monitor's thread closes them while a call may add the one of a device
         link.close()

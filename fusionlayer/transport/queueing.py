@@ -14,6 +14,17 @@ __all__ = ["Queueing"]
 class Queueing(ABC):
     """How a transport treats devices. By default calls end with their work, and kernels do not wait for other ranks."""
 
+    def connect_device(self, device: torch.device) -> None:  # noqa: B027 - most transports need no more connections
+        """Connect the ranks for tensors on ``device`` now. All ranks call it together; a later call does nothing.
+
+        Without it the first collective call with such a tensor connects them. Messages between two ranks before that
+        are sent through the host's memory.
+
+        Raises:
+            TransportError: a rank failed, timed out, or has a device that cannot be connected.
+            PlanMismatch: the ranks' devices do not go together.
+        """
+
     def only_queues(self, device: torch.device) -> bool:
         """Return whether calls with tensors on ``device`` only queue work on its current stream.
 

@@ -11,6 +11,9 @@ from ..base.errors import PlanMismatch, TransportError
 
 __all__ = ["await_links", "check_equal", "gather_settings"]
 
+# What to do about facts that no setting decides.
+_REMEDIES = {"sees_cuda": "make GPUs visible to every rank or to none: CUDA_VISIBLE_DEVICES, and the driver, decide"}
+
 
 def gather_settings(
     store: dist.Store, rank: int, size: int, node: str, settings: Mapping[str, object]
@@ -50,7 +53,7 @@ def check_equal(rank: int, every: Sequence[Mapping[str, object]]) -> None:
             shown = ", ".join(f"rank {peer}: {json.dumps(value)}" for peer, value in enumerate(values))
             raise PlanMismatch(
                 f"setting {name} differs over ranks (this is rank {rank}): {differ} differ from rank 0 "
-                f"({shown}); give every rank the same setting",
+                f"({shown}); {_REMEDIES.get(name, 'give every rank the same setting')}",
                 ranks=differ,
             )
 

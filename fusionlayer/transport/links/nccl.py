@@ -50,7 +50,7 @@ class NcclLink(QueueingLink, RowLink):
         options._timeout = timedelta(seconds=_WATCHDOG_FACTOR * timeout)
         # Where both have work, messages go before the kernels of backward: other ranks wait for them.
         options.is_high_priority_stream = True
-        with _environment(_WATCHDOG):
+        with _environment(_WATCHDOG), _without_desync_debug():
             # Any: torch's type stubs lack some of its methods.
             self._group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         # Here and not in the first call, in which a rank that has nothing to exchange would have no part.
@@ -114,6 +114,18 @@ class NcclLink(QueueingLink, RowLink):
 def _word() -> Tensor:
     """Return (1,) int32, 0, in memory of the host that the device reads."""
     return torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
+
+
+@contextmanager
+def _without_desync_debug() -> Iterator[None]:
+    """Let torch's debug level be INFO at most while the body runs: DETAIL switches the watchdog on again."""
+    level = dist.get_debug_level()
+    if level is dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
 
 
 @contextmanager

@@ -102,9 +102,11 @@ class QueueingLink(Link):
         self._is_drained = False
         with self._failing():
             pending = Pending(torch.cuda.Event(), torch.cuda.Event())
-            pending.begun.record()
+            # The caller's current device may be another one.
+            stream = torch.cuda.current_stream(self.device)
+            pending.begun.record(stream)
             yield pending
-            pending.ended.record()
+            pending.ended.record(stream)
         self._last = pending.ended
         self._pending.append(pending)
 

@@ -1,0 +1,86 @@
+"""Which GPU each rank sends from: what is refused, and what the ranks compare before NCCL connects them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ..base.errors import ConfigError, PlanMismatch
+from ..process.processes import node_name
+from .settings import gather_settings
+
+__all__ = ["check_devices", "refuse_old_gpu", "refuse_rocm"]
+
+# The compute capability that the CUDA kernels need: that of an A100.
+_LEAST = (8, 0)
+
+
+def check_devices(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    """Compare the GPUs of all ranks, which call it together before NCCL connects them.
+
+    Args:
+        store: for the keys of these connections alone.
+        rank: this rank.
+        size: number of ranks.
+        device: the GPU of this rank.
+
+    Raises:
+        PlanMismatch: two ranks share a GPU, which NCCL refuses. Every rank raises it.
+        ConfigError: this rank's GPU is too old.
+    """
+    refuse_old_gpu(device)
+    found = torch.cuda.get_device_properties(device)
+    slot = ":".join(str(getattr(found, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
+    # NCCL_HOSTID makes one host look like several to NCCL, which then lets ranks share a GPU.
+    mine = {
+        "host": os.environ.get("NCCL_HOSTID") or node_name(),
+        "slot": slot,
+        "gpu": str(getattr(found, "uuid", slot)),
+    }
+    _, every = gather_settings(store, rank, size, "", mine | {"device": str(device)})
+    owners: dict[tuple[object, object], int] = {}
+    for each, theirs in enumerate(every):
+        first = owners.setdefault((theirs["host"], theirs["slot"]), each)
+        if first == each:
+            continue
+        other = every[first]
+        if other["gpu"] != theirs["gpu"]:
+            problem = f"have slices of one GPU (MIG: {other['gpu']} and {theirs['gpu']}), and NCCL connects whole GPUs"
+            remedy = "give each rank a GPU of its own, or set transport: sockets in the settings, which needs no NCCL"
+        else:
+            problem = f"use one GPU ({other['device']} and {theirs['device']}, {theirs['gpu']}); NCCL needs one a rank"
+            remedy = (
+                "call torch.cuda.set_device(fusionlayer.local_rank()) before the model is built, or start fewer "
+                "processes on this host"
+            )
+        raise PlanMismatch(f"ranks {first} and {each} {problem}: {remedy}", ranks=[first, each])
+
+
+def refuse_old_gpu(device: torch.device) -> None:
+    """Refuse a GPU for which there are no kernels.
+
+    Raises:
+        ConfigError: its compute capability is less than 8.0.
+    """
+    found = torch.cuda.get_device_capability(device)
+    if found < _LEAST:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; expected at least "
+            f"{_LEAST[0]}.{_LEAST[1]} (A100 or newer): use another GPU, or hide it with CUDA_VISIBLE_DEVICES= and train "
+            "on the CPU"
+        )
+
+
+def refuse_rocm() -> None:
+    """Refuse AMD's GPUs, for which there are no kernels.
+
+    Raises:
+        ConfigError: torch is built for ROCm and sees a GPU.
+    """
+    if torch.version.hip is not None and torch.cuda.is_available():
+        raise ConfigError(
+            f"this torch is built for AMD's ROCm ({torch.version.hip}) and sees a GPU; fusionlayer has kernels for "
+            "NVIDIA's GPUs alone: set HIP_VISIBLE_DEVICES=-1 and train on the CPU"
+        )
