@@ -95,8 +95,7 @@ def init(
             return
         libraries.check()  # one rank alone may need it only much later
         refuse_rocm()
-        if torch.cuda.is_initialized():  # else the first CUDA tensor's GPU is examined when the ranks connect
-            refuse_old_gpu(torch.device("cuda", torch.cuda.current_device()))
+        refuse_old_gpu()  # if CUDA is in use already; else when the ranks connect for the first CUDA tensor
         leave_to_launcher()
         if _is_parents and dist.is_initialized():
             raise forks.refuse("torch.distributed and fusionlayer belong to its parent")

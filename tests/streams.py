@@ -5,8 +5,8 @@ what a GPU would be free to do in another order. Each stream has a vector clock:
 before its next work. Events carry clocks from stream to stream, and to the host. Two accesses to the same bytes, one of
 them a write, must be ordered by these clocks; else they are a race, whatever the values were this time.
 
-There may be several devices. As in CUDA each thread has a current one, which is the first until the thread sets another.
-An event belongs to the device on which it was recorded first.
+There may be several devices. As in CUDA each thread has a current one, which is the first until the thread sets
+another. An event belongs to the device on which it was recorded first.
 
 Memory is watched, too. When a tensor's memory is freed, its allocator may give it to the next work of the stream on
 which it was allocated. So whatever has used it must be ordered before that, or be announced by ``record_stream``.
@@ -14,6 +14,7 @@ which it was allocated. So whatever has used it must be ordered before that, or 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 import threading
@@ -169,13 +170,25 @@ class _Factories(TorchFunctionMode):
         if _is_gpu(kwargs.get("device")) and not any(isinstance(x, OnGpu) for x in args):
             where = Stream.gpu.device_of(kwargs["device"])
             return Stream.gpu.made(func(*args, **{**kwargs, "device": "cpu"}), func.__name__, where)
-        if func is Tensor.to and any(map(_is_gpu, args[1:])):
+        if func is _TO and any(map(_is_gpu, args[1:])):
             where = Stream.gpu.device_of(next(filter(_is_gpu, args[1:])))
             if not isinstance(args[0], OnGpu):
                 return Stream.gpu.made(args[0].clone(), "to", where)
             if args[0].where == where:
                 return args[0].clone() if kwargs.get("copy") else args[0]
         return func(*args, **kwargs)
+
+
+def _in_backward(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``factory`` for hooks that run within backward, where modes of Python are off."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return _Factories().__torch_function__(factory, (), args, kwargs)
+
+    return functools.wraps(factory)(make)
+
+
+_TO = Tensor.to
 
 
 def _is_gpu(device: object) -> bool:
@@ -276,6 +289,7 @@ class Gpu:
             "current_device": lambda: self.device_of().index,
             "device_count": lambda: len(self.visible),
             "is_available": lambda: True,
+            "is_initialized": lambda: True,
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": self._properties,
             "is_current_stream_capturing": lambda: self.capturing,
@@ -285,6 +299,9 @@ class Gpu:
         monkeypatch.setattr(NativeCodec, "_is_direct", property(lambda codec: False))
         for verb, arguments in _VERBS.items():
             monkeypatch.setattr(native, verb, self._recorded(verb, arguments))
+        for factory in (torch.empty, torch.full, torch.tensor, torch.zeros):
+            monkeypatch.setattr(torch, factory.__name__, _in_backward(factory))
+        monkeypatch.setattr(Tensor, "to", _in_backward(_TO))
         with _Factories():
             yield self
 

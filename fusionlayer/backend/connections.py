@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from ..base import config
@@ -21,23 +20,19 @@ def connect(
     name: str,
     timeout: timedelta,
     settings: config.Config,
-    device: int | None,
+    nccl: bool,
     alone: tuple[dist.Store, int] | None,
 ) -> Transport:
-    """Return the transport of a group's compressed calls, with NCCL if a CUDA ``device`` is given.
-
-    The thread that runs a call calls it, perhaps the queue's own, so the current device has to be set on it.
+    """Return the transport of a group's compressed calls. The thread that runs a call calls it.
 
     Args:
         ranks: the members' ranks in the default group.
         name: of these connections alone.
         timeout: the longest time that a call may wait.
         settings: of the group.
-        device: the CUDA device whose tensors are sent by NCCL; None: there is none.
+        nccl: whether CUDA tensors are sent by NCCL.
         alone: store and rank of a group of which torch does not know; None: the members meet by the default group.
     """
-    if device is not None:
-        torch.cuda.set_device(device)
     rank = dist.get_rank() if alone is None else alone[1]
     each = settings.ranks_per_node
     return C10dTransport.among(
@@ -49,6 +44,6 @@ def connect(
         checksum=settings.checksum,
         sockets=chosen(settings),
         peer_bytes=settings.peer_memory_mb << 20,
-        nccl=device is not None,
+        nccl=nccl,
         place=alone,
     )

@@ -501,10 +501,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             if self._queue is None:
                 name, native = self.group_name, self._native
                 nccl = native.serves.get("cuda") == "nccl"
-                device = torch.cuda.current_device() if nccl else None
                 alone = (self._store, self._rank) if self._is_alone else None
                 unique = f"group/{name}/{self.token}"
-                opens = partial(connect, self._ranks, unique, native.timeout, self._settings, device, alone)
+                opens = partial(connect, self._ranks, unique, native.timeout, self._settings, nccl, alone)
                 described = self.group_desc not in ("", "undefined")  # the latter is torch's word for none
                 compare = nccl and dist.get_debug_level() == dist.DebugLevel.DETAIL
                 at_once = nccl and not self._settings.checksum  # with checksums CUDA tensors are sent by gloo

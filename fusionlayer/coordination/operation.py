@@ -80,7 +80,7 @@ class Operation:
             raise again(self.error)
         self.check_once()
         if self.finished is not None:
-            stream = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(self.finished.device)
             stream.wait_event(self.finished)
             for x in self.result if isinstance(self.result, (list, tuple)) else ():
                 if isinstance(x, Tensor):

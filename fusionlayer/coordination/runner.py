@@ -43,6 +43,10 @@ class Runner:
     Args:
         transport: transport over all ranks.
         timeline: record of the operations.
+
+    Attributes:
+        joined_on: the GPU on which this rank takes part after ``join``, if it has sent no tensor of a GPU before.
+            Written before the join is announced, and read after it was answered.
     """
 
     def __init__(self, transport: Transport, timeline: Timeline) -> None:
@@ -50,6 +54,7 @@ class Runner:
         self._transport = transport
         self.timeline = timeline
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.joined_on: torch.device | None = None
 
     def run(self, parts: Sequence[OperationPart]) -> None:
         """Run operations of one kind as one message, and store the results in them."""
@@ -122,8 +127,12 @@ class Runner:
     @contextmanager
     def _on_stream(self, operations: Sequence[Operation], device: str) -> Iterator[None]:
         """Run the body on the runner's own CUDA stream, after the work that produces the tensors. No effect on CPU."""
-        if device != "cuda" or not operations:
+        if device != "cuda":
             yield
+            return
+        if not operations:  # this rank has joined, and its current device belongs to the thread that called join
+            with torch.cuda.device(next(iter(self._streams), self.joined_on)):
+                yield
             return
         where = operations[0].tensors[0].device
         if where not in self._streams:

@@ -118,6 +118,10 @@ class Session:
         self._thread = threading.Thread(target=self._loop, name="fusionlayer operations", daemon=True)
         self._thread.start()
 
+    def stand_in_on(self, device: torch.device | None) -> None:
+        """Let this rank take part on this GPU once it has joined, if it has sent no tensor of a GPU before."""
+        self._runner.joined_on = device
+
     def submit(
         self,
         kind: str,

@@ -290,6 +290,7 @@ class Lanes:
         if transport.only_queues(device):
             lanes = 1
         transport.agree("the number of lanes", lanes)
+        transport.connect_device(device)  # here, and not within the first backward
         offset = measure_clock(transport, wanted=timeline.enabled)
         if offset is not None:
             timeline.note_clock(*offset, transport.size)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
+from .. import context
 from ..base.errors import FusionLayerError
 from ..coordination import Session
 from ..scheduler.lanes import Job, Worker
@@ -51,13 +52,15 @@ def join(device: int = -1) -> int:
     the most updates.
 
     Args:
-        device: without effect. Tensors are made on the devices that the other ranks use.
+        device: the GPU on which this rank takes part if the others' tensors are on GPUs. -1: that of its own tensors
+            before; if there were none, the thread's current one, or the one of its local rank if none was set.
 
     Raises:
         HorovodInternalError: a peer failed, or a step that this rank took part in has failed.
     """
     here = session()
     try:
+        here.stand_in_on(_device_of(device))
         handle = here.submit("join", at_once=True)
         standing_in = _StandingIn(here)
         try:
@@ -69,6 +72,15 @@ def join(device: int = -1) -> int:
     except FusionLayerError as error:
         raise HorovodInternalError.of(error) from None
     return last
+
+
+def _device_of(index: int) -> torch.device | None:
+    if not torch.cuda.is_available():
+        return None
+    if index < 0:  # a process that has not used a GPU is not asked for its current one: that would take memory there
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        index = index or context.local_rank() % torch.cuda.device_count()
+    return torch.device("cuda", index)
 
 
 class _StandingIn:

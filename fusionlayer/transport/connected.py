@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from ..base.errors import PlanMismatch, TransportError
+from ..base.errors import ConfigError, PlanMismatch, TransportError
 from ..health.heartbeat import Heartbeat
 from ..health.state import Finding
 from ..process import forks
@@ -122,6 +122,7 @@ class ConnectedTransport(LinkedTransport):
             self._settle(nodes, every)
             for device, link in self._make_links(connecting):
                 links[device] = link
+                self._queues |= link.only_queues
         watch.leave()
         self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of))
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
@@ -160,7 +161,7 @@ class ConnectedTransport(LinkedTransport):
         try:
             yield
             connecting.run(lambda store: await_links(store, self.size))
-        except PlanMismatch:
+        except (ConfigError, PlanMismatch):  # every rank raises it
             self.close()
             raise
         except (LinkError, RuntimeError) as error:

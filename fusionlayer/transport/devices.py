@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ _LEAST = (8, 0)
 
 
 def check_devices(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """Compare the GPUs of all ranks, which call it together before NCCL connects them.
+    """Compare the GPUs of all ranks, which call it together before NCCL connects them. Every rank raises the same.
 
     Args:
         store: for the keys of these connections alone.
@@ -27,50 +28,64 @@ def check_devices(store: dist.Store, rank: int, size: int, device: torch.device)
         device: the GPU of this rank.
 
     Raises:
-        PlanMismatch: two ranks share a GPU, which NCCL refuses. Every rank raises it.
-        ConfigError: this rank's GPU is too old.
+        PlanMismatch: two ranks share a GPU, which NCCL refuses.
+        ConfigError: there are no kernels for the GPU of a rank.
     """
-    refuse_old_gpu(device)
     found = torch.cuda.get_device_properties(device)
     slot = ":".join(str(getattr(found, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
-    # NCCL_HOSTID makes one host look like several to NCCL, which then lets ranks share a GPU.
     mine = {
+        # NCCL_HOSTID makes one host look like several to NCCL, which then lets ranks share a GPU.
         "host": os.environ.get("NCCL_HOSTID") or node_name(),
         "slot": slot,
         "gpu": str(getattr(found, "uuid", slot)),
+        "device": str(device),
+        "unsupported": _why_unsupported(device),
     }
-    _, every = gather_settings(store, rank, size, "", mine | {"device": str(device)})
+    _, every = gather_settings(store, rank, size, "", mine)
+    for each, theirs in enumerate(every):
+        if theirs["unsupported"]:
+            raise ConfigError(f"rank {each}: {theirs['unsupported']}")
     owners: dict[tuple[object, object], int] = {}
     for each, theirs in enumerate(every):
         first = owners.setdefault((theirs["host"], theirs["slot"]), each)
-        if first == each:
-            continue
-        other = every[first]
-        if other["gpu"] != theirs["gpu"]:
-            problem = f"have slices of one GPU (MIG: {other['gpu']} and {theirs['gpu']}), and NCCL connects whole GPUs"
-            remedy = "give each rank a GPU of its own, or set transport: sockets in the settings, which needs no NCCL"
-        else:
-            problem = f"use one GPU ({other['device']} and {theirs['device']}, {theirs['gpu']}); NCCL needs one a rank"
-            remedy = (
-                "call torch.cuda.set_device(fusionlayer.local_rank()) before the model is built, or start fewer "
-                "processes on this host"
-            )
-        raise PlanMismatch(f"ranks {first} and {each} {problem}: {remedy}", ranks=[first, each])
+        if first != each:
+            raise PlanMismatch(f"ranks {first} and {each} {_conflict(every[first], theirs)}", ranks=[first, each])
 
 
-def refuse_old_gpu(device: torch.device) -> None:
-    """Refuse a GPU for which there are no kernels.
+def _conflict(one: Mapping[str, object], other: Mapping[str, object]) -> str:
+    """Return the problem of two ranks with one GPU, and its remedy."""
+    if one["gpu"] != other["gpu"]:
+        return (
+            f"have slices of one GPU (MIG: {one['gpu']} and {other['gpu']}), and NCCL connects whole GPUs: give each "
+            "rank a GPU of its own, or set transport: sockets in the settings, which needs no NCCL"
+        )
+    return (
+        f"use one GPU ({one['device']} and {other['device']}, {other['gpu']}), and NCCL needs one for each rank: call "
+        "torch.cuda.set_device(fusionlayer.local_rank()) before the model is built, or start fewer processes on this "
+        "host"
+    )
+
+
+def refuse_old_gpu() -> None:
+    """Refuse the current GPU if there are no kernels for it. Before CUDA is in use it is not asked.
 
     Raises:
         ConfigError: its compute capability is less than 8.0.
     """
+    if torch.cuda.is_initialized() and (why := _why_unsupported(torch.device("cuda", torch.cuda.current_device()))):
+        raise ConfigError(why)
+
+
+def _why_unsupported(device: torch.device) -> str:
+    """Return why there are no kernels for a GPU, and the remedy; "" if there are some."""
     found = torch.cuda.get_device_capability(device)
-    if found < _LEAST:
-        raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; expected at least "
-            f"{_LEAST[0]}.{_LEAST[1]} (A100 or newer): use another GPU, or hide it with CUDA_VISIBLE_DEVICES= and train "
-            "on the CPU"
-        )
+    if found >= _LEAST:
+        return ""
+    return (
+        f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; expected at least "
+        f"{_LEAST[0]}.{_LEAST[1]} (A100 or newer): use another GPU, or hide it (CUDA_VISIBLE_DEVICES=) and train "
+        "on the CPU"
+    )
 
 
 def refuse_rocm() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -84,8 +85,8 @@ class Host:
     def event(self) -> SimpleNamespace:
         mark: list[tuple[ctypes.c_void_p, ctypes.c_long]] = []
 
-        def record() -> None:
-            handle = ctypes.c_void_p(self.stream().cuda_stream)
+        def record(stream: Any) -> None:
+            handle = ctypes.c_void_p(stream.cuda_stream)
             mark[:] = [(handle, ctypes.c_long(self.library.host_mark(handle)))]
 
         return SimpleNamespace(record=record, query=lambda: bool(self.library.host_has_reached(*mark[0])))

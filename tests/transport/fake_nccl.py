@@ -51,7 +51,7 @@ class FakeNccl:
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "the watchdog would end the process"
-        assert dist.get_debug_level() is not dist.DebugLevel.DETAIL, "DETAIL switches the watchdog on again"
+        assert dist.get_debug_level() != dist.DebugLevel.DETAIL, "DETAIL switches the watchdog on again"
         self._store, self._rank, self._size = store, rank, size
         self._device: torch.device | None = None
         self._gloo: Any = None

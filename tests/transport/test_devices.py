@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +15,13 @@ import torch.distributed as dist
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.transport.devices import refuse_rocm
 from tests.harness import outcomes_of, run_ranks
+from tests.tiers import tiered
 from tests.transport.fake_nccl import FakeNccl, gpus
 
 WORLD = 4
-WHEN = ["before", "after", "never", "one visible"]
 
 
 def functional(device: torch.device) -> list[float]:
@@ -36,27 +41,132 @@ def horovod(device: torch.device) -> list[float]:
     return found
 
 
+def joined(device: torch.device) -> list[float]:
+    """Rank 3 has no data for the second sum, nor a tensor on a GPU before it."""
+    found = []
+    if fl.rank() != 3:
+        x = torch.full((5,), 3.0, device=device)
+        found = hvd.allreduce(x, op=hvd.Sum, name="x").tolist()[:1]
+    hvd.join()
+    return found
+
+
+def optimizer(device: torch.device) -> list[float]:
+    """Take two steps with a layer on the GPU; return its bias."""
+    layer = torch.nn.Linear(4, 1, device=device)
+    torch.nn.init.zeros_(layer.bias)
+    plain = torch.optim.SGD(layer.parameters(), lr=1.0)
+    wrapped = fl.DistributedOptimizer(plain, layer, codec="raw")
+    for _ in range(2):
+        wrapped.zero_grad()
+        (layer(torch.ones(2, 4, device=device)).sum() * fl.rank()).backward()
+        wrapped.step()
+    wrapped.close()
+    return layer.bias.tolist()
+
+
 def job(rank: int, world: int, when: str, calls: Callable[[torch.device], list[float]]) -> Any:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    if when == "debug":
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     with gpus([rank] if when == "one visible" else range(world)):
         if when == "before":
             torch.cuda.set_device(rank)
         hvd.init()
-        if when == "after":
+        if when in ("after", "debug"):
             torch.cuda.set_device(hvd.local_rank())
-        index = 0 if when == "one visible" else rank
-        found = calls(torch.device("cuda", index))
+        found = calls(torch.device("cuda", 0 if when == "one visible" else rank))
         hvd.shutdown()
         return found, FakeNccl.launched
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("calls, sums", [(functional, [2.5, 2.5]), (horovod, [10.0, 4.0])], ids=["fl", "hvd"])
-def test_each_rank_sends_from_its_gpu(when: str, calls: Any, sums: list[float]) -> None:
+CALLS = [
+    (functional, [[2.5, 2.5]] * 4),
+    (horovod, [[10.0, 4.0], [10.0]] * 2),
+    (joined, [[9.0]] * 3 + [[]]),
+    (optimizer, [[-6.0]] * 4),
+]
+WHEN = ["before", "after", "never", "one visible", "debug"]
+# Every API and every time once, Horovod's usual order among them.
+FAST = {
+    *((functional, "debug"), (functional, "before"), (horovod, "after"), (horovod, "never")),
+    *((joined, "never"), (optimizer, "one visible")),
+}
+
+
+@pytest.mark.parametrize(
+    "calls, expected, when",
+    tiered(
+        [(calls, expected, when) for calls, expected in CALLS for when in WHEN],
+        lambda calls, expected, when: (calls, when) in FAST,
+    ),
+)
+def test_each_rank_sends_from_the_gpu_of_its_tensors(calls: Any, expected: list[list[float]], when: str) -> None:
     every = run_ranks(job, WORLD, when, calls)
-    for rank, (found, _) in enumerate(every):
-        assert found == pytest.approx(sums if calls is functional or rank in (0, 2) else sums[:1], rel=0.01)
+    for (found, _), sums in zip(every, expected, strict=True):
+        assert found == pytest.approx(sums, rel=0.01)
     launched = [launched for _, launched in every]
-    assert launched[0] and launched[0] == launched[2] and launched[1] == launched[3]
     in_all = {name for name, _ in launched[1]}
-    assert [each for each in launched[0] if each[0] in in_all] == launched[1], "one order on every rank"
+    assert launched[1] and launched[1] == launched[3]
+    for each in launched:
+        assert [call for call in each if call[0] in in_all] == launched[1], "one order on every rank"
+
+
+def bad_job(rank: int, world: int, problem: str) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    device = torch.device("cuda", rank % 2 if problem == "shared" else rank)
+    with gpus(range(world)) if (problem, rank) != ("no GPU", 1) else nullcontext() as gpu:
+        if problem == "slices" and rank == 1:
+            slices = SimpleNamespace(uuid="MIG-1", pci_domain_id=0, pci_bus_id=0, pci_device_id=0)
+            torch.cuda.get_device_properties = lambda device: slices  # type: ignore[assignment, return-value]
+        if problem == "old" and rank == 1:
+            torch.cuda.get_device_capability = lambda device: (7, 5)  # type: ignore[assignment]
+            torch.cuda.get_device_name = lambda device: "Tesla T4"  # type: ignore[assignment]
+        fl.init(timeout=60)
+        fl.all_reduce(torch.ones(5, device=device if gpu else None))
+        if problem == "another":
+            fl.all_reduce(torch.ones(5, device=torch.device("cuda", 1 - rank)))
+
+
+@pytest.mark.parametrize(
+    "problem, error",
+    [
+        (
+            "shared",
+            r"PlanMismatch.*ranks 0 and 2 use one GPU \(cuda:0 and cuda:0, GPU-0\).*set_device\(",
+        ),
+        ("slices", r"PlanMismatch.*ranks 0 and 1 have slices of one GPU \(MIG: GPU-0 and MIG-1\).*transport: sockets"),
+        ("no GPU", r"PlanMismatch.*setting sees_cuda differs over ranks.*CUDA_VISIBLE_DEVICES"),
+        ("old", r"ConfigError.*rank 1: Tesla T4 has compute capability 7.5; expected at least 8.0"),
+        ("another", r"UsageError.*got a tensor on cuda:\d, and this rank's connections are those of cuda:\d"),
+    ],
+)
+def test_gpus_that_cannot_be_connected_are_named_on_every_rank(problem: str, error: str) -> None:
+    for outcome in outcomes_of(bad_job, 3 if problem == "shared" else 2, problem):
+        assert re.search(error, ": ".join(outcome.error)), outcome
+
+
+def test_ranks_that_share_a_gpu_on_purpose_say_so() -> None:
+    """NCCL_HOSTID lets NCCL take them for ranks of two hosts."""
+    assert run_ranks(sharing_job, 2) == [1.5, 1.5]
+
+
+def sharing_job(rank: int, world: int) -> float:
+    os.environ["NCCL_HOSTID"] = str(rank)
+    with gpus([0]):
+        fl.init()
+        x = torch.full((5,), rank + 1.0, device="cuda")
+        fl.all_reduce(x)
+        found: float = x.tolist()[0]
+        fl.shutdown()
+        return found
+
+
+@pytest.mark.short
+def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="built for AMD's ROCm.*HIP_VISIBLE_DEVICES"):
+        refuse_rocm()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refuse_rocm()

@@ -20,7 +20,8 @@ from fusionlayer.transport.links.nccl import NcclLink
 
 pytestmark = pytest.mark.short
 
-DEVICE = torch.device("cuda", 0)
+Backend = torch._C._distributed_c10d.Backend
+DEVICE = torch.device("cuda", 1)
 RELAXED = 2
 
 
@@ -34,10 +35,11 @@ class Device:
         self.asked = threading.Semaphore(0)
         self.mode = 0
         self.asked_in_mode: set[int] = set()
+        self.recorded: list[str] = []
 
     def event(self) -> Any:
         self.events += 1
-        return SimpleNamespace(record=lambda: None, query=lambda number=self.events: self.query(number))
+        return SimpleNamespace(record=self.recorded.append, query=lambda number=self.events: self.query(number))
 
     def query(self, number: int) -> bool:
         self.asked.release()
@@ -58,8 +60,11 @@ class Group:
     def __init__(self, store: object, rank: int, size: int, options: object) -> None:
         self.calls: list[str] = []
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL")}
+        self.debug = dist.get_debug_level()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        assert hasattr(Backend, name), f"torch's groups have no {name}"
+
         def call(*_: object) -> Any:
             self.calls.append(name)
             return SimpleNamespace(wait=lambda: None)
@@ -72,6 +77,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=made.exchange_mode)
     monkeypatch.setattr(_capture.ctypes, "CDLL", lambda name: driver)
     return made
@@ -92,6 +98,23 @@ def test_torchs_watchdog_is_off_in_the_group_alone(device: Device, monkeypatch: 
     monkeypatch.setenv(names[0], "3")
     assert NcclLink(dist.HashStore(), 1, 2, 10.0, DEVICE)._group.environment == {names[0]: "3", names[1]: "0"}
     assert os.environ[names[0]] == "3" and names[1] not in os.environ
+
+
+def test_torchs_debug_level_switches_no_watchdog_on(device: Device) -> None:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        assert NcclLink(dist.HashStore(), 1, 2, 10.0, DEVICE)._group.debug == dist.DebugLevel.INFO
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    finally:
+        dist.set_debug_level(level)
+
+
+def test_events_are_those_of_the_links_device_whatever_the_threads_current_one_is(
+    device: Device, link: NcclLink
+) -> None:
+    sum_once(link)
+    assert device.recorded == ["the stream of cuda:1"] * 2
 
 
 def sum_once(link: NcclLink) -> None:

@@ -301,7 +301,7 @@ def test_many_counters_go_to_the_driver_in_several_calls(host: Host) -> None:
     stream = host.stream().cuda_stream
     engines.signal(stream, [(at, number) for number in range(600)], [(at, 599)])
     mark = host.event()
-    mark.record()
+    mark.record(host.stream())
     while not mark.query():
         time.sleep(0.001)
     assert counters.value(Counter.SENT, 1) == 599

@@ -76,14 +76,17 @@ def choose(rank: int, world: int, path: str, faster: str) -> list[Any]:
         mock.patch.object(c10d, "PeerLink", Timed),
         mock.patch.object(_faster, "time", clock),
         mock.patch.object(c10d, "is_faster", comparing),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(c10d, "check_devices"),
+        mock.patch.object(torch.cuda, "device"),
         mock.patch.object(Slow, "seconds", 2.0 if faster == "peers" else 0.5),
     ):
         if faster == "nobody knows" and rank == 1:
             mock.patch.object(Shared, "reach", side_effect=RuntimeError("no access\nat all")).start()
         peer_bytes = 0 if faster == "-" else 1 << 22
         transport = C10dTransport.among([*range(world)], "chosen", 30.0, nccl=True, peer_bytes=peer_bytes)
+        transport.connect_device(torch.device("cuda", 0))
         twin = transport.duplicate()
+        twin.connect_device(torch.device("cuda", 0))
         # The stand-in for NCCL serves the host, as that over peer memory does, which takes gloo's place there.
         links = ["peers" if isinstance(each._links["cpu"], Keeping) else "NCCL" for each in (transport, twin)]
         for each in (transport, twin):

@@ -120,7 +120,7 @@ def _word() -> Tensor:
 def _without_desync_debug() -> Iterator[None]:
     """Let torch's debug level be INFO at most while the body runs: DETAIL switches the watchdog on again."""
     level = dist.get_debug_level()
-    if level is dist.DebugLevel.DETAIL:
+    if level == dist.DebugLevel.DETAIL:
         dist.set_debug_level(dist.DebugLevel.INFO)
     try:
         yield
