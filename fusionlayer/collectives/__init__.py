@@ -14,7 +14,7 @@ from ._base import (
     registry,
 )
 from ._unequal import TAKES_SHARES, by_shares
-from .choice import choose, in_words, sent_by_node, usual
+from .choice import choose, describe, in_words, sent_by_node, usual
 from .reduction import UNSCALED, Scaling, reduce_flat, reduce_scatter_flat, scale_
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "check_pair",
     "choose",
     "collective",
+    "describe",
     "gather_collective",
     "gather_names",
     "get",

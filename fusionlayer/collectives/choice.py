@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from ..base.errors import require
 from ..codecs import Codec
+from ..native.wire import DTYPE_CODES
+from ..transport import Transport
 from ._base import check_pair, get, get_gather, instead_of, is_gather
 
-__all__ = ["choose", "in_words", "sent_by_node", "usual"]
+__all__ = ["choose", "describe", "in_words", "log_once", "sent_by_node", "usual"]
+
+_logger = logging.getLogger("fusionlayer")
+_logged: set[str] = set()
 
 
 class EncodingTraits(Protocol):
@@ -97,3 +106,24 @@ def in_words(nodes: Sequence[int]) -> str:
     if len(set(nodes)) > 1:
         return f"nodes of {', '.join(map(str, nodes[:-1]))} and {nodes[-1]} ranks"
     return f"{len(nodes)} node{'s' * (len(nodes) > 1)} of {nodes[0]} rank{'s' * (nodes[0] > 1)}"
+
+
+def describe(codec: Codec, algorithm: str, numel: int, dtype: torch.dtype, nodes: Sequence[int], half: bool) -> str:
+    """Return how ``numel`` elements are sent, and the bytes that a node sends to others; ``half``: of half a sum."""
+    times = sent_by_node(algorithm, nodes)
+    words = f"{codec}, by {algorithm} over {in_words(nodes)}"
+    if times is None:
+        return words
+    nbytes = codec.wire(numel, dtype).capacity if dtype in DTYPE_CODES else numel * dtype.itemsize
+    return f"{words}; for {numel} elements a node sends {times / (1 + half) * nbytes / 1e6:.4g} MB to other nodes"
+
+
+def log_once(what: str, codec: Codec, algorithm: str, x: Tensor, transport: Transport, *, half: bool = False) -> None:
+    """Log on rank 0 how ``x`` is sent, at the first such call of the process."""
+    if transport.rank or transport.size == 1 or not _logger.isEnabledFor(logging.INFO):
+        return
+    nodes = transport.node_sizes
+    key = f"{what} {codec} {algorithm} {nodes}"
+    if key not in _logged:
+        _logged.add(key)
+        _logger.info("%s: %s", what, describe(codec, algorithm, x.numel(), x.dtype, nodes, half))

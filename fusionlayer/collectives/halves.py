@@ -17,7 +17,7 @@ from ..transport._sum import sum_in_rank_order
 from . import _levels, two_level, zipped
 from ._hops import send_and_receive
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
-from .choice import choose
+from .choice import choose, log_once
 from .ring import schedule
 
 __all__ = ["SUITABLE", "all_gather", "reduce_scatter", "ring_reduce_scatter"]
@@ -133,7 +133,9 @@ def reduce_scatter(
         sum_in_rank_order(every.unbind(0), out)
         return
     # A codec looks its agreed values up by block, from the place of an element. So rows are padded to whole blocks.
-    here = _levels.grid(transport) if choose(codec, transport.node_sizes) == "two_level" else None
+    name = "two_level" if choose(codec, transport.node_sizes) == "two_level" else "two_shot"
+    log_once("reduce-scatters", codec, name, x, transport, half=True)
+    here = _levels.grid(transport) if name == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
     if isinstance(codec, AgreeingCodec):

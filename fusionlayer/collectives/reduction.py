@@ -13,7 +13,7 @@ from ..native.wire import DTYPE_CODES
 from ..transport import Transport
 from . import halves
 from ._base import AllReduce, get
-from .choice import choose
+from .choice import choose, log_once
 
 __all__ = ["UNSCALED", "Scaling", "reduce_flat", "reduce_scatter_flat", "scale_"]
 
@@ -125,7 +125,9 @@ def reduce_flat(
         transport.all_reduce(x)
     else:
         if algorithm is None or isinstance(algorithm, str):
-            algorithm = get(choose(codec, transport.node_sizes, algorithm))
+            name = choose(codec, transport.node_sizes, algorithm)
+            log_once("sums of calls", codec, name, x, transport)
+            algorithm = get(name)
         algorithm(x, codec, transport, seed=seed, residual=residual)
     scaling.scale_after_(x)
 

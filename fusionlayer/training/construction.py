@@ -17,9 +17,7 @@ from ..base.errors import ConfigError, require
 from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
 from ..functional import make_codec
-from ..native.wire import DTYPE_CODES
 from ..observe.timeline import Timeline
-from ..planning.bucket_costs import short_name
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
 from ..planning.profile import Profile
 from ..planning.rates import shares_by
@@ -136,14 +134,9 @@ def _say_what_is_sent(
             codec = planning.codec if isinstance(planning.codec, Codec) else planning.codec[tensor.name]
             algorithm = collectives.choose(codec, nodes, planning.algorithm, ahead=planning.ahead)
             sent[codec, algorithm, tensor.dtype] += tensor.numel
-    for (codec, algorithm, name), numel in sent.items():
-        times, dtype = collectives.sent_by_node(algorithm, nodes), getattr(torch, name)
-        crossing = ""
-        if times is not None:
-            nbytes = codec.wire(numel, dtype).capacity if dtype in DTYPE_CODES else numel * dtype.itemsize
-            crossing = f"; of all of them a node sends {times * nbytes / 1e6:.4g} MB to other nodes"
-        words = f"gradients of {name}: {short_name(codec)}, by {algorithm} over {collectives.in_words(nodes)}{crossing}"
-        _logger.info("%s", words)
+    for (codec, algorithm, dtype), numel in sent.items():
+        words = collectives.describe(codec, algorithm, numel, getattr(torch, dtype), nodes, half=False)
+        _logger.info("gradients of %s: %s", dtype, words)
     used = {algorithm for _, algorithm, _ in sent}
     if shares and collectives.TAKES_SHARES not in used and planning.plan_controller is None:
         _logger.warning(

@@ -202,5 +202,12 @@ def test_a_node_of_two_processes_sends_one_message(tmp_path: Path) -> None:
         for name, (_, expected) in results[0][0].items()
     }
     assert all(each == pytest.approx(1, rel=0.05) for every in ratios.values() for each in every), ratios
-    words = "gradients of float32: int4, by two_level over 2 nodes of 2 ranks; of all of them a node sends 0.1393 MB"
-    assert results[0][1].count(words) == 2 and not results[1][1], "the optimizer's and DDP's"
+    log = [line.partition(": ") for line in results[0][1].splitlines()]
+    sends = {"gradients of float32": "0.1393", "sums of calls": "0.1393", "reduce-scatters": "0.06963"}
+    for what, sent in sends.items():
+        words = [words for name, _, words in log if name == what and words.startswith(str(codecs.get("int4").bare))]
+        assert len(words) == 1 + (what == "gradients of float32"), "the optimizer's and DDP's; others once"
+        assert words[0].endswith(
+            f"by two_level over 2 nodes of 2 ranks; for {N} elements a node sends {sent} MB to other nodes"
+        )
+    assert not results[1][1]
