@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import fusionlayer as fl
 from fusionlayer.base.errors import TransportError
 from tests.harness import run_ranks
+from tests.ports import free_port
 from tests.tiers import exhaustive, long
 
 pytestmark = pytest.mark.medium
@@ -122,14 +122,9 @@ def test_more_random_groups_leave_nothing(seed: int, port: int, tmp_path: Path) 
     run_ranks(come_and_go, 3, str(tmp_path), port, seed, 20, backend=None)
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def begin_again(rank: int, world: int, folder: str, method: str) -> None:
     control = Control(folder, world)
-    method = method.format(folder=folder, port=control.share("port", free_port, rank))
+    method = method.format(folder=folder, port=control.share("port", lambda: str(free_port()), rank))
     for number in range(4):
         place = {"rank": rank, "world_size": world, "timeout": LONG}
         dist.init_process_group("fusionlayer", method, pg_options=POLICY, **place)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import pytest
 
 from fusionlayer.base import libraries
 from tests.cores import all_cores
-from tests.native.cuda_build import build_script
+from tests.packaging.project_tree import build_script
 from tests.tiers import long
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 from tests.packaging.project_tree import ROOT, copy_project
@@ -29,16 +27,6 @@ class Build(NamedTuple):
     tree: Path
     ptx: dict[str, str]
     kernels: list[tuple[str, str, list[int], str]]  # source file, name, bytes of stack frame and spills, what is used
-
-
-def build_script() -> ModuleType:
-    """Return setup.py as a module: the one place that knows flags and compilers."""
-    spec = importlib.util.spec_from_file_location("fusionlayer_setup", ROOT / "setup.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def built(nvcc: str) -> Build:

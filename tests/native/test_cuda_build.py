@@ -17,7 +17,8 @@ from setuptools.errors import SetupError
 
 from fusionlayer import native
 from fusionlayer.base import libraries
-from tests.native.cuda_build import ARCH, CSRC, Build, build_script, built, compiled
+from tests.native.cuda_build import ARCH, CSRC, Build, built, compiled
+from tests.packaging.project_tree import build_script
 from tests.tiers import exhaustive, long
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(900)]  # nvcc takes minutes next to other tests

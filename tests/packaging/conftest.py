@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from . import project_tree
 from .project_tree import ROOT, Run, copy_project
 
 BUILD_VARIABLES = (
@@ -22,11 +22,7 @@ def build_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in BUILD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("fusionlayer_setup", ROOT / "setup.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return project_tree.build_script()
 
 
 @pytest.fixture(scope="session")

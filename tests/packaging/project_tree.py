@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 CROSS = "aarch64-linux-gnu-g++"
@@ -27,6 +29,16 @@ def cross_build(folder: Path) -> Path:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "fusionlayer/lib/libfusionlayer_cpu.so"
+
+
+def build_script() -> ModuleType:
+    """Return setup.py as a module: the one place that knows flags and compilers."""
+    spec = importlib.util.spec_from_file_location("fusionlayer_setup", ROOT / "setup.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def copy_project(tree: Path) -> None:
