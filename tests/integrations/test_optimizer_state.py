@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Adam
 
 import fusionlayer as fl
 from fusionlayer.transport import local
@@ -149,29 +149,6 @@ def test_broadcast_object(rank: int) -> None:
     found = fl.broadcast_object(given, root_rank=2)
     assert found["rank"] == 2 and found["list"] == [2, None, "x"] and found["tensor"].tolist() == [0, 2, 4]
     assert fl.broadcast_object(None if rank else "", 0) == ""
-
-
-@looped("wrapped", [False, True])
-@on_ranks(2)
-def test_broadcast_optimizer_state(rank: int, wrapped: bool) -> None:
-    model = make_model()
-    optimizer: Optimizer = SGD(model.parameters(), lr=0.1 if rank == 0 else 0.5, momentum=0.9)
-    if rank == 0:
-        train(model, optimizer, 0, range(2))
-    if wrapped:
-        optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters(), codec="int4")
-    fl.broadcast_parameters(model.state_dict(), root_rank=0)
-    fl.broadcast_optimizer_state(optimizer, root_rank=0)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    momentum = optimizer.state[model[0].weight]["momentum_buffer"]
-    seen = momentum.clone()
-    local.current().broadcast(seen, 0)
-    assert momentum.any() and torch.equal(momentum, seen)
-    if wrapped:
-        train(model, optimizer, rank, range(2, 4))
-        seen = weights(model)
-        local.current().broadcast(seen, 0)
-        assert torch.equal(weights(model), seen)
 
 
 def test_state_saved_between_backward_and_step_does_not_disturb_the_step() -> None:

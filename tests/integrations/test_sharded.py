@@ -17,7 +17,6 @@ from fusionlayer.collectives import halves
 from fusionlayer.sharded.sharded import ShardedOptimizer
 from fusionlayer.training.weights import Weights
 from fusionlayer.transport import Transport
-from tests.harness import run_ranks
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
@@ -546,16 +545,3 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip_with_one_scale(world: int,
         assert scale == 128.0, "halved in steps 0, 1 and 3"
         torch.testing.assert_close(got, expected[0][0], rtol=1e-5, atol=1e-6)
         assert torch.equal(got, results[0][0])
-
-
-def train_over_processes(rank: int, world: int) -> list[float]:
-    fl.init()
-    optimizer, model = train(fl.context.transport(), 10, SDP4BIT)
-    assert optimizer._transport.size == world
-    return flat(model).tolist()
-
-
-@pytest.mark.medium
-def test_over_processes() -> None:
-    first, *rest = run_ranks(train_over_processes, 3)
-    assert all(first == other for other in rest)
