@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusionlayer import native
 from fusionlayer.codecs.native import NativeCodec
+from fusionlayer.native import selection
 
 __all__ = ["DEVICE", "Gpu", "OnGpu", "planted"]
 
@@ -298,7 +299,8 @@ class Gpu:
         # Calls by address tell the model nothing. The verbs, which codecs use else, work on the same tensors.
         monkeypatch.setattr(NativeCodec, "_is_direct", property(lambda codec: False))
         for verb, arguments in _VERBS.items():
-            monkeypatch.setattr(native, verb, self._recorded(verb, arguments))
+            owner = native if hasattr(native, verb) else selection
+            monkeypatch.setattr(owner, verb, self._recorded(getattr(owner, verb), arguments))
         for factory in (torch.empty, torch.full, torch.tensor, torch.zeros):
             monkeypatch.setattr(torch, factory.__name__, _in_backward(factory))
         monkeypatch.setattr(Tensor, "to", _in_backward(_TO))
@@ -412,8 +414,8 @@ class Gpu:
     def _tell(self, access: _Access, then: str) -> None:
         self.races.append(f"{_verb(access)} by {access.what} on stream {access.stream}, not waited for when {then}")
 
-    def _recorded(self, verb: str, arguments: Mapping[str, str]) -> Callable[..., Tensor | None]:
-        original = getattr(native, verb)
+    def _recorded(self, original: Callable[..., Any], arguments: Mapping[str, str]) -> Callable[..., Tensor | None]:
+        verb = original.__name__
         signature = inspect.signature(original)
 
         def recorded(*args: Any, **kwargs: Any) -> Tensor | None:
