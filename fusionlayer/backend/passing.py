@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from ..base.errors import ConfigError, FusionLayerError, TransportError
 from ..process.outages import first_line
+from .work import WrappedWork
 
 __all__ = ["PassedWork", "explained"]
 
@@ -64,12 +65,12 @@ def explained(call: str, error: RuntimeError, given: Any) -> RuntimeError:
     return _GlooRefusal(f"{what}: {text}; correct the arguments of this call")
 
 
-class PassedWork(dist.Work):
+class PassedWork(WrappedWork):
     """The work of a call that gloo makes: ``wait`` raises errors in words of the caller."""
 
     def __init__(self, work: dist.Work, call: str, given: Any) -> None:
-        super().__init__()
-        self._work, self._call, self._given = work, call, given
+        super().__init__(work)
+        self._call, self._given = call, given
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the call."""
@@ -78,34 +79,10 @@ class PassedWork(dist.Work):
         except RuntimeError as error:
             raise explained(self._call, error, self._given) from None
 
-    def synchronize(self) -> None:
-        """Wait."""
-        self.wait()
-
     def get_future(self) -> Future[list[Tensor]]:
         """Return the future of gloo's own work."""
         future: Future[list[Tensor]] = self._work.get_future()
         return future
-
-    def is_completed(self) -> bool:
-        """Return whether the call has ended, with or without an error."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Return whether the call has ended without an error."""
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        """Return what the call raised."""
-        error: BaseException | None = self._work.exception()
-        return error
-
-    def source_rank(self) -> int:
-        """Return the rank that has sent what was received."""
-        return self._work.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
 
     def result(self) -> list[Tensor]:
         """Return the tensors that the call writes."""

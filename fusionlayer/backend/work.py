@@ -17,7 +17,7 @@ from torch.futures import Future
 from ..base.errors import FusionLayerError, TransportError
 from ..scheduler.lanes import Job
 
-__all__ = ["BackgroundWork", "DecodedWork", "JoinedWork", "Ticket"]
+__all__ = ["BackgroundWork", "DecodedWork", "JoinedWork", "Ticket", "WrappedWork"]
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -182,12 +182,43 @@ class JoinedWork(dist.Work):
         return self._results
 
 
-class DecodedWork(dist.Work):
+class WrappedWork(dist.Work):
+    """A work around another one, which answers what a subclass does not."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with or without an error."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether the call has ended without an error."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """Return what the call raised."""
+        error: BaseException | None = self._work.exception()
+        return error
+
+    def source_rank(self) -> int:
+        """Return the rank that has sent what was received."""
+        return self._work.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
+class DecodedWork(WrappedWork):
     """A work with a last step, such as to decode a message; the first thread that waits for it does this step."""
 
     def __init__(self, work: dist.Work, decode: Callable[[], object], results: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._decode: Callable[[], object] | None = decode
         self._results = list(results)
         # Guards _decode. The first thread that waits runs it; the others wait here until the result is complete.
@@ -198,10 +229,6 @@ class DecodedWork(dist.Work):
         arrived = _wait(self._work, timeout)
         self._finish()
         return arrived
-
-    def synchronize(self) -> None:
-        """Wait."""
-        self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of what was decoded."""
@@ -220,22 +247,6 @@ class DecodedWork(dist.Work):
         if self._work.is_success():
             self._finish()
         return True
-
-    def is_success(self) -> bool:
-        """Return whether the message has come."""
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        """Return what the call raised."""
-        error: BaseException | None = self._work.exception()
-        return error
-
-    def source_rank(self) -> int:
-        """Return the rank that has sent it."""
-        return self._work.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
 
     def result(self) -> list[Tensor]:
         """Return what was decoded."""

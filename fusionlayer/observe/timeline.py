@@ -6,28 +6,22 @@ nothing records, that makes one C object and calls nothing in Python.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import profiler
 
-from ..base.errors import ConfigError
 from ..process import forks
 from ..process.clock import Clock, Stamp
+from .trace_file import TraceFile, encode, metadata
 
 __all__ = ["PROFILER_STATE", "Timeline", "carried", "here", "hear", "unhear"]
-
-_logger = logging.getLogger("fusionlayer")
 
 _NOTHING = nullcontext()
 _PREFIX = "fusionlayer: "
@@ -38,7 +32,6 @@ _IN_PROFILES = {
     "NEGOTIATE_ALLREDUCE": "compare plans",
 }
 """What torch's profiler calls spans whose name in the timeline is Horovod's."""
-_encode = json.JSONEncoder(default=str).encode
 PROFILER_STATE = (profiler, "_is_profiler_enabled", True)
 """``getattr(*PROFILER_STATE)`` is whether torch's profiler is active, without a call in Python. A torch that does not
 have the attribute may activate it at any time."""
@@ -169,7 +162,7 @@ class Timeline:
 
     def __init__(self, path: str | None, rank: int) -> None:
         self._rank = rank
-        self._file = _File.join(f"{path}.{rank}", rank) if path else None
+        self._file = TraceFile.join(f"{path}.{rank}", rank) if path else None
         self._device: _Device | None = None
         self.is_open = True
         with _listeners_lock:
@@ -208,7 +201,7 @@ class Timeline:
         if self.enabled and clock.lags:
             self._device = _Device(clock)
             if self._file is not None:
-                self._file.write(_metadata("device", self._rank, 0, name=str(clock.device)))
+                self._file.write(metadata("device", self._rank, 0, name=str(clock.device)))
 
     def now(self) -> Stamp:
         """Return the present moment for ``record``: ``perf_counter_ns``, or a stamp of the device's clock."""
@@ -234,7 +227,7 @@ class Timeline:
         if self._file is not None:
             # The stamps of spans stay as they are: the reader of several files adds the offset.
             args = {"offset_us": offset / 1000, "error_us": error / 1000, "ranks": ranks}
-            self._file.write(_metadata("clock", self._rank, 0, **args))
+            self._file.write(metadata("clock", self._rank, 0, **args))
 
     def _write(
         self, name: str, start: Stamp, end: Stamp, row: str, details: Mapping[str, Any], busy: int | None = None
@@ -255,8 +248,8 @@ class Timeline:
             cpu = "" if busy is None else f', "tdur": {busy / 1000}'
             file.write_span(
                 row,
-                f'{{"name": {_encode(name)}, "ph": "X", "ts": {start / 1000}, "dur": {(end - start) / 1000}{cpu}, '
-                f'"pid": {self._rank}, "args": {_encode(details)}',
+                f'{{"name": {encode(name)}, "ph": "X", "ts": {start / 1000}, "dur": {(end - start) / 1000}{cpu}, '
+                f'"pid": {self._rank}, "args": {encode(details)}',
             )
 
     def close(self) -> None:
@@ -342,102 +335,3 @@ class _LeafSpan(_Span):
         if self._name == "WIRE":
             self._details["bytes"] = self._parts.transport.bytes_sent - self._sent
         super().__exit__(*error)
-
-
-def _metadata(kind: str, rank: int, row: int = 0, **args: object) -> str:
-    return _encode({"name": kind, "ph": "M", "pid": rank, "tid": row, "args": args}) + ",\n"
-
-
-class _File:
-    """A trace file that is complete whenever no timeline uses it. A later timeline continues it."""
-
-    _all: dict[str, _File] = {}
-    # Guards _all, and every file's _text, _users, _rows and _end: several threads write to one file.
-    _lock = threading.Lock()
-
-    def __init__(self, path: str, rank: int) -> None:
-        self._path = path
-        self._rank = rank
-        self._users = 0
-        self._rows: dict[str, int] = {}
-        self._text: TextIO | None = None
-        self._end = 0
-        self._failed = False
-
-    @classmethod
-    def join(cls, path: str, rank: int) -> _File:
-        """Return the open file for a path, with one more user."""
-        with cls._lock:
-            file = cls._all.setdefault(path, cls(path, rank))
-            if file._text is None and not file._failed:
-                # Cut off what leave() has appended, and go on from there; start anew if the file was removed.
-                file._end = file._end if Path(path).exists() else 0
-                try:
-                    file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()
-                except OSError as error:
-                    raise ConfigError(f"timeline {path} cannot be written: {error.strerror}; name a file") from None
-                try:
-                    if file._end:
-                        file._text.seek(file._end)
-                        file._text.truncate()
-                    else:
-                        file._rows.clear()
-                        file._text.write("[\n" + _metadata("process_name", rank, name=f"rank {rank}"))
-                except OSError as error:
-                    file._give_up(file._text, error)
-            file._users += 1
-            return file
-
-    def write(self, text: str) -> None:
-        """Append ``text``, whole lines. It does nothing once the file is closed."""
-        with self._lock:
-            self._append(text)
-
-    def write_span(self, row: str, text: str) -> None:
-        """Append an event that lacks its row and its end. Rows are numbered as they appear, and named before that."""
-        with self._lock:
-            number = self._rows.get(row)
-            if number is None:
-                number = self._rows[row] = len(self._rows) + 1
-                self._append(_metadata("thread_name", self._rank, number, name=row))
-            self._append(f'{text}, "tid": {number}}},\n')
-
-    def _append(self, text: str) -> None:
-        if self._text is not None:
-            try:
-                self._text.write(text)
-            except OSError as error:
-                self._give_up(self._text, error)
-
-    def leave(self) -> None:
-        """Give up one use. After the last one, complete the file and close it."""
-        with self._lock:
-            self._users -= 1
-            file = self._text
-            if self._users == 0 and file is not None:
-                try:
-                    self._end = file.tell()
-                    # JSON takes no comma before the bracket, so an event ends the list.
-                    file.write(_metadata("process_name", self._rank, name=f"rank {self._rank}").rstrip(",\n") + "\n]\n")
-                    file.close()
-                    self._text = None
-                except OSError as error:
-                    self._give_up(file, error)
-
-    def _give_up(self, text: TextIO, error: OSError) -> None:
-        """Record nothing more in this file. The caller holds the lock."""
-        self._text, self._failed = None, True
-        with suppress(OSError):  # it fails again on what it has not written, and closes the file all the same
-            text.close()
-        _logger.warning("timeline %s ends here: %s; training goes on without it", self._path, error.strerror)
-
-    @classmethod
-    def begin_child(cls) -> None:
-        """Leave the files to the parent: this process was forked, and would write once more what is buffered."""
-        cls._lock = threading.Lock()
-        for file in cls._all.values():
-            forks.keep(file._text)
-            file._text = None
-
-
-os.register_at_fork(after_in_child=_File.begin_child)
