@@ -106,10 +106,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """Every bucket of a step, in the order in which all ranks send them."""
+    """Every bucket of a step, in the order in which all ranks send them.
+
+    Attributes:
+        buckets: in that order.
+        world_size: number of ranks.
+        reason: why buckets have their sizes, in words, where that followed the job; ranks do not compare it.
+    """
 
     buckets: tuple[Bucket, ...]
     world_size: int
+    reason: str = field(default="", compare=False)
 
     @classmethod
     def build(
@@ -221,7 +228,7 @@ class FusionPlan:
                     end += following - start
             if slots:
                 buckets.append(replace(bucket, slots=tuple(slots), numel=end))
-        return FusionPlan(tuple(buckets), self.world_size)
+        return replace(self, buckets=tuple(buckets))
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal on two ranks only if their plans are."""
@@ -229,7 +236,7 @@ class FusionPlan:
 
     def to_bytes(self) -> bytes:
         """Return the plan as bytes, for another rank."""
-        return json.dumps(self._as_dict()).encode()
+        return json.dumps(self._as_dict() | self._with_reason()).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> FusionPlan:
@@ -238,12 +245,15 @@ class FusionPlan:
 
     def to_yaml(self, path: str | Path) -> None:
         """Write the plan to a file."""
-        Path(path).write_text(yaml.safe_dump(self._as_dict(), sort_keys=False))
+        Path(path).write_text(yaml.safe_dump(self._with_reason() | self._as_dict(), sort_keys=False))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> FusionPlan:
         """Return the plan in a file; raise ``ConfigError`` if the file does not hold one."""
         return records.load(_PlanFile, path, "plan file", PLAN_VERSION).plan
+
+    def _with_reason(self) -> dict[str, Any]:
+        return {"reason": self.reason} if self.reason else {}
 
     def _as_dict(self) -> dict[str, Any]:
         buckets = [
@@ -292,6 +302,7 @@ class _PlanFile:
     version: int
     world_size: int
     buckets: tuple[Bucket, ...]
+    reason: str = ""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -299,4 +310,4 @@ class _PlanFile:
 
     @property
     def plan(self) -> FusionPlan:
-        return FusionPlan(self.buckets, self.world_size)
+        return FusionPlan(self.buckets, self.world_size, self.reason)

@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> None:
     switch = _switch(profile, scenario, plan.world_size)
     show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw), *switch], options.columns)
     print_text(_sent_by_node(profile, plan, scenario))
+    if plan.reason:
+        print_text(f"Sizes: {plan.reason}.")
     if plan.skips:
         print_text("Buckets are sent once in several steps; times are those of a step in which all of them are sent.")
     print_text(

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         print_text(
             f"{options.out}: {len(plan.buckets)} buckets of {len(profile.model.tensors)} tensors; predicted "
             f"{_ms(found.seconds)} ms from the start of backward to the last result, of which {_ms(found.waiting)} ms "
-            "waiting"
+            f"waiting{plan.reason and f'. {plan.reason}'}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..planning.cluster import Scenario
+from ..planning.collective_phases import OWN
 from ..planning.cost_model import parse_rate
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
@@ -55,8 +56,9 @@ def run(options: argparse.Namespace) -> None:
     codecs = options.codec or sorted(profile.codecs)
     suffixes = ("", "+overlap") if options.overlap_forward else ("",)
     names = [codec + suffix for codec in codecs for suffix in suffixes]
+    baselines = [BASELINE, *(f"{BASELINE}-{form}" for form in OWN if profile.uses_nccl)]
     methods = [
-        Method.named(BASELINE, profile),
+        *(Method.named(name, profile) for name in baselines),
         *(Method.named(name, profile, options.algorithm, options.planner) for name in names),
     ]
     with ProgressLine("simulate") as progress:

@@ -31,7 +31,7 @@ class Cluster:
         connections: of a rank to each rank of another host, where they may carry less than the link; None: they fill
             it.
         two_shot: bytes of a ``two_shot`` on the slowest link, as a part of what equal shares would be there.
-        trees: the transport's own all-reduce may use trees instead of a ring, as NCCL's does.
+        own: forms of the transport's own all-reduce, of which the fastest counts: "ring", and "tree" over NCCL.
     """
 
     workers: int
@@ -43,7 +43,7 @@ class Cluster:
     staging: Cost | None = None
     connections: Connections | None = None
     two_shot: float = 1.0
-    trees: bool = False
+    own: tuple[str, ...] = ("ring",)
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.per_host < 1 or self.workers % self.per_host:
@@ -160,7 +160,7 @@ class Scenario:
             profile.staging,
             connections,
             self._two_shot(workers),
-            profile.uses_nccl,
+            ("ring", "tree") if profile.uses_nccl else ("ring",),
         )
 
     def _two_shot(self, workers: int) -> float:

@@ -11,7 +11,7 @@ from ..collectives.integer_sum import LARGEST
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, LinkCost
 
-__all__ = ["ALGORITHMS", "BETWEEN", "Phase", "exchange_phases", "message_phases", "seconds_of"]
+__all__ = ["ALGORITHMS", "BETWEEN", "OWN", "Phase", "exchange_phases", "message_phases", "seconds_of"]
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,7 @@ def _share(cluster: Cluster) -> float:
 
 def _dense(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
     """The transport's own all-reduce; a lossy codec is a cast before and after it."""
-    own = _ring_sum(cluster, codec.nbytes(n))
-    if cluster.trees:
-        own = min(own, _tree_sum(cluster, codec.nbytes(n)), key=seconds_of)
+    own = min((OWN[form](cluster, codec.nbytes(n)) for form in cluster.own), key=seconds_of)
     return own if codec.lossless else [_work(codec.encode, n), *own, _work(codec.decode, n)]
 
 
@@ -148,6 +146,10 @@ def _tree_sum(cluster: Cluster, nbytes: float) -> list[Phase]:
     """
     depth = (cluster.hosts - 1).bit_length()
     return _chain(cluster, 2 * nbytes, 2 * (cluster.per_host - 1), 2 * depth, transports_own=True)
+
+
+OWN = {"ring": _ring_sum, "tree": _tree_sum}
+"""Forms of the transport's own all-reduce, by name."""
 
 
 def seconds_of(phases: Iterable[Phase]) -> float:

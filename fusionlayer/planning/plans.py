@@ -53,4 +53,13 @@ def make_plan(
 
     groups = {tensor.name: tensor.group for tensor in tensors}
     infos = [replace(tensor.info, group=groups.get(tensor.name)) for tensor in profile.model.tensors]
-    return fuse(infos, planner, codec, scenario.node_sizes(workers), algorithm=algorithm, ahead=ahead, costs=costs)
+    return fuse(
+        infos,
+        planner,
+        codec,
+        scenario.node_sizes(workers),
+        algorithm=algorithm,
+        ahead=ahead,
+        costs=costs,
+        on_device=profile.machine.on_device,
+    )

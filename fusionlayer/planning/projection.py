@@ -13,11 +13,12 @@ from ..base.errors import ConfigError
 from ..base.plan import TensorInfo
 from ..base.registry import nearest
 from ..scheduler import planners
+from ..scheduler.bucket_sizes import bucket_sizes
 from ..scheduler.lanes import LANES
 from ..scheduler.planners import StepCosts
-from .bucket_costs import BucketCosts
+from .bucket_costs import BucketCosts, codec_cost
 from .cluster import Scenario
-from .collective_phases import ALGORITHMS
+from .collective_phases import ALGORITHMS, OWN
 from .cost_model import CodecCost
 from .prediction import PlannedBucket, Resources, backward_seconds, predict
 from .profile import Profile
@@ -50,6 +51,7 @@ class Method:
         lanes: buckets that are in flight at once.
         one_group: all of them are sent by one group of gloo, so by the same connections. An engine has one for each
             lane.
+        own: the form of the transport's own all-reduce; None: the fastest.
     """
 
     name: str
@@ -59,14 +61,16 @@ class Method:
     overlap_forward: bool = False
     lanes: int = LANES  # gloo, which DDP uses, has as many threads
     one_group: bool = False
+    own: str | None = None
 
     @classmethod
     def named(cls, name: str, profile: Profile, algorithm: str | None = None, planner: str | None = None) -> Method:
         """Return the method that benchmarks know by ``name``.
 
-        ``ddp`` is DistributedDataParallel with its defaults, ``ddp-tuned`` has buckets of 4 MiB, ``ddp-fp16`` and
-        ``ddp-bf16`` have its compression hooks. Any other name is a codec of the profile; with ``+overlap`` at its end
-        the next forward overlaps. ``algorithm`` and ``planner`` are for these codecs; None: the configured defaults.
+        ``ddp`` is DistributedDataParallel with its defaults, ``ddp-tuned`` has buckets of 4 MiB, ``ddp-ring`` and
+        ``ddp-tree`` sum so and not as is fastest, ``ddp-fp16`` and ``ddp-bf16`` have its compression hooks. Any other
+        name is a codec of the profile; with ``+overlap`` at its end the next forward overlaps. ``algorithm`` and
+        ``planner`` are for these codecs; None: the configured defaults.
 
         Raises:
             ConfigError: the profile has no costs for it, or a name is unknown.
@@ -77,7 +81,8 @@ class Method:
                 raise ConfigError(f"unknown method {name!r}; {nearest(name, [BASELINE + kind for kind in _DDP])}")
             codec, first, size = _DDP[kind]
             profile.codec(codec)
-            return cls(name, codec, "dense", partial(_ddp_buckets, first=first, size=size), one_group=True)
+            own = kind[1:] if kind[1:] in OWN else None
+            return cls(name, codec, "dense", partial(_ddp_buckets, first=first, size=size), one_group=True, own=own)
         codec = name.removesuffix(_OVERLAP)
         profile.codec(codec)
         if algorithm is not None and algorithm not in ALGORITHMS:
@@ -99,6 +104,7 @@ class Method:
 _DDP = {
     "": ("raw", _DDP_FIRST_BYTES, _DDP_BYTES),
     "-tuned": ("raw", _DDP_TUNED_BYTES, _DDP_TUNED_BYTES),
+    **{f"-{form}": ("raw", _DDP_FIRST_BYTES, _DDP_BYTES) for form in OWN},
     "-fp16": ("fp16", _DDP_FIRST_BYTES, _DDP_BYTES),
     "-bf16": ("bf16", _DDP_FIRST_BYTES, _DDP_BYTES),
 }
@@ -122,15 +128,25 @@ def _ddp_buckets(
 
 def project(profile: Profile, method: Method, scenario: Scenario, workers: int) -> SimulatedStep:
     """Return the simulated step of ``method`` with so many ranks."""
-    codec = profile.codec(method.codec)
+    codec = known = profile.codec(method.codec)
     cluster = scenario.cluster(profile, workers)
+    if codecs.knows(method.codec):
+        known = codec_cost(profile, codecs.get(method.codec))
+    if method.own is not None:
+        cluster = replace(cluster, own=(method.own,))
     if method.one_group and cluster.connections is not None:
         cluster = replace(cluster, connections=replace(cluster.connections, shared=True))
-    costs = BucketCosts.of(profile, codec, method.algorithm_for(codec, scenario.node_sizes(workers)), cluster)
-    model = profile.model
-    runs = method.fuse([tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors)))
+    algorithm = method.algorithm_for(codec, scenario.node_sizes(workers))
+    costs = BucketCosts.of(profile, known, algorithm, cluster)
+    model, fuse = profile.model, method.fuse
+    infos, seconds = [tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors))
+    if isinstance(fuse, planners.Planner) and codecs.knows(method.codec):
+        on_device = profile.machine.on_device
+        sizes = bucket_sizes(codecs.get(method.codec), algorithm, workers, infos, on_device, seconds)
+        fuse = fuse.sized(sizes.edge, sizes.threshold)
+    runs = fuse(infos, seconds)
     buckets = [PlannedBucket([tensor.name for tensor in run], costs) for run in runs]
-    lanes = 1 if profile.machine.on_device and profile.staging is None else method.lanes  # over NCCL one
+    lanes = 1 if profile.uses_nccl else method.lanes
     return predict(model, buckets, Resources(cluster.cores, cluster.threads, lanes, method.overlap_forward))
 
 

@@ -42,6 +42,7 @@ class Agreement:
         timeline: shows when ranks compare.
         hold_results: gradients stay as they are, and results wait to be taken.
         shares: of a plan's buckets that can have shares and have none of their own; empty: equal ones.
+        on_device: whether gradients are on a device.
         why: why the tensors have changed, for errors; forgotten when the ranks have agreed on that.
     """
 
@@ -55,6 +56,7 @@ class Agreement:
     timeline: Timeline
     hold_results: bool = False
     shares: tuple[int, ...] = ()
+    on_device: bool = False
     why: str = ""
 
     def compare(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
@@ -98,7 +100,15 @@ class Agreement:
         order = torch.tensor([position[name] for name in arrived], device="cpu")
         transport.broadcast(order, 0)
         tensors = [self.tensors[names[i]] for i in order.tolist()]
-        plan = fuse(tensors, self.planner, self.codec, transport.node_sizes, algorithm=self.algorithm, ahead=self.ahead)
+        plan = fuse(
+            tensors,
+            self.planner,
+            self.codec,
+            transport.node_sizes,
+            algorithm=self.algorithm,
+            ahead=self.ahead,
+            on_device=self.on_device,
+        )
         plan = self.shared(plan)
         plan.check(self.tensors.values(), transport.size)
         check_pairs(plan)

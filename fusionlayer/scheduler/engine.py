@@ -118,7 +118,7 @@ class Engine(Lifecycle):
         feedback = f"feedback {error_feedback} in {self.memory.bits} bits"
         options = (f"scaling {scaling}", feedback, f"overlap {overlap_forward}")
         made_by = (codec, algorithm, ahead, planner, options, plan_controller)
-        agreement = Agreement(tensors_by_name, *made_by, timeline, hold_results, shares)
+        agreement = Agreement(tensors_by_name, *made_by, timeline, hold_results, shares, device.type != "cpu")
         # ``failure`` is set once, with the lock held or on the training thread. ``submit`` reads it before it takes the
         # lock: if it comes too early for that, the closed lanes refuse the bucket instead.
         self.failure: BaseException | None = None

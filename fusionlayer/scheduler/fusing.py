@@ -8,6 +8,7 @@ from .. import codecs, collectives
 from ..base.errors import ConfigError
 from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec
+from .bucket_sizes import bucket_sizes
 from .planners import Planner, StepCosts
 
 __all__ = ["check_pairs", "fuse", "slot_alignment"]
@@ -24,6 +25,7 @@ def fuse(
     algorithm: str | None | Mapping[str, str | None] = None,
     ahead: bool | None = None,
     costs: Callable[[Codec, str], StepCosts] | None = None,
+    on_device: bool = False,
 ) -> FusionPlan:
     """Return a planner's plan for a step.
 
@@ -37,6 +39,7 @@ def fuse(
             the codec does by default.
         costs: returns the costs of a step in which all buckets have this codec and this collective; for planners that
             need costs.
+        on_device: whether gradients are on a device.
 
     Raises:
         ConfigError: the planner needs costs and has none, or the collective contradicts ``ahead``.
@@ -47,15 +50,22 @@ def fuse(
         way = algorithm[tensor.name] if isinstance(algorithm, Mapping) else algorithm
         pools.setdefault((each, way), []).append(tensor)
     buckets: list[Bucket] = []
+    reasons: list[str] = []
     for (each, way), pool in pools.items():
         collective = collectives.choose(each, nodes, way, ahead=ahead)
         goes_ahead = collectives.is_gather(collective)
         known = None if costs is None else costs(each, collective).within(tensors, pool)
         align = slot_alignment(each, goes_ahead)
-        runs = planner(pool, known)
+        sizes = bucket_sizes(each, collective, sum(nodes), pool, on_device, known)
+        sized = planner.sized(sizes.edge, sizes.threshold)
+        if sized != planner:
+            reasons.append(f"{each.name} by {collective}: buckets of {sizes.reason}")
+        runs = sized(pool, known)
         buckets += FusionPlan.build(runs, sum(nodes), each.name, each.options, collective, align, goes_ahead).buckets
     position = {tensor.name: i for i, tensor in enumerate(tensors)}
-    return FusionPlan(tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), sum(nodes))
+    return FusionPlan(
+        tuple(sorted(buckets, key=lambda bucket: position[bucket.names[-1]])), sum(nodes), "; ".join(reasons)
+    )
 
 
 def check_pairs(plan: FusionPlan) -> None:

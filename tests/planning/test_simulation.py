@@ -173,7 +173,7 @@ class TestCollectives:
     def test_nccl_takes_a_tree_where_a_ring_has_too_many_hops(self) -> None:
         """Up and down: 2 x 7 hops between 128 hosts and 2 x 7 inside them, and every byte twice."""
         raw = replace(HALF, lossless=True)
-        ring, either = (Cluster(1024, LINK, 8, FAST, trees=trees) for trees in (False, True))
+        ring, either = (Cluster(1024, LINK, 8, FAST, own=own) for own in (("ring",), ("ring", "tree")))
         assert seconds_of(message_phases("dense", 1200, raw, ring, FREE)) > 0.25
         found = message_phases("dense", 1200, raw, either, FREE)
         latency = 14 * 1e-3 + 14 * 1e-4

@@ -107,7 +107,7 @@ def test_a_threshold_that_is_no_size_is_refused(threshold: object) -> None:
 
 
 @looped("name", ["threshold", "edge"])
-@looped("size", [0, -1, 1.5, "4", None, True])
+@looped("size", [0, -1, 1.5, "4", True])
 def test_tapered_sizes_that_are_none_are_refused(name: str, size: object) -> None:
     with pytest.raises(ConfigError, match=f"tapered planner: {name}=.*; expected bytes"):
         planners.get("tapered", **{name: size})

@@ -39,6 +39,15 @@ class Planner(ABC):
         """Whether ``cut`` needs the costs of a step."""
         return False
 
+    def sized(self, edge: int, threshold: int) -> Planner:
+        """Return the planner with bytes of a bucket that follow the job, where its options leave them open.
+
+        Args:
+            edge: largest number of bytes in the first and in the last bucket.
+            threshold: largest number in any bucket.
+        """
+        return self
+
     @abstractmethod
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return ``tensors`` as consecutive runs; they have one element type and are in order of arrival."""

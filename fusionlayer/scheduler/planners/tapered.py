@@ -21,21 +21,27 @@ class Tapered(Planner, name="tapered"):
     with the bucket, so these buckets are small. Between them, larger buckets pay fewer fixed costs.
 
     Attributes:
-        threshold: largest number of bytes in a bucket; a larger tensor is sent alone.
-        edge: largest number of bytes in the first and in the last bucket.
+        threshold: largest number of bytes in a bucket; a larger tensor is sent alone. None: as ``sized`` was given, or
+            8 MiB.
+        edge: largest number of bytes in the first and in the last bucket. None: as ``sized`` was given, or 1 MiB.
     """
 
-    threshold: int = 8 << 20
-    edge: int = 1 << 20
+    threshold: int | None = None
+    edge: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("threshold", "edge"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"tapered planner: {name}={value!r}; expected bytes, a whole number above 0")
+
+    def sized(self, edge: int, threshold: int) -> Tapered:
+        """Return the planner with these bytes where an option is None."""
+        return Tapered(self.threshold or threshold, self.edge or edge)
 
     def cut(self, tensors: Sequence[TensorInfo], costs: StepCosts | None) -> list[list[TensorInfo]]:
         """Return runs whose size is limited by the bytes before them and by the bytes after them."""
+        threshold, edge = self.threshold or 8 << 20, self.edge or 1 << 20
         after = sum(tensor.nbytes for tensor in tensors)
         before = 0
         runs: list[list[TensorInfo]] = []
@@ -44,7 +50,7 @@ class Tapered(Planner, name="tapered"):
             if not runs or tensor.nbytes > room:
                 runs.append([])
                 # Runs have edge, 2 edge, 4 edge, ... bytes: each may have as many as all before it and one edge more.
-                room = min(self.threshold, before + self.edge, max(self.edge, (after + self.edge) // 2))
+                room = min(threshold, before + edge, max(edge, (after + edge) // 2))
             runs[-1].append(tensor)
             room -= tensor.nbytes
             before += tensor.nbytes
