@@ -13,12 +13,15 @@ from ..base.errors import require
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
 from ..transport import Transport
-from ._base import check_pair, get, get_gather, instead_of, is_gather
+from ._base import check_pair, get, get_gather, instead_of, is_gather, registry
 
 __all__ = ["choose", "describe", "in_words", "log_once", "sent_by_node", "usual"]
 
 _logger = logging.getLogger("fusionlayer")
 _logged: set[str] = set()
+
+MOST_PEERS = 32
+"""Nodes of one rank that exchange messages each with each; more form a grid."""
 
 
 class EncodingTraits(Protocol):
@@ -72,14 +75,19 @@ def choose(
 def usual(codec: EncodingTraits, nodes: Sequence[int]) -> str:
     """Return the name of the collective for flat tensors if the codec has no collective of its own.
 
-    Nodes of several ranks take ``two_level``, whose nodes send each value to other nodes once. A codec that selects
-    elements would select others in each partial sum, so it stays with ``two_shot``.
+    Nodes of several ranks take ``two_level``, whose nodes send each value to other nodes once. Many nodes of one rank
+    take ``grid``, in which a rank sends messages to few others. A codec that selects elements would select others in
+    each partial sum, so it stays with ``two_shot``.
     """
     if codec.lossless:
         return "dense"
     if sum(nodes) <= 2:
         return "one_shot"
-    return "two_level" if 1 < len(nodes) < sum(nodes) and not codec.ahead else "two_shot"
+    if len(nodes) == 1 or codec.ahead:
+        return "two_shot"
+    if len(nodes) < sum(nodes):
+        return "two_level"
+    return "grid" if len(nodes) > MOST_PEERS and registry.knows("grid") else "two_shot"
 
 
 def sent_by_node(algorithm: str, nodes: Sequence[int]) -> float | None:
@@ -94,6 +102,7 @@ def sent_by_node(algorithm: str, nodes: Sequence[int]) -> float | None:
         "one_shot": lambda ranks: ranks * (size - ranks),
         "gather": lambda ranks: ranks * (size - ranks),
         "two_shot": lambda ranks: 2 * ranks * (size - ranks) / size,
+        "grid": lambda ranks: 2 * ranks * (size - ranks) / size,
         # A node sends its sum of each chunk to the owner's node, and the sum of each chunk of its own to all others.
         "two_level": lambda ranks: (size - ranks + ranks * (count - 1)) / size,
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -166,13 +167,16 @@ def test_codecs_take_the_collective_of_their_paper() -> None:
 
 def test_the_usual_collective_follows_the_nodes() -> None:
     """Nodes of several ranks, equal or not, take ``two_level``, unless a codec cannot be encoded anew."""
-    expected = {"two_shot": [(3,), (1, 1, 1)], "two_level": [(2, 1), (2, 2), (8,) * 8, (8, 7, 8)]}
+    expected = {"two_shot": [(3,), (1, 1, 1)], "two_level": [(2, 1), (2, 2), (8,) * 8, (8, 7, 8), (8,) * 64]}
     expected["one_shot"] = [(1,), (2,), (1, 1)]
+    expected["two_shot"].append((1,) * 32)
+    if collectives.knows("grid"):
+        expected["grid"] = [(1,) * 33, (1,) * 1024]
     for name, cases in expected.items():
         for nodes in cases:
             assert collectives.usual(codecs.get("int8"), nodes) == collectives.choose(codecs.get("int4"), nodes) == name
             assert collectives.choose(codecs.get("raw"), nodes) == "dense"
-            assert collectives.choose(codecs.get("topk"), nodes) == name.replace("two_level", "two_shot")
+            assert collectives.choose(codecs.get("topk"), nodes) == re.sub("two_level|grid", "two_shot", name)
 
 
 def test_the_first_choice_of_a_process_is_no_other() -> None:

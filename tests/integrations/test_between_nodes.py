@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +45,29 @@ def count(kind: type[Transport], replace: Callable[[type, str, Any], None]) -> C
     lock, within = threading.Lock(), threading.local()
 
     def counting(call: Callable[..., None], messages: Callable[[Transport, Any], Any]) -> Callable[..., None]:
-        def counted(self: Transport, x: Any, out: Any) -> None:
+        def counted(self: Transport, x: Any, *out: Any) -> None:
             outer, within.outer = getattr(within, "outer", True), False
             if outer:
                 (node,) = (each for each in self.nodes if self.rank in each)
-                sizes = [m.numel() for to, m in enumerate(messages(self, x)) if to not in node]
+                sizes = [m.numel() for to, m in messages(self, x) if to not in node]
                 with lock:
                     sent[self.nodes.index(node)] += sum(size for size in sizes if size > SMALL)
             try:
-                call(self, x, out)
+                call(self, x, *out)
             finally:
                 within.outer = outer
 
         return counted
 
-    replace(kind, "exchange", counting(kind.exchange, lambda _, sends: sends))
-    replace(kind, "all_to_all", counting(kind.all_to_all, lambda _, x: x))
-    replace(kind, "all_gather", counting(kind.all_gather, lambda self, x: [x] * self.size))
+    replace(kind, "exchange", counting(kind.exchange, lambda _, x: of_exchange(x)))
+    replace(kind, "all_to_all", counting(kind.all_to_all, lambda _, x: enumerate(x)))
+    replace(kind, "all_gather", counting(kind.all_gather, lambda self, x: enumerate([x] * self.size)))
     return sent
+
+
+def of_exchange(messages: Any) -> Iterable[tuple[int, Tensor]]:
+    """Return each message of an exchange with its rank."""
+    return ((to, send) for to, (send, _) in messages.items()) if isinstance(messages, Mapping) else enumerate(messages)
 
 
 def step(x: Tensor, make: Callable[[nn.Parameter], Any]) -> Any:
