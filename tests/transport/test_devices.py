@@ -119,7 +119,8 @@ def bad_job(rank: int, world: int, problem: str) -> None:
         if problem == "slices" and rank == 1:
             slices = SimpleNamespace(uuid="MIG-1", pci_domain_id=0, pci_bus_id=0, pci_device_id=0)
             torch.cuda.get_device_properties = lambda device: slices  # type: ignore[assignment, return-value]
-        if problem == "old" and rank == 1:
+        if problem == "old" and rank == 1:  # which is seen at init where CUDA is in use by then, else here
+            torch.cuda.is_initialized = lambda: False  # type: ignore[assignment]
             torch.cuda.get_device_capability = lambda device: (7, 5)  # type: ignore[assignment]
             torch.cuda.get_device_name = lambda device: "Tesla T4"  # type: ignore[assignment]
         fl.init(timeout=60)
