@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import native
 from ..base.libraries import Chooser, Spec
-from . import DTYPES, call, messages, pointer, workspace_for
 
 __all__ = [
     "MagnitudeStats",
@@ -35,7 +35,7 @@ _WORKSPACE_STATS, _WORKSPACE_KTH, _WORKSPACE_ENCODE, _WORKSPACE_THRESHOLD = rang
 
 def accumulate(x: Tensor, scale: float, acc: Tensor) -> None:
     """``acc`` (n,) f32 += ``scale`` * ``x`` (n,) f32, bf16 or f16; product and sum are rounded one after the other."""
-    call("fl_accumulate", acc, DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
+    native.call("fl_accumulate", acc, native.DTYPES[x.dtype], x.data_ptr(), scale, acc.numel(), acc.data_ptr())
 
 
 def accumulate_momentum(
@@ -47,8 +47,8 @@ def accumulate_momentum(
     (velocity + s) * momentum and acc += velocity + s.
     """
     pointers = velocity.data_ptr(), acc.data_ptr()
-    given = DTYPES[x.dtype], x.data_ptr(), scale, momentum, int(nesterov), acc.numel()
-    call("fl_accumulate_momentum", acc, *given, *pointers)
+    given = native.DTYPES[x.dtype], x.data_ptr(), scale, momentum, int(nesterov), acc.numel()
+    native.call("fl_accumulate_momentum", acc, *given, *pointers)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def norm(x: Tensor) -> Tensor:
 def _sums(acc: Tensor, above: int) -> Tensor:
     """Return ``fl_magnitudes``, (4,) int64 on the device of ``acc`` (n,) f32."""
     out = torch.empty(4, dtype=torch.int64, device=acc.device)
-    workspace = workspace_for(_WORKSPACE_STATS, acc)
-    call("fl_magnitude_stats", acc, acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr())
+    workspace = native.workspace_for(_WORKSPACE_STATS, acc)
+    native.call("fl_magnitude_stats", acc, acc.data_ptr(), acc.numel(), above, workspace.data_ptr(), out.data_ptr())
     return out
 
 
@@ -100,16 +100,16 @@ def count_above(acc: Tensor, thresholds: Sequence[int]) -> list[int]:
     given = (ctypes.c_uint32 * len(thresholds))(*thresholds)
     out = torch.empty(len(thresholds), dtype=torch.int64, device=acc.device)
     pointers = acc.data_ptr(), acc.numel(), ctypes.cast(given, ctypes.c_void_p), len(thresholds), out.data_ptr()
-    call("fl_count_above", acc, *pointers)
+    native.call("fl_count_above", acc, *pointers)
     return [int(count) for count in out.tolist()]
 
 
 def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
     """Return the bits of the ``k``-th largest magnitude of ``acc`` (n,) f32, and how many are larger; 1 <= k <= n."""
     out = torch.empty(2, dtype=torch.int64, device=acc.device)
-    workspace = workspace_for(_WORKSPACE_KTH, acc)
+    workspace = native.workspace_for(_WORKSPACE_KTH, acc)
     given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), out.data_ptr()
-    call("fl_kth_magnitude", acc, *given)
+    native.call("fl_kth_magnitude", acc, *given)
     magnitude, above = out.tolist()
     return magnitude, above
 
@@ -121,9 +121,9 @@ def choose_largest(acc: Tensor, k: int) -> Tensor:
     CUDA the host does not wait.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
-    workspace = workspace_for(_WORKSPACE_KTH, acc)
+    workspace = native.workspace_for(_WORKSPACE_KTH, acc)
     given = acc.data_ptr(), acc.numel(), k, workspace.data_ptr(), choice.data_ptr()
-    call("fl_choose_largest", acc, *given)
+    native.call("fl_choose_largest", acc, *given)
     return choice
 
 
@@ -139,9 +139,9 @@ def choose_threshold(how: Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
         sample: (``how.sampled``,) f32, for ``SAMPLED``.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
-    workspace = workspace_for(_WORKSPACE_THRESHOLD, acc)
-    pointers = pointer(sample), memory.data_ptr(), workspace.data_ptr(), choice.data_ptr()
-    call("fl_choose_threshold", acc, how, acc.data_ptr(), acc.numel(), *pointers)
+    workspace = native.workspace_for(_WORKSPACE_THRESHOLD, acc)
+    pointers = native.pointer(sample), memory.data_ptr(), workspace.data_ptr(), choice.data_ptr()
+    native.call("fl_choose_threshold", acc, how, acc.data_ptr(), acc.numel(), *pointers)
     return choice
 
 
@@ -152,8 +152,8 @@ def choose_drawn(spec: Spec, acc: Tensor, k: int) -> Tensor:
     encoded: if elements are not finite, they alone are chosen. On CUDA the host does not wait.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
-    workspace = workspace_for(_WORKSPACE_KTH, acc)
-    call("fl_choose_drawn", acc, spec, acc.data_ptr(), k, workspace.data_ptr(), choice.data_ptr())
+    workspace = native.workspace_for(_WORKSPACE_KTH, acc)
+    native.call("fl_choose_drawn", acc, spec, acc.data_ptr(), k, workspace.data_ptr(), choice.data_ptr())
     return choice
 
 
@@ -189,6 +189,6 @@ def sparse_encode(
         clear: (n,) f32 that becomes 0 where an element was sent or was not finite.
         choice: (2,) int64 on the device of ``acc``, takes the place of ``threshold`` and ``ties``.
     """
-    workspace = workspace_for(_WORKSPACE_ENCODE, acc)
-    pointers = acc.data_ptr(), pointer(clear), threshold, ties, pointer(choice), workspace.data_ptr()
-    call("fl_sparse_encode", acc, spec, pointer(x), scale, *pointers, messages(body, offsets))
+    workspace = native.workspace_for(_WORKSPACE_ENCODE, acc)
+    pointers = acc.data_ptr(), native.pointer(clear), threshold, ties, native.pointer(choice), workspace.data_ptr()
+    native.call("fl_sparse_encode", acc, spec, native.pointer(x), scale, *pointers, native.messages(body, offsets))
