@@ -24,7 +24,7 @@ from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import parse_rate
 from fusionlayer.planning.profile import Profile, Validation
 from fusionlayer.planning.projection import Method, project
-from fusionlayer.planning.simulation import Compute, run_step
+from fusionlayer.planning.simulation import Compute, Resources, run_step
 
 __all__ = ["Comparison", "compare", "main", "read_cells", "summarize"]
 
@@ -138,7 +138,7 @@ def _project(cell: Mapping[str, Any], profile: Profile, curves: bool) -> Iterato
     if cell["method"] == _ALONE:
         model = profile.model
         compute = Compute(model.forward, model.backward, model.optimizer)
-        alone = run_step(compute, [], cores=cores, threads=profile.machine.threads).seconds
+        alone = run_step(compute, [], Resources(cores, profile.machine.threads)).seconds
         raise ConfigError(
             f"a step of {workers} workers took {cell['step_seconds'] * 1e3:.0f} ms, by the profile {alone * 1e3:.0f} ms"
         )

@@ -22,7 +22,7 @@ _BITS_FROM = 1 << 20
 _GATHERED = 8
 """Ranks up to which whole messages may go to each of them; with more, that takes more bytes than any other way."""
 _NO_LINK = LinkCost(0.0, 0.0, 0.0, FREE, FREE)
-_EXCHANGES = {"two_shot": 2, "two_level": 4}
+_EXCHANGES = {"two_shot": 2, "two_level": 4, "grid": 4}
 """Exchanges of messages in a sum, by collective; all others make one, or hand all of them to the transport at once."""
 
 

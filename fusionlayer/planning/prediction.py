@@ -17,12 +17,10 @@ from ..scheduler.order import send_order
 from .bucket_costs import BucketCosts, codec_of, costs_of
 from .cluster import Scenario
 from .profile import Gradient, Model, Profile
-from .simulation import Compute, Load, SimulatedStep, run_local_steps, run_step
+from .simulation import OWN_CORES, Compute, Load, Resources, SimulatedStep, run_local_steps, run_step
 
 __all__ = [
-    "OWN_CORES",
     "PlannedBucket",
-    "Resources",
     "backward_seconds",
     "plan_costs",
     "predict",
@@ -37,28 +35,6 @@ class PlannedBucket:
 
     names: Sequence[str]
     costs: BucketCosts
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The cores and threads of a rank.
-
-    Attributes:
-        cores: that its threads share. Infinite: each thread has its own core, and the costs' ``disturbance`` stands for
-            what threads take from each other all the same. With shared cores the simulation computes that itself.
-        threads: that it computes with.
-        lanes: communication threads, which take the buckets in turn.
-        overlap_forward: results are waited for when the next forward needs them.
-    """
-
-    cores: float = math.inf
-    threads: int = 1
-    lanes: int = 1
-    overlap_forward: bool = False
-
-
-OWN_CORES = Resources()
-"""What planners assume: one lane, and a core for each thread."""
 
 
 def predict(
@@ -87,22 +63,12 @@ def predict(
     loads = [_load([tensors[name] for name in b.names], ready, b.costs, resources) for b in buckets]
     compute = Compute(model.forward, model.backward + encoded, model.optimizer) if whole else Compute(0.0, at, 0.0)
 
-    def step(loads: Sequence[Load]) -> SimulatedStep:
-        return run_step(
-            compute,
-            loads,
-            cores=resources.cores,
-            threads=resources.threads,
-            lanes=resources.lanes,
-            overlap_forward=resources.overlap_forward,
-        )
-
-    found = step(loads)
+    found = run_step(compute, loads, resources)
     if not resources.overlap_forward:
         return found
     # The engine does the same: it measures in the order of completion, then reorders.
     busy = [(span.end - span.start) / resources.lanes for span in found.spans]
-    return step([loads[i] for i in send_order([load.ready for load in loads], busy)])
+    return run_step(compute, [loads[i] for i in send_order([load.ready for load in loads], busy)], resources)
 
 
 def predict_local_steps(
@@ -140,15 +106,8 @@ def predict_local_steps(
         encoded = sum(map(costs.encode, sizes)) if costs.ahead else 0.0
         disturbance = costs.disturbance if math.isinf(resources.cores) else 0.0
         loads.append(Load(encoded, 0.0, sum(sizes), costs.phases(sizes, unpack=False), disturbance))
-    return run_local_steps(
-        Compute(model.forward, model.backward, model.optimizer),
-        loads,
-        [plan.due(step) for step in range(every)],
-        delay=delay,
-        cores=resources.cores,
-        threads=resources.threads,
-        lanes=resources.lanes,
-    )
+    compute, leaving = Compute(model.forward, model.backward, model.optimizer), [plan.due(s) for s in range(every)]
+    return run_local_steps(compute, loads, leaving, resources, delay=delay)
 
 
 def _load(members: Sequence[Gradient], ready: dict[str, float], costs: BucketCosts, resources: Resources) -> Load:

@@ -20,9 +20,9 @@ from .bucket_costs import BucketCosts, codec_cost
 from .cluster import Scenario
 from .collective_phases import ALGORITHMS, OWN
 from .cost_model import CodecCost
-from .prediction import PlannedBucket, Resources, backward_seconds, predict
+from .prediction import PlannedBucket, backward_seconds, predict
 from .profile import Profile
-from .simulation import SimulatedStep
+from .simulation import Resources, SimulatedStep
 
 __all__ = ["BASELINE", "Band", "Method", "break_even", "project", "projected_band"]
 

@@ -12,10 +12,11 @@ from ..process.clock import HOST, Clock
 from .bucket_costs import BucketCosts
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, Curve, LinkCost
-from .prediction import PlannedBucket, Resources, predict
+from .prediction import PlannedBucket, predict
 from .profile import Gradient, Model
 from .profiler.codecs import measure_codecs
 from .profiler.results import as_codecs
+from .simulation import Resources
 
 __all__ = ["MODELLED", "Forecast", "RecordedBucket", "RecordedStep", "forecast"]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .collective_phases import Phase
 
-__all__ = ["Compute", "Load", "SimulatedSpan", "SimulatedStep", "run_local_steps", "run_step"]
+__all__ = ["OWN_CORES", "Compute", "Load", "Resources", "SimulatedSpan", "SimulatedStep", "run_local_steps", "run_step"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,29 @@ class Compute:
     forward: float
     backward: float
     optimizer: float
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The cores and threads of a rank.
+
+    Attributes:
+        cores: that its threads share. Infinite: each thread has its own core, and the costs' ``disturbance`` stands for
+            what threads take from each other all the same. With shared cores the simulation computes that itself.
+        threads: that it computes with.
+        lanes: communication threads, which take the buckets in turn.
+        overlap_forward: forward waits for a bucket, and its parameters are updated, when it first needs them; otherwise
+            the update waits for all buckets.
+    """
+
+    cores: float = math.inf
+    threads: int = 1
+    lanes: int = 1
+    overlap_forward: bool = False
+
+
+OWN_CORES = Resources()
+"""What planners assume: one lane, and a core for each thread."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +197,7 @@ class _SimulatedThread:
 def run_step(
     compute: Compute,
     loads: Sequence[Load],
-    *,
-    cores: float = math.inf,
-    threads: int = 1,
-    lanes: int = 1,
-    overlap_forward: bool = False,
+    resources: Resources = OWN_CORES,
 ) -> SimulatedStep:
     """Return the simulated step; the buckets ``loads`` are sent in the given order.
 
@@ -190,13 +209,10 @@ def run_step(
     Args:
         compute: the rank's work without communication.
         loads: its buckets.
-        cores: cores of the rank, for all its threads together; infinite: each thread has its own.
-        threads: threads that it computes with.
-        lanes: communication threads.
-        overlap_forward: forward waits for a bucket, and its parameters are updated, when it first needs them;
-            otherwise the update waits for all buckets.
+        resources: cores and threads of the rank.
     """
-    computing = _SimulatedThread(_computation(compute, loads, overlap_forward), threads)
+    cores, threads, lanes = resources.cores, resources.threads, resources.lanes
+    computing = _SimulatedThread(_computation(compute, loads, resources.overlap_forward), threads)
     events, now = _simulate(computing, [_lane(loads, lane, lanes) for lane in range(lanes)], cores)
     phases = [phase for load in loads for phase in load.phases]
     return SimulatedStep(
@@ -212,11 +228,9 @@ def run_local_steps(
     compute: Compute,
     loads: Sequence[Load],
     leaving: Sequence[Sequence[int]],
+    resources: Resources = OWN_CORES,
     *,
     delay: int = 0,
-    cores: float = math.inf,
-    threads: int = 1,
-    lanes: int = 1,
 ) -> SimulatedStep:
     """Return the mean step of a period of local steps, in which each bucket is sent once or more; it has no spans.
 
@@ -229,9 +243,10 @@ def run_local_steps(
         compute: the rank's work without communication.
         loads: the buckets.
         leaving: numbers of the buckets that leave in each step of a period.
+        resources: cores and threads of the rank.
         delay: steps after which results are waited for.
-        cores, threads, lanes: as for ``run_step``.
     """
+    cores, threads, lanes = resources.cores, resources.threads, resources.lanes
     periods = 2 + 2 * -(-delay // len(leaving))
     sends: list[list[_Action]] = [[] for _ in range(lanes)]
     computing: list[_Action] = []

@@ -18,7 +18,7 @@ from fusionlayer.planning.connections import Connections, tcp_rate
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
-from fusionlayer.planning.simulation import Compute, Load, run_local_steps, run_step
+from fusionlayer.planning.simulation import Compute, Load, Resources, run_local_steps, run_step
 from tests.planning.profiles import write_example
 
 pytestmark = pytest.mark.short
@@ -122,11 +122,13 @@ def test_lanes_fill_what_one_leaves_of_the_link() -> None:
     cluster = Cluster(2, LINK, connections=replace(RENO, count=1))
     loads = [Load(0.0, 0.0, 1, message_phases("one_shot", 1e6, CODEC, cluster, FREE)) for _ in range(2)]
     alone = run_step(Compute(0, 0, 0), loads[:1]).seconds
-    assert run_step(Compute(0, 0, 0), loads, lanes=2).seconds == pytest.approx(alone), "12 + 12 of 100 Mbit/s"
-    assert run_step(Compute(0, 0, 0), loads, lanes=1).seconds == pytest.approx(2 * alone)
+    assert run_step(Compute(0, 0, 0), loads, Resources(lanes=2)).seconds == pytest.approx(alone), (
+        "12 + 12 of 100 Mbit/s"
+    )
+    assert run_step(Compute(0, 0, 0), loads, Resources(lanes=1)).seconds == pytest.approx(2 * alone)
     one = replace(cluster, connections=Connections(0.05, 0.0005, "reno", None, 1e8, shared=True))
     shared = [Load(0.0, 0.0, 1, message_phases("one_shot", 1e6, CODEC, one, FREE)) for _ in range(2)]
-    assert run_step(Compute(0, 0, 0), shared, lanes=2).seconds == pytest.approx(2 * alone - 0.025)
+    assert run_step(Compute(0, 0, 0), shared, Resources(lanes=2)).seconds == pytest.approx(2 * alone - 0.025)
     full = [replace(load, phases=[replace(phase, share=1.0) for phase in load.phases]) for load in loads]
-    assert run_step(Compute(0, 0, 0), full, lanes=2).seconds == pytest.approx(2 * alone - 0.025)
-    assert run_local_steps(Compute(0, 0, 0), loads, [[0, 1]], lanes=2).seconds == pytest.approx(alone)
+    assert run_step(Compute(0, 0, 0), full, Resources(lanes=2)).seconds == pytest.approx(2 * alone - 0.025)
+    assert run_local_steps(Compute(0, 0, 0), loads, [[0, 1]], Resources(lanes=2)).seconds == pytest.approx(alone)

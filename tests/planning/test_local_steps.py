@@ -17,9 +17,9 @@ from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.collective_phases import Phase
 from fusionlayer.planning.local_steps import EveryRules, EveryState, divergence
 from fusionlayer.planning.plans import make_plan
-from fusionlayer.planning.prediction import Resources, predict_local_steps
+from fusionlayer.planning.prediction import predict_local_steps
 from fusionlayer.planning.profile import Profile
-from fusionlayer.planning.simulation import Compute, Load, run_local_steps
+from fusionlayer.planning.simulation import Compute, Load, Resources, run_local_steps
 from fusionlayer.scheduler import planners
 from tests.loops import looped
 
@@ -69,7 +69,9 @@ def test_a_mean_step_is_never_shorter_than_computing_or_the_link_and_waiting_lat
 ) -> None:
     loads = [load(seconds) for seconds in sizes]
     leaving = [tuple(i for i in range(len(loads)) if i % every == step) for step in range(every)]
-    now, later = (run_local_steps(COMPUTE, loads, leaving, delay=some, lanes=lanes) for some in (delay, delay + 1))
+    now, later = (
+        run_local_steps(COMPUTE, loads, leaving, Resources(lanes=lanes), delay=some) for some in (delay, delay + 1)
+    )
     assert max(now.alone, now.communication) - 1e-9 <= now.seconds <= now.alone + now.communication + 1e-9
     assert lanes > 1 or later.seconds <= now.seconds + 1e-9
 

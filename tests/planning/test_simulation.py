@@ -11,7 +11,7 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.collective_phases import ALGORITHMS, Phase, message_phases, seconds_of
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
-from fusionlayer.planning.simulation import Compute, Load, SimulatedStep, run_step
+from fusionlayer.planning.simulation import Compute, Load, Resources, SimulatedStep, run_step
 
 pytestmark = pytest.mark.short
 
@@ -50,16 +50,16 @@ class TestByHand:
         assert (step.alone, step.waiting) == (3.5, pytest.approx(0.6))
 
     def test_a_codec_takes_half_of_the_only_core(self) -> None:
-        step = run_step(COMPUTE, [load(1, codec(1))], cores=1)
+        step = run_step(COMPUTE, [load(1, codec(1))], Resources(cores=1))
         assert travels(step) == ((1, 3),), "1 s of work on half a core"
         assert step.seconds == 3 + 0.5 + 1, "the last second of backward took two"
-        assert run_step(COMPUTE, [load(1, codec(1))], cores=2).seconds == 3.5
+        assert run_step(COMPUTE, [load(1, codec(1))], Resources(cores=2)).seconds == 3.5
 
     def test_forward_waits_for_one_bucket_at_a_time(self) -> None:
         loads = [load(1, wire(3), used=0.5), load(2, wire(1))]
-        assert run_step(COMPUTE, loads, overlap_forward=True).seconds == 5 + 0.25 + 0.5 + 0.25 + 0.5
+        assert run_step(COMPUTE, loads, Resources(overlap_forward=True)).seconds == 5 + 0.25 + 0.5 + 0.25 + 0.5
         loads = [load(2, wire(1)), load(1, wire(3), used=0.5)]
-        step = run_step(COMPUTE, loads, overlap_forward=True)
+        step = run_step(COMPUTE, loads, Resources(overlap_forward=True))
         assert travels(step) == ((2, 3), (3, 6))
         assert step.seconds == 6 + 0.25 + 0.5, "the first half of forward ran while the second bucket was on its way"
         assert run_step(COMPUTE, loads).seconds == 6 + 0.5 + 1
@@ -228,7 +228,7 @@ def solve(
         Load(ready, used, elements, message_phases(algorithm, elements, codec, cluster, copy))
         for ready, used, elements in buckets
     ]
-    return run_step(compute, loads, cores=cores, lanes=lanes, overlap_forward=overlap_forward), loads
+    return run_step(compute, loads, Resources(cores=cores, lanes=lanes, overlap_forward=overlap_forward)), loads
 
 
 MOST = 2184
