@@ -20,6 +20,7 @@ __all__ = [
     "MessageSpan",
     "check_pair",
     "collective",
+    "encloses",
     "gather_collective",
     "gathers",
     "get",
@@ -85,6 +86,7 @@ registry: Registry[AllReduce] = Registry("collective", __package__, "fusionlayer
 gathers: Registry[Gather] = Registry("gathering collective", __package__, "fusionlayer.gathers")
 _demands: dict[str, tuple[Takes, str]] = {}
 _suits: dict[str, tuple[Suits, str | None]] = {}
+_enclosing: set[str] = set()
 
 
 def collective(
@@ -94,6 +96,7 @@ def collective(
     because: str = "",
     suits: Suits | None = None,
     instead: str | None = None,
+    encloses: bool = False,
 ) -> Callable[[Reduce], Reduce]:
     """Register a function as the collective ``name`` of flat tensors.
 
@@ -104,6 +107,7 @@ def collective(
         suits: returns whether codecs that were made for the collective should take it over so many ranks, if the user
             names none; None: over any number.
         instead: the collective that these codecs take over other numbers of ranks; None: the usual one.
+        encloses: the collective has the argument ``enclosed`` (see ``encloses``).
     """
 
     def register(function: Reduce) -> Reduce:
@@ -112,6 +116,8 @@ def collective(
             _demands[name] = takes, because
         if suits is not None:
             _suits[name] = suits, instead
+        if encloses:
+            _enclosing.add(name)
         return function
 
     return register
@@ -126,6 +132,16 @@ def instead_of(name: str | None, size: int) -> str | None:
             break
         name = instead
     return name
+
+
+def encloses(name: str) -> bool:
+    """Return whether every rank sends every other rank a message in the collective ``name``, which can carry more.
+
+    Its argument ``enclosed`` (size, n) uint8 has a row for each rank. The row of this rank is sent with its messages,
+    and the other ranks' rows are filled with theirs. ``n`` is a multiple of ``wire.ALIGN``, as messages are.
+    """
+    registry.get(name)  # loads it
+    return name in _enclosing
 
 
 def sums_anew(codec: Codec, size: int) -> bool:

@@ -16,7 +16,7 @@ from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 __all__ = ["summing", "two_shot"]
 
 
-@collective("two_shot")
+@collective("two_shot", encloses=True)
 def two_shot(
     x: Tensor,
     codec: Codec,
@@ -26,6 +26,7 @@ def two_shot(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     piece: int | None = None,
+    enclosed: Tensor | None = None,
 ) -> None:
     """Sum in two exchanges, with two quantisations of each value whatever the number of ranks.
 
@@ -44,7 +45,7 @@ def two_shot(
 
     With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go through the steps at a
     time, and others are encoded, recoded or decoded meanwhile (TACO, section 4.4.2). Blocks stay the same, so the
-    result stays the same with codecs that quantise by blocks and round to nearest.
+    result stays the same with codecs that quantise by blocks and round to nearest. ``encloses`` describes ``enclosed``.
     """
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)
@@ -52,6 +53,7 @@ def two_shot(
     out = x if out is None else out
     if transport.peer_bytes and sum_in_one_launch(x, codec, transport, seed=seed, residual=residual, out=out):
         return
+    extra = 0 if enclosed is None else enclosed.size(1)
     sums, run_length = (codec, 1) if residual is not None else summing(codec)
 
     def run(index: int, part: slice) -> Piece:
@@ -59,9 +61,12 @@ def two_shot(
         chunk = split_evenly(numel, size, codec.block)
         capacity = codec.wire(chunk, x.dtype).capacity
         mine = slice(min(part.start + rank * chunk, part.stop), min(part.start + (rank + 1) * chunk, part.stop))
-        slot = index % IN_FLIGHT
-        outgoing = transport.scratch(f"outgoing {slot}", size * capacity, x.device).view(size, capacity)
-        incoming = transport.scratch(f"incoming {slot}", size * capacity, x.device).view(size, capacity)
+        slot, nbytes = index % IN_FLIGHT, capacity + extra
+        sends = outgoing = transport.scratch(f"outgoing {slot}", size * nbytes, x.device).view(size, nbytes)
+        recvs = incoming = transport.scratch(f"incoming {slot}", size * nbytes, x.device).view(size, nbytes)
+        if enclosed is not None:
+            sends[:, capacity:] = enclosed[rank]
+            outgoing, incoming = sends[:, :capacity], recvs[:, :capacity]
         codec.encode_chunks(
             x[part],
             outgoing,
@@ -70,7 +75,7 @@ def two_shot(
             offset=part.start,
             residual=None if residual is None else residual[part],
         )
-        yield partial(transport.all_to_all, outgoing, incoming)
+        yield partial(transport.all_to_all, sends, recvs)
         sums.recode(
             incoming,
             outgoing[rank],
@@ -80,8 +85,10 @@ def two_shot(
             offset=mine.start,
             residual=None if residual is None else residual[mine],
         )
-        yield partial(transport.all_gather, outgoing[rank], incoming)
+        yield partial(transport.all_gather, sends[rank], recvs)
         codec.decode_chunks(incoming, out[part], chunk)
+        if enclosed is not None:
+            enclosed.copy_(recvs[:, capacity:])
 
     if piece is None:
         for exchange in run(0, slice(0, x.numel())):

@@ -53,6 +53,8 @@ class Buffer(ABC):
             changes this, not a lane: a bucket in flight, with an earlier step's gradients, must not be launched again.
         seed: of the codec's noise in the next ``run``; None: it follows from step and bucket.
         done: called on the lane's thread and stream when the next ``run`` has ended or failed; None: nothing is.
+        encloses: the messages of ``run`` can carry ``enclosed``.
+        enclosed: (size, n) uint8, for the next ``run``: its row of this rank is sent, the others are filled; or None.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Buffer(ABC):
         self.full = False
         self.seed: int | None = None
         self.done: Callable[[], None] | None = None
+        self.encloses = False
+        self.enclosed: Tensor | None = None
         self._gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         # On CUDA: the last event of each stream on which gradients have arrived; the streams that own the memory of the
@@ -171,6 +175,7 @@ class FlatBuffer(Buffer):
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
         all_reduce: the bucket's collective.
         residual: (bucket.numel,) f32 error feedback, the same in 8 bits, or None.
+        encloses: the collective can carry ``enclosed``.
     """
 
     def __init__(
@@ -185,10 +190,12 @@ class FlatBuffer(Buffer):
         *,
         all_reduce: AllReduce,
         residual: Tensor | PackedResidual | None,
+        encloses: bool,
     ) -> None:
         super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
         self._dtype: torch.dtype = getattr(torch, bucket.dtype)
         self._all_reduce = all_reduce if self._dtype in DTYPE_CODES else _plain_sum
+        self.encloses = encloses and self._dtype in DTYPE_CODES
         self._packed = residual if isinstance(residual, PackedResidual) else None
         self._residual = None if isinstance(residual, PackedResidual) else residual
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
@@ -236,6 +243,8 @@ class FlatBuffer(Buffer):
             scratch = transport.scratch("residual", 4 * packed.numel, self._device)
             residual = packed.unpack(scratch.view(torch.float32))
         all_reduce = partial(self._all_reduce, flat, self.codec, transport, seed=seed, residual=residual)
+        if self.enclosed is not None:
+            all_reduce, self.enclosed = partial(all_reduce, enclosed=self.enclosed), None
         if observed:
             with self._timeline.span(self.bucket.algorithm.upper(), codec=self.codec, elements=self.bucket.numel):
                 all_reduce()

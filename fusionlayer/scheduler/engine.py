@@ -25,7 +25,7 @@ from .plan_controller import PlanController
 from .plan_state import BufferMaker, PlanState, check_plan
 from .planners import Planner
 from .results import Results
-from .step import Step, Usage
+from .step import Step, Usage, all_used
 
 __all__ = ["Engine"]
 
@@ -80,6 +80,7 @@ class Engine(Lifecycle):
         failure: the error that a step has failed with, or None. The engine is then closed, and every call raises it.
         pending: names submitted so far in the current step: a live view.
         lanes: the communication threads or streams, and the buckets in flight.
+        finds_unused: ranks find out which tensors none of them has used; the same on all ranks.
     """
 
     def __init__(
@@ -138,8 +139,13 @@ class Engine(Lifecycle):
         self.lanes = Lanes(transport, device, timeline, clock, lanes, name, overlap_forward)
         self._results = Results(clock, timeline)
         self._plans = PlanState(agreement, self._step, maker, self.lanes, self._results, plan, clock)
+        self.finds_unused = False
         self._unused: list[str] = []
-        self._usage: Usage | None = None
+        # Whether the last bucket of the present step carries which tensors are used, and the use of that step.
+        self._carries = False
+        self._next_usage: Usage | None = None
+        self._usage: Usage | None = None  # of the last step; None: this rank has used all tensors
+        self.lanes.enclose = self._enclose
 
     @property
     def due(self) -> AbstractSet[str]:
@@ -234,14 +240,14 @@ class Engine(Lifecycle):
     def submit_unused(self, name: str, zeros: Tensor) -> None:
         """Take zeros, or what counts as such, for a tensor that this rank has not used; else as ``submit``.
 
-        ``end_step(find_unused=True)`` then finds out whether any rank has used it.
+        Only with ``finds_unused``: ranks then find out at the end of the step whether any of them has used it.
         """
         self.memory.remember((name,))  # what it owes stays as it is if no rank has
+        self._unused.append(name)  # before the last bucket is launched, which carries it
         self.submit(name, zeros)
-        self._unused.append(name)
 
     def unused(self) -> frozenset[str]:
-        """Return the tensors of the last step that no rank has used, if ``end_step`` was to find out.
+        """Return the tensors of the last step that no rank has used, with ``finds_unused``.
 
         Their results mean nothing. Once those are taken, ``memory.restore`` gives them their error feedback back.
 
@@ -257,11 +263,11 @@ class Engine(Lifecycle):
         except BaseException as error:
             self.fail(error)
 
-    def end_step(self, find_unused: bool = False) -> None:
+    def end_step(self) -> None:
         """End the step without waiting for its results.
 
-        Args:
-            find_unused: ranks exchange, in one small message, which tensors they have used; the same on all ranks.
+        With ``finds_unused`` ranks exchange which tensors they have used: in the messages of the last bucket, or if its
+        collective cannot carry that, in a message on another lane, where there are several.
 
         Raises:
             UsageError: tensors are missing, or results that were sent under another plan have not been taken.
@@ -290,12 +296,13 @@ class Engine(Lifecycle):
                 lanes.queue(lanes.order.agree).wait()
             if self._overlap_forward:
                 lanes.order.end_step()
-            if find_unused:
-                marks = self._device if lanes.are_at_once else _CPU
-                unused, self._unused = self._unused, []
-                # On the lane that would take the next bucket: it waits for the last one least.
-                lane = lanes.all[len(lanes.jobs) % len(lanes.all)]
-                self._usage = Usage(plans.bucket_of, unused, marks, lane)
+            if self.finds_unused:
+                usage, self._next_usage = self._next_usage, None
+                if not self._carries:
+                    usage = self._send_usage()
+                elif usage is not None:
+                    usage.job = lanes.jobs[lanes.order.sequence[-1]]
+                self._usage, self._carries = usage, False
         except BaseException as error:
             self.fail(error)
         step.arrived.clear()
@@ -350,6 +357,26 @@ class Engine(Lifecycle):
             self.take(index)
 
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
+
+    def _enclose(self) -> Tensor | None:
+        """Return the bits that the last bucket of the step carries: by now all tensors have been submitted."""
+        if not self.finds_unused:
+            return None
+        self._carries = True
+        if not self._unused:  # what other ranks use does not matter then
+            return all_used(len(self._plans.bucket_of)).repeat(self.size, 1)
+        unused, self._unused = self._unused, []
+        self._next_usage = Usage(self._plans.bucket_of, unused, self.size, _CPU)
+        return self._next_usage.every
+
+    def _send_usage(self) -> Usage:
+        """Begin to exchange by a message which tensors ranks have used, where the last bucket has not carried it."""
+        unused, self._unused = self._unused, []
+        lanes = self.lanes
+        usage = Usage(self._plans.bucket_of, unused, self.size, self._device if lanes.are_at_once else _CPU)
+        # On the lane that would take the next bucket: it waits for the last one least.
+        usage.job = lanes.all[len(lanes.jobs) % len(lanes.all)].put(usage.exchange)
+        return usage
 
     def _begin_step(self) -> None:
         """Report the last step to the plan controller, and begin this one."""

@@ -271,6 +271,8 @@ class Lanes:
         jobs: of the buckets that were launched in the present step, by number.
         order: in which buckets are launched.
         watch: gets the times of the buckets; None: they are not measured.
+        enclose: called before the last bucket of a step is launched, if that can carry more than gradients; returns
+            what it carries (``Buffer.enclosed``), or None.
         steps: that have ended.
         nbytes: of the gradients sent so far, uncompressed.
         cause: the first error of any bucket, or None.
@@ -303,6 +305,7 @@ class Lanes:
         self.are_at_once = self.all[0].is_at_once
         self.jobs: dict[int, Job] = {}
         self.watch: StepTimer | None = None
+        self.enclose: Callable[[], torch.Tensor | None] | None = None
         self.steps = self.nbytes = 0
         self.cause: BaseException | None = None
         self._cause_lock = threading.Lock()  # guards ``cause``, which several lanes may set at once
@@ -326,6 +329,8 @@ class Lanes:
             seed = derive_seed(step, index) if buffer.seed is None else buffer.seed
             ready = self._timeline.now() if self._timeline.enabled else None
             done, buffer.done = buffer.done, None
+            if self.enclose is not None and buffer.encloses and place + 1 == len(order):
+                buffer.enclosed = self.enclose()
             self.nbytes += buffer.nbytes
             buffer.full = False
             jobs[index] = lane.worker.put(

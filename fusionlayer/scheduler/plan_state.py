@@ -293,7 +293,9 @@ class BufferMaker:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None
             all_reduce = collectives.by_shares(bucket.algorithm, bucket.shares)
-            buffer = FlatBuffer(*common, all_reduce=all_reduce, residual=residual)
+            # On a device a message of its own is only queued there, and costs no time.
+            encloses = device.type == "cpu" and not bucket.shares and collectives.encloses(bucket.algorithm)
+            buffer = FlatBuffer(*common, all_reduce=all_reduce, residual=residual, encloses=encloses)
         if self.undoable:
             buffer.remember = memory.remember
         return buffer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import compress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, UsageError
 from ..base.plan import FusionPlan, TensorInfo
+from ..native.wire import aligned
 from ..transport import Transport
-from .lanes import Lane
+from .lanes import Job
 from .plan_controller import PlanController
 
-__all__ = ["Step", "Usage"]
+__all__ = ["Step", "Usage", "all_used"]
 
 
 class Step:
@@ -110,59 +111,55 @@ class Step:
 
 
 class Usage:
-    """Exchanges, at the end of a step, which tensors each rank has used: one bit for each.
-
-    The message is sent while the step's last bucket is in flight, on another lane where there are several.
+    """Which tensors of a step each rank has used: one bit for each, which ranks exchange at its end.
 
     Args:
         names: of all tensors of the step, in the same order on all ranks.
         unused: those that this rank has not used.
-        device: holds the message: that of the gradients if the transport only queues work there, else the CPU.
-        lane: runs the exchange; it is created in the same place on all ranks.
+        size: number of ranks.
+        device: holds the bits: that of the gradients if the transport only queues work there, else the CPU.
 
     Attributes:
+        every: (size, n) uint8: the bits of each rank, those of other ranks when ``job`` has ended.
         job: the exchange. It has to be awaited even if this rank has used all tensors: other ranks need its message, so
             the rank must not go on before.
         uses_all: whether this rank has used all tensors; then no tensor is unused.
     """
 
-    def __init__(
-        self,
-        names: Collection[str],
-        unused: Collection[str],
-        device: torch.device,
-        lane: Lane,
-    ) -> None:
+    job: Job
+
+    def __init__(self, names: Collection[str], unused: Collection[str], size: int, device: torch.device) -> None:
         self._names = names
         self.uses_all = not unused
-        self._device = device
-        self._mine: np.ndarray[Any, Any] = (
-            np.packbits([name not in unused for name in names]) if unused else _all_used(len(names))
-        )
+        mine = _padded([name not in unused for name in names]) if unused else all_used(len(names))
+        self.every = mine.repeat(size, 1).to(device)
         self._found: frozenset[str] | None = None
-        self._every: Tensor | None = None
         self._done: torch.cuda.Event | None = None
-        self.job = lane.worker.put(partial(self._exchange, lane.transport))
 
     def unused(self) -> frozenset[str]:
         """Return the tensors that no rank has used, when ``job`` has ended."""
         if self._found is None:
-            assert self._every is not None
             if self._done is not None:
                 self._done.synchronize()
-            used = np.unpackbits(np.bitwise_or.reduce(self._every.cpu().numpy(), axis=0), count=len(self._names))
+            used = np.unpackbits(np.bitwise_or.reduce(self.every.cpu().numpy(), axis=0), count=len(self._names))
             self._found = frozenset(compress(self._names, used == 0))
         return self._found
 
-    def _exchange(self, transport: Transport) -> None:
-        # On a device all of this is queued on the lane's stream.
-        self._every = torch.empty(transport.size, self._mine.size, dtype=torch.uint8, device=self._device)
+    def exchange(self, transport: Transport) -> None:
+        """Exchange the bits by a message of their own; on a device all of this is queued on the lane's stream."""
         with transport.doing("which tensors ranks have used"):
-            transport.all_gather(torch.from_numpy(self._mine).to(self._device), self._every)
-        if self._device.type == "cuda":
-            self._done = torch.cuda.current_stream(self._device).record_event()
+            transport.all_gather(self.every[transport.rank], self.every)
+        if self.every.is_cuda:
+            self._done = torch.cuda.current_stream(self.every.device).record_event()
 
 
 @lru_cache(8)
-def _all_used(tensors: int) -> np.ndarray[Any, Any]:
-    return np.packbits(np.ones(tensors, np.bool_))
+def all_used(tensors: int) -> Tensor:
+    """Return the bits of a rank that has used all its tensors; nobody may write into them."""
+    return _padded([True] * tensors)
+
+
+def _padded(used: Sequence[bool]) -> Tensor:
+    """Return a bit for each tensor, (n,) uint8, as long as what messages of gradients can carry."""
+    packed = np.packbits(np.array(used, np.bool_))
+    return torch.from_numpy(np.pad(packed, (0, aligned(packed.size) - packed.size)))

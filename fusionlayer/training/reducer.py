@@ -130,6 +130,7 @@ class Reducer:
         self.sparse = self.overlap = self.check = None
         self.phases: StepPhases | None = None
         if engine is not None:
+            engine.finds_unused = self.finds_unused
             self.check = self.replicas.check(engine.put, optimizer=optimizer)
             self.sparse = SparseGradients(engine, self._sparse_as_dense)
             if self._enlist is not None:
@@ -164,6 +165,8 @@ class Reducer:
     def end_in_step(self) -> None:
         """Let ``step`` and ``synchronize`` alone wait, and give unused parameters zeros, as Horovod does."""
         self.finds_unused = self.ends_with_backward = False
+        if self.engine is not None:
+            self.engine.finds_unused = False
 
     def connect_anew(self) -> None:
         """Close the engine, and connect those parameters that require gradients now."""
@@ -303,7 +306,7 @@ class Reducer:
             return {}
         self.submit_rest()
         gathers = sparse.end() if sparse.gathers else {}
-        engine.end_step(self.finds_unused)
+        engine.end_step()
         if self.check is not None:
             self.check.begin()  # nothing changes parameters now
         if self.overlap is not None:

@@ -99,7 +99,7 @@ class StepPolicy(ReductionPolicy):
             )
         reducer.submit_rest()
         reducer.refuse_changed()
-        engine.end_step(reducer.finds_unused)
+        engine.end_step()
         if reducer.check is not None:
             reducer.check.begin()
         overlap.begin(vars(optimizer)["param_groups"])

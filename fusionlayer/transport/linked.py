@@ -193,7 +193,9 @@ class LinkedTransport(Transport):
         self.sequence += counted
         if counted and self.why:
             call = replace(call, why=self.why)
-        key, watch = key_of(call, self.sequence if counted else 0), self._watch
+        # 32 bits that identify the call. Only collectives are numbered: two ranks count their own ones alike.
+        key = zlib.crc32(f"{self.sequence if counted else 0} {call.what} {call.purpose}".encode())
+        watch = self._watch
         recent: tuple[tuple[int, Call], ...] = ()
         if watch is not None:
             recent = watch.position.recent
@@ -354,11 +356,6 @@ def _are_rows(x: Tensor, out: Tensor) -> bool:
     """Return whether a link can move all rows of these tensors by one call: contiguous uint8 on one device."""
     alike = all(each.dtype is torch.uint8 and each.is_contiguous() for each in (x, out))
     return alike and x.numel() > 0 and x.device == out.device
-
-
-def key_of(call: Call, sequence: int) -> int:
-    """Return 32 bits that identify ``call``. Collectives pass their ``sequence`` number, from 1 on; others pass 0."""
-    return zlib.crc32(f"{sequence} {call.what} {call.purpose}".encode())
 
 
 def close_all(links: Mapping[str, Link]) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from fusionlayer import codecs
 from fusionlayer.base.errors import TransportError
 from fusionlayer.codecs import Codec, HomomorphicCodec
+from fusionlayer.collectives import encloses
 from fusionlayer.collectives._pieces import IN_FLIGHT, cut, pipeline
 from fusionlayer.collectives.halves import all_gather, reduce_scatter
 from fusionlayer.collectives.one_shot import one_shot
 from fusionlayer.collectives.two_shot import two_shot
+from fusionlayer.native.wire import ALIGN
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped
@@ -31,6 +33,25 @@ pytestmark = pytest.mark.short
 WORLDS = (1, 2, 3, 4)
 LENGTHS = (0, 1, 129, 5000)
 BLOCKWISE = [codecs.get(name).bare for name in ("raw", "bf16", "int8", "int4")]
+
+
+@looped("reduce", [one_shot, two_shot])
+@looped("codec", [*BLOCKWISE, codecs.get("int8"), codecs.get("topk")], ids=str)
+def test_a_sum_encloses_a_row_of_each_rank_and_stays_as_it_is(codec: Codec, reduce: Callable[..., None]) -> None:
+    def body(transport: Transport) -> None:
+        rows = torch.arange(transport.size * ALIGN).to(torch.uint8).view(transport.size, ALIGN)
+        for numel, piece in product(LENGTHS, (None, 300)):
+            plain, x = (given(transport.rank, 0, numel, torch.float32).clone() for _ in range(2))
+            reduce(plain, codec, transport, seed=3, piece=piece)
+            enclosed = torch.zeros_like(rows)
+            enclosed[transport.rank] = rows[transport.rank]
+            reduce(x, codec, transport, seed=3, piece=piece, enclosed=enclosed)
+            assert torch.equal(x, plain)
+            assert torch.equal(enclosed, rows) or not numel and piece, (numel, piece)
+
+    for world in WORLDS:
+        over_threads(world, body)
+    assert encloses(reduce.__name__) and not encloses("ring")
 
 
 def test_pieces_cover_everything_once() -> None:

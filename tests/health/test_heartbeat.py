@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from fusionlayer.health.processes import Culprits, Processes
 from fusionlayer.health.state import ChannelState, Finding, RankState, StateRequest, encode
 from fusionlayer.health.store import StatusKeys, lost_store
 from fusionlayer.process.processes import Identity
-from fusionlayer.transport.linked import key_of
+from fusionlayer.transport import Transport
+from fusionlayer.transport.linked import LinkedTransport
 from tests.loops import looped
 
 pytestmark = pytest.mark.short
@@ -230,7 +231,25 @@ def test_messages_that_pair_and_messages_that_do_not() -> None:
     assert "both wait to send" in str(send.conflict(0, Call.send(torch.zeros(3), 1, 0, 7, 3), 1))
 
 
+class Unlinked(LinkedTransport):
+    """A transport without links, which makes calls that send nothing."""
+
+    def duplicate(self) -> Transport:
+        raise NotImplementedError
+
+    def subset(self, ranks: Sequence[int]) -> Transport:
+        raise NotImplementedError
+
+    def key_of(self, call: Call, sequence: int) -> int:
+        keys: list[int] = []
+        self._begin(0, 2, 1.0)
+        self.sequence = sequence - 1
+        self._run(call, keys.append)
+        return keys[0]
+
+
 def test_keys_tell_calls_apart() -> None:
+    key_of = Unlinked().key_of
     a, b = Call.all_reduce(torch.zeros(3)), Call.all_reduce(torch.zeros(3, dtype=torch.int32))
     assert (
         len({key_of(a, 1), key_of(a, 2), key_of(b, 1), key_of(b, 2), key_of(Call.broadcast(torch.zeros(3), 0, 2), 1)})

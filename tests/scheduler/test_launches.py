@@ -65,7 +65,7 @@ def bucket_of(numels: Sequence[int], gap: int, dtype: str = "float32", codec: st
 
 def flat_buffer(bucket: Bucket, device: torch.device, all_reduce: Callable[..., None]) -> FlatBuffer:
     codec = codecs.get("raw", header=False)
-    return FlatBuffer(bucket, codec, 1 / 3, 1.0, device, TIMELINE, all_reduce=all_reduce, residual=None)
+    return FlatBuffer(bucket, codec, 1 / 3, 1.0, device, TIMELINE, all_reduce=all_reduce, residual=None, encloses=False)
 
 
 def run(buffer: FlatBuffer | AheadBuffer, gradients: Sequence[Tensor], transport: Transport) -> None:

@@ -241,7 +241,7 @@ class ElasticStepPolicy(StepPolicy):
         reducer.submit_rest()
         reducer.refuse_changed()
         sparse.end()
-        engine.end_step(reducer.finds_unused)
+        engine.end_step()
         if reducer.check is not None:
             reducer.check.begin()
         results: dict[str, Tensor] = {}

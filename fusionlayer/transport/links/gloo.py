@@ -142,10 +142,12 @@ class GlooLink(ExchangeLink):
             deadline = time.monotonic() + self._timeout
         try:
             posted = self._post(outgoing, incoming)
-            self._receive(posted, deadline)
             if posted.is_short_swap:
-                _wait(posted.sent, deadline)
+                _wait([*posted.tails, *posted.sent], deadline)
+                if posted.sealed:
+                    self._compare(posted)
             else:
+                self._receive(posted, deadline)
                 self._finish(posted.sent, deadline)
         except LinkError as error:
             self._lose(error)
@@ -195,8 +197,7 @@ class GlooLink(ExchangeLink):
         """Wait until the messages are here, compare their checksums and acknowledge the long ones."""
         # In the order in which a loss is noticed soonest: tails first, then heads (see TAIL_BYTES).
         _wait([*posted.tails, *posted.heads], deadline)
-        for peer, tail, data, start in posted.sealed:
-            compare(tail, data, start, peer, self._rank)
+        self._compare(posted)
         for peer, data, key in posted.incoming:
             if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
                 note = torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -205,6 +206,11 @@ class GlooLink(ExchangeLink):
                 except RuntimeError as error:
                     raise LinkError(peer, str(error)) from None
                 posted.sent.append((peer, sent))
+
+    def _compare(self, posted: _Posted) -> None:
+        """Compare the checksums of messages that are here."""
+        for peer, tail, data, start in posted.sealed:
+            compare(tail, data, start, peer, self._rank)
 
     def _finish(self, works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
         """Wait until what was sent has left this process.
