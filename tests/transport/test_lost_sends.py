@@ -51,15 +51,16 @@ def meet(rank: int, world: int, folder: str, call: str, n: int) -> None:
 
 
 def _stop_when_posted(folder: str) -> None:
-    receive = GlooLink._receive
+    post = GlooLink._post
 
-    def stopping(link: GlooLink, posted: Any, deadline: float) -> None:
+    def stopping(link: GlooLink, outgoing: Any, incoming: Any) -> Any:
+        posted = post(link, outgoing, incoming)
         for _, work in posted.sent:
             work.wait()
         stop_here(folder, "lost")
-        receive(link, posted, deadline)
+        return posted
 
-    GlooLink._receive = stopping  # type: ignore[method-assign]
+    GlooLink._post = stopping  # type: ignore[method-assign]
 
 
 class _Losing:
