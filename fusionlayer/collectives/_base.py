@@ -140,7 +140,7 @@ def encloses(name: str) -> bool:
     Its argument ``enclosed`` (size, n) uint8 has a row for each rank. The row of this rank is sent with its messages,
     and the other ranks' rows are filled with theirs. ``n`` is a multiple of ``wire.ALIGN``, as messages are.
     """
-    registry.get(name)  # loads it
+    registry.get(name)  # its module says so
     return name in _enclosing
 
 
