@@ -104,7 +104,8 @@ class LinkedTransport(Transport):
         if self.size == 1:
             return
         on_cuda = set(map(_IS_CUDA, (*sends, *recvs)))
-        link = self._link_for(next(filter(_IS_CUDA, (*sends, *recvs)), own))
+        on_gpu = next(filter(_IS_CUDA, (*sends, *recvs)), None)
+        link = self._links["cpu"] if on_gpu is None else self._link_for(on_gpu)
         is_near = on_cuda == {link.device.type == "cuda"}
         near, wanted = list(map(sends.__getitem__, plan.to)), list(map(recvs.__getitem__, plan.source))
         targets = wanted
