@@ -155,7 +155,7 @@ class Usage:
 
 @lru_cache(8)
 def all_used(tensors: int) -> Tensor:
-    """Return the bits of a rank that has used all its tensors; nobody may write into them."""
+    """Return the bits of a rank that has used all its tensors, which callers must not change."""
     return _padded([True] * tensors)
 
 
