@@ -27,6 +27,15 @@ struct Grid {
   Grid(int64_t warps, int64_t messages, int a_multiprocessor = 32);
 };
 
+// Launches `kernel` on `a` over a grid, with so many threads in a block.
+template <class Arguments>
+cudaError_t launch_over(const Grid &grid, void (*kernel)(Arguments), const Arguments &a, cudaStream_t stream,
+                        int threads = kThreads) {
+  if (grid.error) return grid.error;
+  FL_LAUNCH(kernel, grid.blocks, threads, stream, a);
+  return cudaGetLastError();
+}
+
 // How many blocks encode and decode elements best (measured on an H100): those of f32 wait for memory, where more blocks
 // end more evenly; those of 16 bits compute, and gain from a block that goes on to elements which it has asked for before.
 inline int blocks_for(uint32_t dtype) { return dtype == FL_F32 ? 64 : 32; }

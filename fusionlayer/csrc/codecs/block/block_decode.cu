@@ -45,10 +45,7 @@ DecodeArguments decode_arguments(const fl_spec &spec, const fl_messages &in, voi
 }
 
 cudaError_t launch(void (*kernel)(DecodeArguments), const DecodeArguments &a, int64_t outputs, cudaStream_t stream) {
-  const Grid grid(a.layout.tiles(), outputs, blocks_for(a.dtype));
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.layout.tiles(), outputs, blocks_for(a.dtype)), kernel, a, stream);
 }
 
 }  // namespace

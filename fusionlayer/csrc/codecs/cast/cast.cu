@@ -70,10 +70,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const SumArguments a) {
 using Kernel = void (*)(SumArguments);
 
 cudaError_t launch(Kernel kernel, const SumArguments &a, cudaStream_t stream) {
-  const Grid grid(a.strips(), a.outputs);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.strips(), a.outputs), kernel, a, stream);
 }
 
 // Values of the same type keep their bytes, NaNs included.

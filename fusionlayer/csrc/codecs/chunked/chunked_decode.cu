@@ -34,10 +34,7 @@ __global__ void __launch_bounds__(kLanes) decode_kernel(const DecodeArguments a)
 
 cudaError_t launch(const fl_spec &spec, const fl_messages &in, void *out, bool add, bool one, cudaStream_t stream) {
   const DecodeArguments a{chunked_shape(spec), in, spec.dtype, out, add, one};
-  const Grid grid = chunk_grid(a.shape, one ? 1 : in.count);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(decode_kernel, grid.blocks, kLanes, stream, a);
-  return cudaGetLastError();
+  return launch_over(chunk_grid(a.shape, one ? 1 : in.count), decode_kernel, a, stream, kLanes);
 }
 
 }  // namespace

@@ -186,19 +186,13 @@ __global__ void __launch_bounds__(kLanes) encode_kernel(const EncodeArguments a)
 cudaError_t chunked_encode(const fl_spec &spec, const void *x, float *residual, const fl_messages &out,
                            cudaStream_t stream) {
   const EncodeArguments a{chunked_shape(spec), {}, out, spec.dtype, x, chunked_scale(spec), residual};
-  const Grid grid = chunk_grid(a.shape, out.count);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(encode_kernel<false>, grid.blocks, kLanes, stream, a);
-  return cudaGetLastError();
+  return launch_over(chunk_grid(a.shape, out.count), encode_kernel<false>, a, stream, kLanes);
 }
 
 cudaError_t chunked_recode(const fl_spec &spec, const fl_messages &in, const void *x, float *residual,
                            const fl_messages &out, cudaStream_t stream) {
   const EncodeArguments a{chunked_shape(spec), in, out, spec.dtype, x, 1.0f, residual};
-  const Grid grid = chunk_grid(a.shape, 1);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(encode_kernel<true>, grid.blocks, kLanes, stream, a);
-  return cudaGetLastError();
+  return launch_over(chunk_grid(a.shape, 1), encode_kernel<true>, a, stream, kLanes);
 }
 
 const Encoders chunked_encoders = {chunked_encode, chunked_recode, nullptr};

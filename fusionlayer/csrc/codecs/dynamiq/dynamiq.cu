@@ -282,20 +282,12 @@ DecodeArguments decode_arguments(const fl_spec &spec, const fl_messages &in, voi
           device_levels(spec.param[3])};
 }
 
-template <class Arguments>
-cudaError_t launch(void (*kernel)(Arguments), const Arguments &a, int64_t warps, int64_t outputs, cudaStream_t stream) {
-  const Grid grid(warps, outputs);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
-}
-
 // Whole batches where they keep all multiprocessors busy.
 template <class Arguments>
 cudaError_t launch_batches(void (*kernel)(Arguments), Arguments a, int64_t outputs, cudaStream_t stream) {
   constexpr int64_t kManyWarps = 1 << 14;
   while (a.part < kBatch && a.layout.groups * outputs > kManyWarps * a.part) a.part *= 2;
-  return launch(kernel, a, (a.layout.groups + a.part - 1) / a.part, outputs, stream);
+  return launch_over(Grid((a.layout.groups + a.part - 1) / a.part, outputs), kernel, a, stream);
 }
 
 }  // namespace
@@ -333,5 +325,5 @@ extern "C" int fl_dynamiq_stats(uint32_t dtype, const void *x, const float *resi
   if (const int bad = fl::check_dynamiq_stats(dtype, x, residual, numel, means, squares)) return bad;
   if (numel == 0) return FL_OK;
   const fl::StatsArguments a{dtype, x, residual, numel, means, squares};
-  return fl::finish(fl::launch(fl::stats_kernel, a, fl::super_groups(numel), 1, fl::as_stream(stream)));
+  return fl::finish(fl::launch_over(fl::Grid(fl::super_groups(numel), 1), fl::stats_kernel, a, fl::as_stream(stream)));
 }

@@ -37,10 +37,7 @@ cudaError_t launch(const IntEncoding &a, bool hadamard, cudaStream_t stream) {
   auto kernel = hadamard ? encode_kernel<true, kInput, false> : encode_kernel<false, kInput, false>;
   if constexpr (kInput != IntInput::kDifference)
     if (a.residual) kernel = hadamard ? encode_kernel<true, kInput, true> : encode_kernel<false, kInput, true>;
-  const Grid grid(a.layout.spans(), a.out.count, blocks_for(a.dtype));
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.layout.spans(), a.out.count, blocks_for(a.dtype)), kernel, a, stream);
 }
 
 }  // namespace

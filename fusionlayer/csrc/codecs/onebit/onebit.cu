@@ -170,10 +170,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) decode_kernel(const OneBitA
 }
 
 cudaError_t launch(void (*kernel)(OneBitArguments), const OneBitArguments &a, int64_t outputs, cudaStream_t stream) {
-  const Grid grid(a.groups, outputs);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.groups, outputs), kernel, a, stream);
 }
 
 OneBitArguments arguments(const fl_spec &spec) {

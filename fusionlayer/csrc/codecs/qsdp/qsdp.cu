@@ -164,10 +164,7 @@ QsdpArguments arguments(const fl_spec &spec) {
 }
 
 cudaError_t launch(void (*kernel)(QsdpArguments), const QsdpArguments &a, int64_t outputs, cudaStream_t stream) {
-  const Grid grid(a.layout.spans(), outputs);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.layout.spans(), outputs), kernel, a, stream);
 }
 
 }  // namespace

@@ -219,10 +219,7 @@ __global__ void __launch_bounds__(kThreads, 8) decode_kernel(const DecodeArgumen
 
 template <uint32_t kDtype>
 cudaError_t decode(const DecodeArguments &a, cudaStream_t stream) {
-  const Grid grid(a.shape.blocks(), a.in.count);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(decode_kernel<kDtype>, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.shape.blocks(), a.in.count), decode_kernel<kDtype>, a, stream);
 }
 
 }  // namespace

@@ -47,10 +47,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(const Accumulation
 
 int launch(void (*kernel)(Accumulation), const Accumulation &a, void *stream) {
   if (a.numel == 0) return FL_OK;
-  const Grid grid(a.strips(), 1);
-  if (grid.error) return finish(grid.error);
-  FL_LAUNCH(kernel, grid.blocks, kThreads, as_stream(stream), a);
-  return finish(cudaGetLastError());
+  return finish(launch_over(Grid(a.strips(), 1), kernel, a, as_stream(stream)));
 }
 
 }  // namespace

@@ -170,11 +170,8 @@ __global__ void __launch_bounds__(kThreads) sparse_decode_kernel(const DecodeArg
 }  // namespace
 
 cudaError_t sparse_decode_sum(const fl_spec &spec, const fl_messages &in, void *out, bool add, cudaStream_t stream) {
-  const Grid grid(ceil_div(spec.numel, kTile), 1);
-  if (grid.error) return grid.error;
   const DecodeArguments a{sparse_shape(spec), in, spec.dtype, out, add};
-  FL_LAUNCH(sparse_decode_kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(ceil_div(spec.numel, kTile), 1), sparse_decode_kernel, a, stream);
 }
 
 const Decoders sparse_decoders = {nullptr, sparse_decode_sum};

@@ -41,10 +41,7 @@ cudaError_t launch(void (*kernel)(DecodeArguments), const fl_spec &spec, const f
   const TahShape shape = tah_shape(spec);
   const DecodeArguments a = {shape, tah_messages(in), spec.dtype, out, spec.numel * element_size(spec.dtype),
                              add,   warp_tiles(shape)};
-  const Grid grid(a.tiles, outputs);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.tiles, outputs), kernel, a, stream);
 }
 
 }  // namespace

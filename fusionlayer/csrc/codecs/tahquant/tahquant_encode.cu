@@ -182,11 +182,8 @@ cudaError_t launch(const fl_spec &spec, const fl_messages *in, const void *x, fl
     FL_LAUNCH(kernel, sections.blocks, kChoiceThreads, stream, a);
     if (const cudaError_t error = cudaGetLastError()) return error;
   }
-  const Grid grid(a.tiles, out.count);
-  if (grid.error) return grid.error;
   const auto kernel = residual ? encode_kernel<kSum, true> : encode_kernel<kSum, false>;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.tiles, out.count), kernel, a, stream);
 }
 
 }  // namespace

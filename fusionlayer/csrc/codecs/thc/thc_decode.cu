@@ -89,10 +89,7 @@ cudaError_t launch(void (*kernel)(DecodeArguments), const fl_spec &spec, const f
                              out,
                              spec.numel * element_size(spec.dtype),
                              add};
-  const Grid grid(a.shape.sections(), outputs);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.shape.sections(), outputs), kernel, a, stream);
 }
 
 }  // namespace

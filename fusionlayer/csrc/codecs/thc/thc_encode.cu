@@ -162,27 +162,18 @@ cudaError_t thc_encode(const fl_spec &spec, const void *x, float *residual, cons
       spec.offset,
   };
   const auto kernel = residual ? encode_kernel<true> : encode_kernel<false>;
-  const Grid grid(a.shape.sections(), out.count);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.shape.sections(), out.count), kernel, a, stream);
 }
 
 cudaError_t thc_rms(const fl_spec &spec, const void *x, const float *residual, float *rms, cudaStream_t stream) {
   const RmsArguments a = {thc_shape(spec), spec.dtype, x, residual, rms};
-  const Grid grid(a.shape.sections(), 1);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(rms_kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.shape.sections(), 1), rms_kernel, a, stream);
 }
 
 cudaError_t thc_add_codes(const fl_spec &spec, const fl_messages &in, uint8_t *out, cudaStream_t stream) {
   const ThcShape shape = thc_shape(spec);
   const AddArguments a = {shape, thc_messages(in), out, shape.sum_bits(int(in.count))};
-  const Grid grid(shape.sections(), 1);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(add_kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(shape.sections(), 1), add_kernel, a, stream);
 }
 
 const Encoders thc_encoders = {thc_encode, nullptr, nullptr};

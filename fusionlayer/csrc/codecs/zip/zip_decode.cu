@@ -116,10 +116,7 @@ __global__ void __launch_bounds__(kThreads) decode_sum_kernel(const DecodeArgume
 }
 
 cudaError_t launch(void (*kernel)(DecodeArguments), const DecodeArguments &a, int64_t messages, cudaStream_t stream) {
-  const Grid grid(a.shape.tiles(), messages);
-  if (grid.error) return grid.error;
-  FL_LAUNCH(kernel, grid.blocks, kThreads, stream, a);
-  return cudaGetLastError();
+  return launch_over(Grid(a.shape.tiles(), messages), kernel, a, stream);
 }
 
 }  // namespace
