@@ -112,17 +112,18 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
 
 
 def compare(
-    cells: Sequence[Mapping[str, Any]], profile: Profile, curves: bool = False
+    cells: Sequence[Mapping[str, Any]], profile: Profile, curves: bool = False, algorithm: str | None = None
 ) -> tuple[list[Comparison], list[str]]:
     """Return the cells that ``profile`` can project, and in words why others are left out.
 
-    All emulated hosts share the cores of the profile's machine.
+    All emulated hosts share the cores of the profile's machine. ``algorithm`` is the collective of lossy codecs, if it
+    was another one than engines take now.
     """
     compared: list[Comparison] = []
     left_out: dict[str, None] = {}
     for cell in cells:
         try:
-            compared += _project(cell, profile, curves)
+            compared += _project(cell, profile, curves, algorithm)
         except ConfigError as error:
             left_out[f"{cell['method']}: {error}"] = None
     if models := sorted({cell["model"] for cell in cells} - {profile.model.name}):
@@ -130,7 +131,7 @@ def compare(
     return compared, list(left_out)
 
 
-def _project(cell: Mapping[str, Any], profile: Profile, curves: bool) -> Iterator[Comparison]:
+def _project(cell: Mapping[str, Any], profile: Profile, curves: bool, algorithm: str | None) -> Iterator[Comparison]:
     if cell["model"] != profile.model.name:
         return
     workers = cell["hosts"] * cell["workers"]
@@ -156,6 +157,8 @@ def _project(cell: Mapping[str, Any], profile: Profile, curves: bool) -> Iterato
         connections=int(connections) if connections else None,
     )
     method = Method.named(name, profile)
+    if algorithm is not None and method.algorithm is None and not profile.codec(method.codec).lossless:
+        method = replace(method, algorithm=algorithm)
     step = project(profile, method, scenario, workers)
     yield Comparison(cell, method, workers, step.seconds, float(cell["step_seconds"]), step.sent)
 
@@ -185,6 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS.json", help="of benchmarks.training")
     parser.add_argument("--profile", type=Path, required=True, metavar="PROFILE.yaml")
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
+    parser.add_argument(
+        "--algorithm", metavar="NAME", help="collective of lossy codecs then (default: as engines take)"
+    )
+    parser.add_argument("--limit", type=float, metavar="PERCENT", help="exit 1 if an error is larger")
     parser.add_argument("--theme", help="first part of the result files' names (default: simulate-MODEL)")
     parser.add_argument("--update", action="store_true", help="store the errors in the profile")
     driver.add_options(parser)
@@ -195,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FusionLayerError as error:
         print(f"benchmarks.simulate: {error}", file=sys.stderr)
         return 1
-    compared, left_out = compare(cells, profile, options.curves)
+    compared, left_out = compare(cells, profile, options.curves, options.algorithm)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     if not compared:
@@ -211,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.update:
         comment = COMMENT.format(command=profile.environment.get("command", "hand"))
         replace(profile, validation=known).to_yaml(options.profile, comment)
-    return 0
+    return int(options.limit is not None and 100 * largest > options.limit)
 
 
 if __name__ == "__main__":

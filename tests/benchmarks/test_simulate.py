@@ -59,3 +59,11 @@ class TestValidate:
         mean_error = sum(abs(row["projected ms"] / row["measured ms"] - 1) for row in found) / 2
         assert known.error[0] == pytest.approx(mean_error, abs=1e-3)
         assert f"error {known.error[0]:.1%} mean" in captured.out
+
+    def test_steps_on_nodes_of_two_ranks_are_projected_within_the_limit(self) -> None:
+        """Recorded when ``two_shot`` was the default there: each value crosses the link twice as often."""
+        root = Path(__file__).parents[2]
+        recorded = root / "benchmarks" / "results" / "training-gpt-2x2_amd-epyc-zen-5_2026-11-22.json"
+        given = (recorded, "--profile", root / "profiles" / "gpt_amd-epyc-zen-5_2026-11-21.yaml", "--limit", 15)
+        assert run(*given, "--algorithm", "two_shot") == 0
+        assert run(*given) == 1, "two levels send half as much"
