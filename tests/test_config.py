@@ -46,6 +46,7 @@ WRONG = {
     "policy": "3",
     "fidelity": "null",
     "replan": "1",
+    "fallback": "1",
     "error_feedback": "1",
     "feedback_bits": "eight",
     "check_replicas": "often",

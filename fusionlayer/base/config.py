@@ -63,6 +63,12 @@ class PlanningSettings:
     )
     replan: bool = _setting("when planning by costs: measure and plan again when steps have drifted", True)
 
+    fallback: str | None = _setting(
+        "codec that a bucket gets on all ranks, such as `int8` or `raw`, when its own loses more than 0.8 of its "
+        "values; null: only a warning",
+        None,
+    )
+
     def __post_init__(self) -> None:
         records.check(self)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
-__all__ = ["Counted", "add_gauges", "gauges", "read", "register", "retire"]
+__all__ = ["Counted", "Labelled", "add_gauges", "add_labelled", "gauges", "labelled", "read", "register", "retire"]
 
 
 class Counted(Protocol):
@@ -18,12 +18,21 @@ class Counted(Protocol):
         """Return what it has counted so far, by the names of ``fusionlayer.metrics``. Any thread may call it."""
 
 
+class Labelled(NamedTuple):
+    """A value of which there are several: by a name of ``metrics``, and labels that tell it from the others."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
 # Guards both: parts come and go on any thread. Of those that have gone the last numbers stay, so that no sum falls.
 # Reentrant, as the garbage collector may end a part on the thread that holds it.
 _lock = threading.RLock()
 _parts: weakref.WeakSet[Counted] = weakref.WeakSet()
 _past: Counter[str] = Counter()
 _gauges: list[Callable[[], Mapping[str, float]]] = []
+_labelled: list[Callable[[], Iterable[Labelled]]] = []
 
 
 def register(part: Counted) -> None:
@@ -57,3 +66,18 @@ def add_gauges(of: Callable[[], Mapping[str, float]]) -> None:
 def gauges() -> dict[str, float]:
     """Return the present values of all functions that were added."""
     return {name: value for of in _gauges for name, value in of().items()}
+
+
+def add_labelled(of: Callable[[], Iterable[Labelled]]) -> None:
+    """Ask this function too for values with labels. Modules call it while they are imported."""
+    _labelled.append(of)
+
+
+def labelled() -> list[Labelled]:
+    """Return the present values with labels; of those with the same labels the largest."""
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], Labelled] = {}
+    for of in _labelled:
+        for each in of():
+            known = found.setdefault(each[:2], each)
+            found[each[:2]] = max(known, each, key=lambda one: one.value)
+    return list(found.values())

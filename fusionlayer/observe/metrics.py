@@ -51,7 +51,7 @@ METRICS: Mapping[str, Metric] = {
     "waiting_seconds": Metric("counter", "seconds", "in which training waited for results"),
     "step_seconds": Metric("histogram", "seconds", "from the end of a step's communication to that of the next"),
     "message_seconds": Metric("histogram", "seconds", "of each exchange"),
-    "residual_norm": Metric("gauge", "", "2-norm of the error feedback of this rank"),
+    "compression_error": Metric("gauge", "", "share of a bucket that its codec loses, by `bucket`, `codec`, `tensor`"),
     "retransmits": Metric("counter", "", "TCP segments of this process's connections that were sent again"),
     "stalls": Metric("counter", "", "reports by this rank of a late, stopped or failed rank"),
     "followers": Metric("gauge", "", "followers that are connected to publishers of this process"),
@@ -144,12 +144,14 @@ meter = Meter()
 def read() -> dict[str, float]:
     """Return all counters and gauges of this process by name; seconds count from the first use of this module's others.
 
-    A gauge that means nothing yet, such as a ratio of no bytes, is left out.
+    A gauge that means nothing yet, such as a ratio of no bytes, is left out. One of which there are several has the
+    values of its labels behind its name: "compression_error/3/int4/layer.weight".
     """
     found: dict[str, float] = {"steps": 0.0, "bytes_raw": 0.0, "bytes_sent": 0.0, **counts.read(), **meter.seconds()}
     if found["bytes_sent"]:
         found["ratio"] = found["bytes_raw"] / found["bytes_sent"]
-    return found | counts.gauges()
+    several = {"/".join((name, *(text for _, text in labels))): value for name, labels, value in counts.labelled()}
+    return found | counts.gauges() | several
 
 
 def histograms() -> dict[str, Histogram]:
@@ -277,6 +279,13 @@ class _Collector:
                     self._families.CounterMetricFamily if metric.kind == "counter" else self._families.GaugeMetricFamily
                 )
                 yield kind(f"fusionlayer_{name}", metric.meaning, value=found[name])
+        several: dict[str, Any] = {}
+        for name, labels, value in counts.labelled():
+            if name not in several:
+                gauge = self._families.GaugeMetricFamily
+                several[name] = gauge(f"fusionlayer_{name}", METRICS[name].meaning, labels=[key for key, _ in labels])
+            several[name].add_metric([text for _, text in labels], value)
+        yield from several.values()
         for name, histogram in histograms().items():
             bounds = [*map(str, histogram.bounds), "+Inf"]
             rising: Sequence[int] = list(accumulate(histogram.counts))

@@ -18,6 +18,7 @@ from ..collectives import AllReduce, scale_
 from ..native.wire import DTYPE_CODES
 from ..observe.timeline import PROFILER_STATE, Timeline
 from ..transport import Transport
+from .compression_error import EVERY, MEASURING, ErrorProbe
 
 __all__ = ["PACKING", "Buffer", "FlatBuffer", "located"]
 
@@ -55,6 +56,7 @@ class Buffer(ABC):
         done: called on the lane's thread and stream when the next ``run`` has ended or failed; None: nothing is.
         encloses: the messages of ``run`` can carry ``enclosed``.
         enclosed: (size, n) uint8, for the next ``run``: its row of this rank is sent, the others are filled; or None.
+        probe: measures what the codec loses; None: nothing does.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Buffer(ABC):
         self.done: Callable[[], None] | None = None
         self.encloses = False
         self.enclosed: Tensor | None = None
+        self.probe: ErrorProbe | None = None
+        self._step = 0
         self._gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         # On CUDA: the last event of each stream on which gradients have arrived; the streams that own the memory of the
@@ -94,6 +98,7 @@ class Buffer(ABC):
         # Not ``detach()``: results that replace gradients must not raise the version of the caller's tensor, by which
         # changes that others make show.
         self._gradients[name] = gradient.data
+        self._step = step
         self.full = len(self._gradients) == len(self.bucket.slots)
         if gradient.is_cuda:
             stream = torch.cuda.current_stream(self._device)
@@ -242,6 +247,9 @@ class FlatBuffer(Buffer):
             # In the lane's memory: the lane encodes one bucket after the other.
             scratch = transport.scratch("residual", 4 * packed.numel, self._device)
             residual = packed.unpack(scratch.view(torch.float32))
+        probe = self.probe if self._step % EVERY in MEASURING else None
+        if probe is not None:
+            probe.begin(flat, residual, seed, self._step)
         all_reduce = partial(self._all_reduce, flat, self.codec, transport, seed=seed, residual=residual)
         if self.enclosed is not None:
             all_reduce, self.enclosed = partial(all_reduce, enclosed=self.enclosed), None
@@ -250,6 +258,8 @@ class FlatBuffer(Buffer):
                 all_reduce()
         else:
             all_reduce()
+        if probe is not None:
+            probe.end(residual)
         if self._postscale != 1:
             scale_(flat, self._postscale)
         if packed is not None and residual is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,9 +37,9 @@ class Memory:
         if bits not in FEEDBACK_BITS:
             raise ConfigError(f"feedback_bits={bits!r}; expected 32 or 8")
         self.bits = bits
-        # Guards which names all these tables have: lanes call ``remember`` and any thread calls ``norm`` while a thread
-        # of backward lays out another bucket. What a name's state holds is used by one thread at a time: its
-        # bucket's lane between launch and end, else the thread that trains.
+        # Guards which names all these tables have: lanes call ``remember`` while a thread of backward lays out another
+        # bucket. What a name's state holds is used by one thread at a time: its bucket's lane between launch and end,
+        # else the thread that trains.
         self._lock = threading.Lock()
         # What tensors had before the present step, of those that ``remember`` was called for. Residuals keep their
         # memory from step to step.
@@ -136,16 +135,6 @@ class Memory:
             packed = self._packed.get(name)
             if packed is not None:
                 packed.scales.mul_(factor)
-
-    def norm(self) -> float:
-        """Return the 2-norm of all residuals of 32 bits. It reads all of them; those of 8 bits do not count.
-
-        Any thread may call it. Next to lanes that encode, it may mix residuals of two steps.
-        """
-        with self._lock:
-            kept = [residual for state in self._states.values() if (residual := state.residual) is not None]
-        with torch.no_grad():
-            return math.sqrt(sum(float(torch.linalg.vector_norm(residual)) ** 2 for residual in kept))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies by parameter name: residuals, and the codecs' "tensors" and "numbers".

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..base.plan import FusionPlan
 from ..process.clock import HOST, Clock, Stamp
 from ..transport import Transport
+from .compression_error import ErrorProbe
 
 __all__ = ["StepSeconds", "StepTimer", "PlanController"]
 
@@ -80,6 +81,11 @@ class PlanController(ABC):
         It may depend on the number of noted steps and on what ranks have agreed on, but not on a rank's own
         measurements: a rank that called ``next_plan`` alone would wait for the others for ever.
         """
+
+    def note_errors(  # noqa: B027 - most plan by time alone
+        self, plan: FusionPlan, probes: Sequence[ErrorProbe | None]
+    ) -> None:
+        """Take note, just before ``next_plan``, of the present plan and of what measures the error of its buckets."""
 
     @abstractmethod
     def next_plan(self, transport: Transport) -> FusionPlan | None:

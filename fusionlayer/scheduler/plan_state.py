@@ -13,12 +13,14 @@ from .. import codecs, collectives
 from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec, PartsCodec
 from ..collectives import Scaling
+from ..native.wire import DTYPE_CODES
 from ..observe.timeline import Timeline
 from ..process.clock import Clock
 from ..transport import Transport
 from .agreement import Agreement
 from .ahead import AheadBuffer
 from .buffers import Buffer, FlatBuffer
+from .compression_error import ErrorProbe
 from .fusing import check_pairs
 from .lanes import Job, Lanes
 from .memory import Memory
@@ -128,6 +130,8 @@ class PlanState:
 
         def ask(transport: Transport) -> None:
             with timeline.span("PLAN", step=step - 1):
+                assert self.plan is not None
+                plan_controller.note_errors(self.plan, [buffer.probe for buffer in self.buffers])
                 plans.append(plan_controller.next_plan(transport))
 
         self._lanes.queue(ask).wait()
@@ -296,6 +300,8 @@ class BufferMaker:
             # On a device a message of its own is only queued there, and costs no time.
             encloses = device.type == "cpu" and not bucket.shares and collectives.encloses(bucket.algorithm)
             buffer = FlatBuffer(*common, all_reduce=all_reduce, residual=residual, encloses=encloses)
+            if not codec.lossless and getattr(torch, bucket.dtype) in DTYPE_CODES:
+                buffer.probe = ErrorProbe(index, bucket, codec, self.rank)
         if self.undoable:
             buffer.remember = memory.remember
         return buffer

@@ -25,6 +25,7 @@ from ..process.clock import clock_of
 from ..scheduler import LANES, Engine, Memory, PlanController, Scaling, planners
 from ..scheduler.planners import Planner
 from ..transport import Transport
+from .fallback import CodecFallback
 from .planning_options import Planning
 
 __all__ = ["Arrange", "GradientOptions", "EnginePlanning", "as_it_is", "make_engine", "make_planning"]
@@ -227,6 +228,15 @@ def make_planning(
                 measured = Profile.from_yaml(profile) if isinstance(profile, (str, Path)) else profile
                 require(measured, Profile, "profile", "the path of a file that `fusionlayer profile` has written")
                 plan = by_measuring.plan_by(measured)
+    fallback = settings.planning.fallback if options.planning.fallback is None else options.planning.fallback
+    if fallback:
+        with blame(settings, *([] if options.planning.fallback is not None else ["fallback"])):
+            if plan_controller is not None:
+                raise ConfigError(
+                    f"fallback={fallback!r} with codec 'auto' or a planner that needs costs, which choose codecs by "
+                    "what they lose and cost; leave one of them out"
+                )
+            plan_controller = CodecFallback(codecs.get(fallback).bare, nodes)
     return EnginePlanning(
         codec=first,
         algorithm=algorithm,

@@ -36,6 +36,8 @@ class Planning:
         replan: measure and plan again after drift, if the plan depends on costs.
         ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does
             what ``algorithm`` needs, or without one what is best for the codec: ahead for those that sparsify.
+        fallback: name of a codec, such as "int8" or "raw", that a bucket gets on all ranks when its own loses more than
+            0.8 of its values on one of them. "" leaves it at a warning.
         groups: number of buckets with about equally many tensors, or lists of tensors; each list is one bucket.
     """
 
@@ -46,6 +48,7 @@ class Planning:
     fidelity: str | None = None
     replan: bool | None = None
     ahead: bool | None = None
+    fallback: str | None = None
     groups: int | Sequence[Sequence[Tensor]] | None = None
 
 
@@ -62,6 +65,7 @@ class PlanningOptions(CodecOptions, total=False):
     fidelity: str | None
     replan: bool | None
     ahead: bool | None
+    fallback: str | None
     groups: int | Sequence[Sequence[Tensor]] | None
     num_groups: int
 

@@ -26,8 +26,8 @@ def planned_syncs(
     plan = planning.plan
     if planning.plan_controller is not None:
         raise ConfigError(
-            "sync=fl.Local(...) with codec='auto' or a planner that needs costs, which measure steps in which "
-            "gradients are sent; name a codec and a planner that needs no costs"
+            "sync=fl.Local(...) with codec='auto', a planner that needs costs or a fallback, which measure steps in "
+            "which gradients are sent; name a codec and a planner that needs no costs"
         )
     if (sync.overlaps or sync.states) and tensors and plan is None:
         plan = _plan_of_fragments(sync, planning, tensors, nodes)
