@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
+from benchmarks import driver
 from fusionlayer import codecs, native
 from fusionlayer.base import records
 from fusionlayer.base.errors import ConfigError, TransportError, WireError
@@ -426,19 +428,27 @@ def attempt(parser: Parser, count: int, seed: int) -> list[tuple[bytes, str]]:
 
 def run(arguments: Sequence[str]) -> int:
     """Try as many inputs as the command line says; return the exit status."""
-    count, seed = int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 1
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("seed", type=int, nargs="?", default=1)
+    driver.add_options(parser)
+    options = parser.parse_args(arguments)
     # What takes memory by a number of the input fails.
     resource.setrlimit(resource.RLIMIT_AS, (32 << 30, resource.RLIM_INFINITY))
-    failed = 0
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         every = parsers(Path(place))
-        for name, parser in every.items():
-            wrong = attempt(parser, -(-count // len(every)), seed)
-            print(f"{name}: {-(-count // len(every))} inputs, {len(wrong)} wrong", flush=True)
+        count = -(-options.count // len(every))
+        for name, each in every.items():
+            wrong = attempt(each, count, options.seed)
+            rows.append({"parser": name, "inputs": count, "wrong": len(wrong)})
+            print(f"{name}: {count} inputs, {len(wrong)} wrong", flush=True)
             for data, trace in wrong[:3]:
                 print(f"  {data[:300]!r}\n{trace}", flush=True)
-            failed += bool(wrong)
-    return int(failed > 0)
+    title = f"{count * len(every)} random inputs to {len(every)} parsers, seed {options.seed}"
+    total = {"parsers": len(every), "inputs": count * len(every), "wrong": sum(row["wrong"] for row in rows)}
+    driver.finish(options, "fuzz", title, driver.begin(options), rows, [total])
+    return int(total["wrong"] > 0)
 
 
 if __name__ == "__main__":
