@@ -89,7 +89,7 @@ def register(
             )
         return hook
     given: Mapping[str, object] = codec_options
-    refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan"} & given.keys())
+    refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan", "fallback"} & given.keys())
     if refused:
         raise ConfigError(
             f"ddp.register got {refused[0]}={given[refused[0]]!r}; DDP makes its own buckets, which are all sent "
@@ -133,7 +133,7 @@ def register(
         codec=chosen,
         algorithm=algorithm,
         # DDP's buckets are the plan, so the engine never asks this planner. It must only be one that needs no costs.
-        planning=Planning(planner=PlanningSettings.planner, ahead=ahead),
+        planning=Planning(planner=PlanningSettings.planner, ahead=ahead, fallback=""),
         error_feedback=error_feedback,
         feedback_bits=feedback_bits,
     )

@@ -171,6 +171,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             overlap_forward=overlap_forward,
             plan=planning.plan or context.settings().planning.plan,
             policy=planning.policy or context.settings().planning.policy,
+            fallback=context.settings().planning.fallback if planning.fallback is None else planning.fallback,
             codec=codec or context.settings().codec,
         )
     gradients = GradientOptions(codec, codec_options, algorithm, planning, error_feedback, feedback_bits)

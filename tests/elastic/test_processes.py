@@ -395,6 +395,7 @@ def refused(rank: int, world: int, folder: str) -> list[str]:
     told(lambda: fl.DistributedOptimizer(sgd, model, sync=fl.Local.streaming()))
     told(lambda: fl.DistributedOptimizer(sgd, model, overlap_forward=model))
     told(lambda: fl.DistributedOptimizer(sgd, model, codec="auto"))
+    told(lambda: fl.DistributedOptimizer(sgd, model, codec="int4", fallback="raw"))
     told(lambda: fl.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
     optimizer = fl.DistributedOptimizer(sgd, model)
     told(lambda: fl.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)))
@@ -416,6 +417,7 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(tmp_path: Path) -> N
         "sync=Local(every=30,",
         "overlap_forward in an elastic job",
         "codec='auto' in an elastic job",
+        "fallback in an elastic job",
         "ShardedOptimizer in a job that fusionlayer.init(elastic=True) has begun",
         "an elastic job has one DistributedOptimizer",
         "step(closure) in an elastic job",

@@ -154,6 +154,8 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
         make_ddp("auto")
     with pytest.raises(fl.ConfigError, match="got planner='safusion'; DDP makes its own buckets"):
         make_ddp("int8", planner="safusion")
+    with pytest.raises(fl.ConfigError, match="got fallback='raw'; DDP makes its own buckets"):
+        make_ddp("int4", fallback="raw")
     with pytest.raises(fl.ConfigError, match="dense"):
         model, _ = make_ddp("int8", algorithm="dense")
         loss_of(model, rank, 0).backward()

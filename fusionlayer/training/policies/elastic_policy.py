@@ -47,6 +47,7 @@ def check_elastic(optimizer: Optimizer, **given: Any) -> None:
         "overlap_forward": "a step whose update waits for the next forward cannot be taken back",
         "plan": "it is for one number of ranks",
         "policy": "it may have 'auto', which measures steps of one number of ranks",
+        "fallback": "it changes a plan, which is of one number of ranks",
     }
     named = {name: reason for name, reason in why.items() if given[name]}
     sync: Local | None = given["sync"]
