@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
+from importlib import metadata
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_version_is_two_lines_or_one_that_says_what_is_missing(
 ) -> None:
     assert main(["--version"]) == 0
     versions, built = capsys.readouterr().out.splitlines()
-    assert versions == f"fusionlayer {fusionlayer.__version__}, torch {torch.__version__}"
+    assert versions == f"fusionlayer {fusionlayer.__version__}, torch {metadata.version('torch')}"
     info = fusionlayer.build_info()
     cuda = info.cuda.get("archs", "none")
     assert built == f"CPU library: {info.isa} of {', '.join(info.isas)}; CUDA library: {cuda}"
