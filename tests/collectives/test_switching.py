@@ -20,8 +20,8 @@ from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs.lossless.zip import Zip
 from fusionlayer.collectives import switching
-from fusionlayer.collectives._alpha_beta import AlphaBeta
-from fusionlayer.collectives.switching import Costs, Switcher, describe, switcher_of
+from fusionlayer.collectives._alpha_beta import AlphaBeta, Costs, describe
+from fusionlayer.collectives.switching import Switcher, switcher_of
 from fusionlayer.process import clock as clocks
 from fusionlayer.transport import Transport, local
 from tests.codecs.conformance import same_bits
