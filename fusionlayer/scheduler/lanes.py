@@ -271,8 +271,7 @@ class Lanes:
         jobs: of the buckets that were launched in the present step, by number.
         order: in which buckets are launched.
         watch: gets the times of the buckets; None: they are not measured.
-        enclose: called before the last bucket of a step is launched, if that can carry more than gradients; returns
-            what it carries (``Buffer.enclosed``), or None.
+        enclose: returns what the last bucket of a step encloses, if it can (``Buffer.enclosed``), before its launch.
         steps: that have ended.
         nbytes: of the gradients sent so far, uncompressed.
         cause: the first error of any bucket, or None.

@@ -98,8 +98,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         group=transport,
         **{"broadcast": False, **options},
     )
-    distributed.reducer.end_in_step()
-    distributed.reducer.gather_sparse_by(partial(_by_name, process_set, chosen))
+    distributed.reducer.end_in_step(partial(_by_name, process_set, chosen))
     return distributed
 
 

@@ -94,13 +94,10 @@ class Reducer:
         self.connection = connection
         self.policy, self.roster, self.replicas = connection.policy, connection.roster, connection.replicas
         self.names = names
-        self.passes = BackwardPasses(names, passes_per_step)
-        self.refuse_averaged = refuse_averaged
-        self.finds_unused = True
-        self.skips_synchronize = self.updating = False
+        self.passes, self.refuse_averaged = BackwardPasses(names, passes_per_step), refuse_averaged
+        self.finds_unused, self.skips_synchronize, self.updating = True, False, False
         self.restored: int | None = None
-        self._sparse_as_dense = sparse_as_dense
-        self._hook = hook
+        self._sparse_as_dense, self._hook = sparse_as_dense, hook
         self._makes_rows = isinstance(optimizer, SparseAdam)
         self._enlist: Callable[[Optimizer], ByName] | None = None
         self._release: Callable[[], object] = bool  # there is nothing to release without an engine
@@ -156,17 +153,16 @@ class Reducer:
             hook = partial(self._hook, self.optimizer)
             self._hooks += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 
-    def gather_sparse_by(self, enlist: Callable[[Optimizer], ByName]) -> None:
-        """Use the operations by name that ``enlist`` makes, now and after each ``reconnect``."""
-        self._enlist = enlist
-        if self.sparse is not None:
-            self.sparse.by_name = enlist(self.optimizer())
+    def end_in_step(self, enlist: Callable[[Optimizer], ByName] | None = None) -> None:
+        """Wait in ``step`` and ``synchronize`` alone, and give unused parameters zeros, as Horovod does.
 
-    def end_in_step(self) -> None:
-        """Let ``step`` and ``synchronize`` alone wait, and give unused parameters zeros, as Horovod does."""
-        self.finds_unused = self.ends_with_backward = False
+        ``enlist`` makes the operations by name for sparse gradients, now and after each ``reconnect``.
+        """
+        self._enlist, self.finds_unused, self.ends_with_backward = enlist, False, False
         if self.engine is not None:
             self.engine.finds_unused = False
+        if self.sparse is not None and enlist is not None:
+            self.sparse.by_name = enlist(self.optimizer())
 
     def connect_anew(self) -> None:
         """Close the engine, and connect those parameters that require gradients now."""
@@ -197,8 +193,7 @@ class Reducer:
         groups = self.optimizer().__dict__["param_groups"]
         if self.roster.changed(groups):
             self._enrol(groups)
-        if self.learns:
-            self.learns = self.engine is not None and self.engine.plan is None
+        self.learns = self.learns and self.engine is not None and self.engine.plan is None
         self.state = StepState.REDUCING
         if self.sparse is not None and self.sparse.by_name is not None:
             self.sparse.by_name.begin()
