@@ -24,7 +24,7 @@ from .codecs import Codec, CodecOptions, Part, PartsCodec
 from .collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
 from .native.wire import DTYPE_CODES, digest
-from .transport import Transport
+from .transport import Transport, by_rank
 from .transport._announced import pass_on, take_in
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def all_gather(
         mine = _message(part, chosen, _seed(transport) ^ transport.rank)
         pieces = out.split(lengths)
         every = [_blank(piece, chosen) for piece in pieces]
-        transport.exchange([mine] * transport.size, every)
+        transport.exchange(by_rank([mine] * transport.size, every))
         for message, piece in zip(every, pieces, strict=True):
             chosen.decode(message, piece.view(-1))
     return out
@@ -397,7 +397,7 @@ def all_to_all(
         ]
         pieces = out.split(received)
         recvs = [_blank(piece, chosen) for piece in pieces]
-        transport.exchange(sends, recvs)
+        transport.exchange(by_rank(sends, recvs))
         for message, piece in zip(recvs, pieces, strict=True):
             chosen.decode(message, piece.view(-1))
     return out

@@ -18,7 +18,7 @@ from ..base.errors import ConfigError
 from ..base.seeds import derive_seed
 from ..codecs import Codec
 from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from .hints import Differences
 
 __all__ = [
@@ -185,7 +185,7 @@ def all_to_all(
         for to, (x, codec, message) in enumerate(zip(given, sends, outgoing, strict=True)):
             if codec is not None and message.numel():
                 codec.encode(x, message, seed=derive_seed(own, rank, to))
-        transport.exchange(outgoing, incoming)
+        transport.exchange(by_rank(outgoing, incoming))
         for x, codec, message in zip(taken, recvs, incoming, strict=True):
             if codec is not None and message.numel():
                 codec.decode(message, x)

@@ -40,7 +40,7 @@ __all__ = [
     "set_threads",
 ]
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 MAX_PLANES = 5
 MAX_PEERS = 16
 NO_CUDA_LIBRARY = "not built (there was no GPU, or no nvcc, at build time)"
@@ -125,6 +125,7 @@ _VERBS = {
     "fl_decode_sum": (Spec, Messages, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
     "fl_recode": (Spec, Messages, ctypes.c_void_p, ctypes.c_void_p, Messages, ctypes.c_void_p),
     "fl_recode_from": (Spec, Messages, Spec, _POINTER, Messages, _POINTER),
+    "fl_recode_rows": (Spec, Messages, _I64, Spec, _POINTER, _POINTER, Messages, _POINTER),
     "fl_encode_difference": (Spec, _POINTER, _POINTER, Messages, _POINTER),
     "fl_accumulate": (_U32, _POINTER, _FLOAT, _I64, _POINTER, _POINTER),
     "fl_accumulate_momentum": (_U32, _POINTER, _FLOAT, _FLOAT, _I32, _I64, _POINTER, _POINTER, _POINTER),

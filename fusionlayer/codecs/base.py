@@ -248,6 +248,28 @@ class Codec(ABC):
             if self.header:
                 self._seal(payload, form)
 
+    def recode_rows(
+        self,
+        payloads: Tensor,
+        out: Tensor,
+        numel: int,
+        starts: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        source: Codec | None = None,
+        seed: int = 0,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Write into row i of ``out`` (rows, capacity) the sum of ``payloads[:, i]`` (k, rows, capacity).
+
+        Row i has ``numel`` elements from ``starts[i]`` on, of the seed's sequence and of ``residual``. All else is as
+        in ``recode``.
+        """
+        for row, start in enumerate(starts):
+            kept = None if residual is None else residual[start : start + numel]
+            given = {"dtype": dtype, "source": source, "seed": seed, "offset": start, "residual": kept}
+            self.recode(payloads[:, row], out[row], numel, **given)  # type: ignore[arg-type]
+
     def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
         """Write ``x - base`` into ``payload`` (capacity,), a message of f32, for ranks that have ``base``.
 

@@ -109,6 +109,35 @@ class NativeCodec(Codec):
                 pointers = (None if tensor is None else tensor.data_ptr() for tensor in (x, residual))
                 native.call("fl_recode", payload, native.seeded(spec, seed, offset), messages, *pointers, out)
 
+    def recode_rows(
+        self,
+        payloads: Tensor,
+        out: Tensor,
+        numel: int,
+        starts: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        source: Codec | None = None,
+        seed: int = 0,
+        residual: Tensor | None = None,
+    ) -> None:
+        theirs = self if source is None or source == self else source
+        if not numel or not starts or not self._is_direct or not self._sums(theirs):
+            given = {"dtype": dtype, "source": source, "seed": seed, "residual": residual}
+            return super().recode_rows(payloads, out, numel, starts, **given)  # type: ignore[arg-type]
+        assert isinstance(theirs, NativeCodec)
+        form, foreign = self.wire(numel, dtype), theirs.wire(numel, dtype)
+        spec = self._seeded(form, dtype, Encoding(seed, 0))
+        theirs._verified(payloads[:, 0], foreign)
+        self._verified(out, form)
+        with here.doing("fusionlayer: recode"):
+            foreign_spec = None if theirs is self else theirs._known(foreign, dtype)
+            native.recode_rows(foreign_spec, foreign.offsets, payloads, spec, form.offsets, starts, residual, out)
+
+    def _sums(self, source: Codec) -> bool:
+        """Return whether one call of the core encodes sums of messages of ``source``."""
+        return source is self
+
     @cached_property
     def _is_direct(self) -> bool:
         """Whether verbs are calls of the core and no more."""

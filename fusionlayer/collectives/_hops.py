@@ -187,6 +187,6 @@ def _carry_out(
 def send_and_receive(transport: Transport, hop: Hop, outgoing: Tensor, incoming: Tensor) -> None:
     """Exchange the messages of a hop."""
     nothing = outgoing[:0]
-    sends, recvs = [nothing] * transport.size, [nothing] * transport.size
-    sends[hop.to], recvs[hop.source] = outgoing, incoming
-    transport.exchange(sends, recvs)
+    if hop.to == hop.source:
+        return transport.exchange({hop.to: (outgoing, incoming)})
+    transport.exchange({hop.to: (outgoing, nothing), hop.source: (nothing, incoming)})

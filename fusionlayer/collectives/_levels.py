@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import or_
 
 import torch
@@ -16,13 +17,16 @@ from ..transport import Transport
 from ._pieces import IN_FLIGHT, Piece, pipeline
 
 __all__ = [
+    "BETWEEN",
+    "INSIDE",
     "Grid",
     "TwoLevelHop",
     "gather",
-    "grid",
+    "grid_of",
+    "in_rows",
+    "node_grid",
     "one_level",
     "overlap",
-    "room",
     "scatter",
     "scatter_sums",
     "slot_of",
@@ -41,11 +45,15 @@ class Grid:
         ranks: ``ranks[a]`` has the ranks of node a.
         node: the row of this rank.
         local: the place of this rank in its row.
+        members: all ranks, in the order of the chunks.
+        across: the grid on which the ranks with this rank's place sum between nodes; None: they all exchange messages.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     node: int
     local: int
+    members: tuple[int, ...]
+    across: Grid | None = None
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
@@ -83,6 +91,25 @@ class Grid:
         """The place of this rank's own chunk in ``order``."""
         return self.order.index(self.node_ranks[self.local])
 
+    def in_order(self, rows: Tensor, out: Tensor) -> Tensor:
+        """Return ``out`` (ranks, nbytes), filled with ``rows``, messages in the order of ``members``, in ``order``."""
+        return torch.index_select(rows, 0, self._index(rows.device, "order"), out=out)
+
+    def by_rank(self, rows: Tensor, out: Tensor) -> Tensor:
+        """Return ``out`` (ranks, nbytes), filled with ``rows``, messages in ``order``, in the order of ``members``."""
+        return torch.index_select(rows, 0, self._index(rows.device, "ranks"), out=out)
+
+    def _index(self, device: torch.device, which: str) -> Tensor:
+        if (device, which) not in self._indices:
+            places = {rank: place for place, rank in enumerate(self.members)}
+            order = torch.tensor([places[rank] for rank in self.order], device="cpu")
+            self._indices[device, which] = (order if which == "order" else order.argsort()).to(device)
+        return self._indices[device, which]
+
+    @cached_property
+    def _indices(self) -> dict[tuple[torch.device, str], Tensor]:
+        return {}
+
     @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
         """The rank of each node that passes on this rank's chunk; in this node that is this rank."""
@@ -92,29 +119,42 @@ class Grid:
         return tuple(row[turn % len(row)] for row, turn in zip(self.ranks, turns, strict=True))
 
 
-def grid(transport: Transport) -> Grid | None:
+def node_grid(transport: Transport) -> Grid | None:
     """Return the grid of the ranks, or None if there are no two levels: one node, or nodes of one rank."""
-    nodes = transport.nodes
-    return None if len(nodes) in (1, transport.size) else grid_of(nodes, transport.rank)
+    return None if len(transport.nodes) in (1, transport.size) else _node_grid(transport.nodes, transport.rank)
 
 
 @lru_cache(maxsize=64)
-def grid_of(rows: tuple[tuple[int, ...], ...], rank: int) -> Grid:
-    """Return the grid of ``rows``, of which one has ``rank``."""
+def _node_grid(nodes: tuple[tuple[int, ...], ...], rank: int) -> Grid:
+    here = grid_of(nodes, rank)
+    if len(nodes) <= MOST_NODES or len(set(map(len, nodes))) > 1:
+        return here
+    # Between many nodes of one size sums go in two steps, too: fewer messages for one more quantisation.
+    return replace(here, across=grid_of(in_rows(here.cross_ranks), rank, here.cross_ranks))
+
+
+def grid_of(rows: tuple[tuple[int, ...], ...], rank: int, members: tuple[int, ...] | None = None) -> Grid:
+    """Return the grid of ``rows``, of which one has ``rank``; without ``members`` chunks are in rank order."""
     for node, row in enumerate(rows):
         if rank in row:
-            return Grid(rows, node, row.index(rank))
+            return Grid(rows, node, row.index(rank), members or tuple(sorted(chain(*rows))))
     raise AssertionError(f"rank {rank} is in none of {rows}")
+
+
+def in_rows(ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return ``ranks`` in about as many rows as a row has ranks; lengths of rows differ by one at most."""
+    count = round(math.sqrt(len(ranks)))
+    ends = pairwise(len(ranks) * row // count for row in range(count + 1))
+    return tuple(tuple(ranks[start:stop]) for start, stop in ends)
+
+
+MOST_NODES = 32
+"""Up to so many nodes, ranks of different nodes send each other their sums in one exchange."""
 
 
 def one_level(codec: Codec, transport: Transport) -> Codec:
     """Return the codec to use if there are no two levels: ``codec.within`` on one node, else ``codec`` itself."""
     return codec.within if isinstance(codec, TwoLevelCodec) and len(transport.nodes) == 1 else codec
-
-
-def room(transport: Transport, here: Grid, name: str, nbytes: int, device: torch.device) -> Tensor:
-    """Return scratch memory (ranks, nbytes) with room for a message of each rank; row i is that of ``order[i]``."""
-    return transport.scratch(name, len(here.order) * nbytes, device).view(-1, nbytes)
 
 
 INSIDE, BETWEEN = frozenset({"inside nodes"}), frozenset({"between nodes"})
@@ -128,7 +168,7 @@ class TwoLevelHop:
     Attributes:
         transport: the ranks.
         levels: ``INSIDE``, ``BETWEEN`` or both.
-        messages: for each peer, the message to it and the room for the message from it.
+        messages: as for ``Transport.exchange``; an empty one for this rank shows the device of those that have none.
     """
 
     transport: Transport
@@ -142,7 +182,8 @@ class TwoLevelHop:
         """Return the hop that sends ``sends[rank]`` to a rank; this rank's own message is copied at once."""
         nothing = next(iter(sends.values()))[:0]
         messages = {peer: (sends.get(peer, nothing), recvs.get(peer, nothing)) for peer in {**sends, **recvs}}
-        send, recv = messages.pop(transport.rank)
+        send, recv = messages[transport.rank]
+        messages[transport.rank] = nothing, nothing
         if send.data_ptr() != recv.data_ptr():
             recv.copy_(send)
         return cls(transport, levels, messages)
@@ -156,13 +197,7 @@ class TwoLevelHop:
 
     def __call__(self) -> None:
         """Make the exchange."""
-        nothing = torch.empty(0, dtype=torch.uint8)
-        if self.messages:
-            nothing = next(iter(self.messages.values()))[0][:0]
-        sends, recvs = [nothing] * self.transport.size, [nothing] * self.transport.size
-        for peer, (send, recv) in self.messages.items():
-            sends[peer], recvs[peer] = send, recv
-        self.transport.exchange(sends, recvs)
+        self.transport.exchange(self.messages)
 
 
 def overlap(pieces: Sequence[Iterator[TwoLevelHop]], transport: Transport, device: torch.device) -> None:
@@ -209,7 +244,9 @@ def _onward(pieces: Sequence[Iterator[TwoLevelHop]]) -> list[tuple[Iterator[TwoL
     return [(piece, hop) for piece in pieces if (hop := next(piece, None)) is not None]
 
 
-def scatter(outgoing: Tensor, incoming: Tensor, transport: Transport, here: Grid) -> TwoLevelHop:
+def scatter(
+    outgoing: Tensor, incoming: Tensor, transport: Transport, here: Grid, levels: frozenset[str] = INSIDE
+) -> TwoLevelHop:
     """Return the hop inside nodes that gives each rank the messages of its share.
 
     Args:
@@ -217,10 +254,11 @@ def scatter(outgoing: Tensor, incoming: Tensor, transport: Transport, here: Grid
         incoming: (ranks of this node, share, nbytes), takes what each rank of this node sends.
         transport: the ranks.
         here: the grid of the ranks.
+        levels: of the hop; those of ``Grid.across`` are all between nodes.
     """
     sends = {peer: outgoing[block].view(-1) for peer, block in zip(here.node_ranks, here.blocks, strict=True)}
     recvs = dict(zip(here.node_ranks, incoming.flatten(1).unbind(0), strict=True))
-    return TwoLevelHop.of(transport, INSIDE, sends, recvs)
+    return TwoLevelHop.of(transport, levels, sends, recvs)
 
 
 def scatter_sums(sums: Tensor, received: Tensor, transport: Transport, here: Grid) -> TwoLevelHop:
@@ -236,13 +274,22 @@ def scatter_sums(sums: Tensor, received: Tensor, transport: Transport, here: Gri
     return TwoLevelHop.of(transport, BETWEEN, sends, dict(zip(here.cross_ranks, received.unbind(0), strict=True)))
 
 
-def gather(every: Tensor, transport: Transport, here: Grid) -> Iterator[TwoLevelHop]:
+def gather(
+    every: Tensor, transport: Transport, here: Grid, slot: int, levels: frozenset[str] = INSIDE
+) -> Iterator[TwoLevelHop]:
     """Yield the hops of an all-gather of the messages in ``every``: first between nodes, then inside them.
 
-    ``every`` is memory of ``room``, in which this rank's message is in its place.
+    ``every`` is (ranks, nbytes), in ``order``; this rank's message is in its place. ``slot`` is the number of the
+    scratch memory to use, ``levels`` as in ``scatter``.
     """
     mine = every[here.blocks[here.local]]
-    sends = dict.fromkeys(here.cross_ranks, every[here.place])
-    yield TwoLevelHop.of(transport, BETWEEN, sends, dict(zip(here.share, mine.unbind(0), strict=True)))
+    if here.across is None:
+        sends = dict.fromkeys(here.cross_ranks, every[here.place])
+        yield TwoLevelHop.of(transport, BETWEEN, sends, dict(zip(here.share, mine.unbind(0), strict=True)))
+    else:
+        sums = transport.scratch(f"sums across {slot}", mine.numel(), every.device).view_as(mine)
+        sums[here.across.place].copy_(every[here.place])
+        yield from gather(sums, transport, here.across, slot, BETWEEN)
+        here.across.by_rank(sums, mine)
     recvs = {peer: every[block].view(-1) for peer, block in zip(here.node_ranks, here.blocks, strict=True)}
-    yield TwoLevelHop.of(transport, INSIDE, dict.fromkeys(here.node_ranks, mine.view(-1)), recvs)
+    yield TwoLevelHop.of(transport, levels, dict.fromkeys(here.node_ranks, mine.view(-1)), recvs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.errors import ConfigError
 from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from ._base import AllReduce, get
 from ._pieces import cut
 from .two_shot import summing
@@ -148,10 +148,9 @@ class _Sum:
         summands, sums = now.sizes if now else nothing, before.sizes if before else nothing
         for to in range(size):
             outgoing[to, summands[to] : summands[to] + sums[rank]].copy_(mine[: sums[rank]])
-        self._transport.exchange(
-            [outgoing[to, : summands[to] + sums[rank]] for to in range(size)],
-            [incoming[source, : summands[rank] + sums[source]] for source in range(size)],
-        )
+        sends = [outgoing[to, : summands[to] + sums[rank]] for to in range(size)]
+        recvs = [incoming[source, : summands[rank] + sums[source]] for source in range(size)]
+        self._transport.exchange(by_rank(sends, recvs))
 
     def decode(self, before: _Round, now: _Round | None) -> None:
         """Decode the sums of a piece that have come, with the summands of the piece ``now`` before them."""

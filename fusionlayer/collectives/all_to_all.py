@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.seeds import derive_seed
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from . import zipped
 
 __all__ = ["all_to_all"]
@@ -45,14 +45,15 @@ def all_to_all(
     rank = transport.rank
     parts, pieces = x.split(list(sends)), out.split(list(recvs))
     if codec.lossless:
-        transport.exchange([part.view(torch.uint8) for part in parts], [piece.view(torch.uint8) for piece in pieces])
+        sends, recvs = ([part.view(torch.uint8) for part in side] for side in (parts, pieces))
+        transport.exchange(by_rank(sends, recvs))
         return
     outgoing = _messages("outgoing", parts, codec, transport)
     incoming = _messages("incoming", pieces, codec, transport)
     for to, (part, message) in enumerate(zip(parts, outgoing, strict=True)):
         if to != rank:
             codec.encode(part, message, seed=derive_seed(seed, rank, to))
-    transport.exchange(outgoing, incoming)
+    transport.exchange(by_rank(outgoing, incoming))
     for source, (message, piece) in enumerate(zip(incoming, pieces, strict=True)):
         if source != rank:
             codec.decode(message, piece)

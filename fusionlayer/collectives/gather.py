@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.errors import WireError
 from ..codecs import Codec, VariableSizeCodec
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from ._base import MessageSpan, gather_collective
 
 __all__ = ["gather", "gather_v"]
@@ -40,7 +40,7 @@ def gather_v(
             if not 0 <= length <= m.stop - m.start:
                 raise WireError(f"{codec}: rank {rank} announces {length} bytes for a message of {m.stop - m.start}")
     received = [payload.new_empty(int(row.sum())) for row in sizes]
-    transport.exchange([torch.cat(compact)] * transport.size, received)
+    transport.exchange(by_rank([torch.cat(compact)] * transport.size, received))
     for row, lengths, data in zip(every, sizes.tolist(), received, strict=True):
         for m, part in zip(messages, data.split(lengths), strict=True):
             _expand(codec, part, row[m.start : m.stop], m)

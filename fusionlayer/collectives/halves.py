@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -74,7 +74,7 @@ def all_gather(
     if codec.lossless:
         transport.all_gather(x.view(torch.uint8), out.view(torch.uint8))
         return
-    here = _levels.grid(transport)
+    here = _levels.node_grid(transport)
     if here is None:
         codec = _levels.one_level(codec, transport)
     rank, size, own = transport.rank, transport.size, derive_seed(seed, transport.rank)
@@ -85,9 +85,11 @@ def all_gather(
         else:
             codec.encode(x[part], mine, seed=own, offset=part.start)
 
-    def decode(part: slice, messages: Tensor, ranks: Sequence[int]) -> None:
+    def decode(part: slice, messages: Tensor) -> None:
+        if len(parts) == 1 and not differences:
+            return codec.decode_chunks(messages, out.view(-1), x.numel(), dtype=x.dtype)
         one = codec.decode_add if differences else codec.decode
-        for message, source in zip(messages, ranks, strict=True):
+        for source, message in enumerate(messages):
             one(message, out[source, part], dtype=x.dtype)
 
     def run(index: int, part: slice) -> Piece:
@@ -95,17 +97,15 @@ def all_gather(
         every = transport.scratch(f"incoming {index % IN_FLIGHT}", size * capacity, x.device).view(size, capacity)
         encode(part, every[rank])
         yield partial(transport.all_gather, every[rank], every)
-        if len(parts) == 1 and not differences:
-            codec.decode_chunks(every, out.view(-1), x.numel(), dtype=x.dtype)
-        else:
-            decode(part, every, range(size))
+        decode(part, every)
 
     def run_on(grid: _levels.Grid, index: int, part: slice) -> Iterator[_levels.TwoLevelHop]:
         capacity = codec.wire(part.stop - part.start, x.dtype).capacity
-        every = _levels.room(transport, grid, f"incoming {_levels.slot_of(index)}", capacity, x.device)
+        memory = transport.scratch(f"incoming {_levels.slot_of(index)}", 2 * size * capacity, x.device)
+        every, rows = memory.view(-1, capacity).split(size)
         encode(part, every[grid.place])
-        yield from _levels.gather(every, transport, grid)
-        decode(part, every, grid.order)
+        yield from _levels.gather(every, transport, grid, _levels.slot_of(index))
+        decode(part, grid.by_rank(every, rows))
 
     parts = cut(x.numel(), piece, codec.block)
     if here is None:
@@ -135,7 +135,7 @@ def reduce_scatter(
     # A codec looks its agreed values up by block, from the place of an element. So rows are padded to whole blocks.
     name = "two_level" if choose(codec, transport.node_sizes) == "two_level" else "two_shot"
     log_once("reduce-scatters", codec, name, x, transport, half=True)
-    here = _levels.grid(transport) if name == "two_level" else None
+    here = _levels.node_grid(transport) if name == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
     if isinstance(codec, AgreeingCodec):

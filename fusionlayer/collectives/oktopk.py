@@ -14,7 +14,7 @@ from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec, TensorState
 from ..codecs.research.oktopk import BALANCE, OkTopk
 from ..codecs.sparse.sparsifier import MEMORY
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from ._base import check_pair, collective
 
 __all__ = ["oktopk"]
@@ -227,7 +227,7 @@ def _to_all(positions: Tensor, values: Tensor, lengths: Sequence[int], transport
     """Return the pairs of every rank, in rank order."""
     mine = _pack(positions, values)
     recvs = [mine.new_empty(8 * n) for n in lengths]
-    transport.exchange([mine] * transport.size, recvs)
+    transport.exchange(by_rank([mine] * transport.size, recvs))
     return [_unpack(data) for data in recvs]
 
 
@@ -237,7 +237,7 @@ def _swap(
     """Send the first ``sends[0]`` pairs to rank 0 and so on; return ``recvs[r]`` pairs of each rank r."""
     outgoing = [_pack(*part) for part in zip(positions.split(sends), values.split(sends), strict=True)]
     incoming = [outgoing[0].new_empty(8 * n) for n in recvs]
-    transport.exchange(outgoing, incoming)
+    transport.exchange(by_rank(outgoing, incoming))
     return [_unpack(data) for data in incoming]
 
 

@@ -18,7 +18,7 @@ from ..base.errors import ConfigError
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
 from ..process.clock import Clock, Stamp, clock_of
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from ..transport._sum import sum_in_rank_order
 from . import zipped as zipping
 from ._alpha_beta import AlphaBeta, Costs, describe
@@ -134,10 +134,9 @@ class Switcher:
             mine = parts[transport.rank]
             if mine.data_ptr() != x.data_ptr():
                 mine.copy_(x)
-            empty = x[:0].view(torch.uint8)
-            sends, recvs = [x.view(torch.uint8)] * transport.size, [part.view(torch.uint8) for part in parts]
-            sends[transport.rank] = recvs[transport.rank] = empty
-            transport.exchange(sends, recvs)
+            messages = {rank: (x.view(torch.uint8), part.view(torch.uint8)) for rank, part in enumerate(parts)}
+            del messages[transport.rank]
+            transport.exchange(messages)
 
         others, size = transport.size - 1, x.element_size()
         self.run(
@@ -172,10 +171,10 @@ class Switcher:
             largest = int(numel)
 
         def native() -> None:
-            transport.exchange(
-                [part.view(torch.uint8) for part in x.split(list(sends))],
-                [part.view(torch.uint8) for part in out.split(list(recvs))],
+            parts = (
+                part.view(torch.uint8).split([n * size for n in ends]) for part, ends in ((x, sends), (out, recvs))
             )
+            transport.exchange(by_rank(*parts))
 
         self.run(
             "all_to_all",

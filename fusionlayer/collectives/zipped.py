@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base.errors import ConfigError, WireError
 from ..codecs import ChangeCodec, Codec, ZippedCodec
 from ..native.wire import DTYPE_CODES
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from ._base import check_pair, collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
@@ -318,10 +318,9 @@ def _send_after_sizes(
 
 
 def _exchange(sends: Sequence[Tensor], recvs: Sequence[Tensor], transport: Transport) -> Callable[[], None]:
-    rank, nothing = transport.rank, sends[0][:0]
-    outgoing = [nothing if peer == rank else data for peer, data in enumerate(sends)]
-    incoming = [nothing if peer == rank else data for peer, data in enumerate(recvs)]
-    return lambda: transport.exchange(outgoing, incoming)
+    messages = by_rank(sends, recvs)
+    del messages[transport.rank]
+    return lambda: transport.exchange(messages)
 
 
 def _extents(letters: Sequence[_Letter], codec: ZippedCodec) -> list[int]:

@@ -15,7 +15,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 
 from ..base.errors import UsageError
 from ..collectives import Scaling
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from .operation import Operation, Reduce
 from .pages import by_large_pages
 from .reductions import combine, neutral, reduce_as
@@ -150,13 +150,13 @@ def _allgather(parts: Sequence[OperationPart], transport: Transport, ranks: Sequ
     if len(tensors) == 1:
         outs = [by_large_pages(tensors[0].new_empty(sum(lengths[0]), *tensors[0].shape[1:]))]
         mine = _bytes(tensors[0])
-        transport.exchange([mine] * transport.size, [_bytes(piece) for piece in outs[0].split(lengths[0])])
+        transport.exchange(by_rank([mine] * transport.size, list(map(_bytes, outs[0].split(lengths[0])))))
     else:
         with span("MEMCPY_IN_FUSION_BUFFER"):
             mine = torch.cat([_bytes(x) for x in tensors])
         sizes = [[each[r] * row for each, row in zip(lengths, rows, strict=True)] for r in range(transport.size)]
         every = [mine.new_empty(sum(of_rank)) for of_rank in sizes]
-        transport.exchange([mine] * transport.size, every)
+        transport.exchange(by_rank([mine] * transport.size, every))
         with span("MEMCPY_OUT_FUSION_BUFFER"):
             pieces = [message.split(of_rank) for message, of_rank in zip(every, sizes, strict=True)]
             outs = [
@@ -207,7 +207,7 @@ def _alltoall(parts: Sequence[OperationPart], transport: Transport, ranks: Seque
         received = list(part.numbers)
         out = by_large_pages(x.new_empty(sum(received), *x.shape[1:]))
         sends = [_bytes(piece) for piece in x.split(list(operation.splits))]
-        transport.exchange(sends, [_bytes(piece) for piece in out.split(received)])
+        transport.exchange(by_rank(sends, list(map(_bytes, out.split(received)))))
         operation.result = (out, received)
 
 
@@ -227,7 +227,7 @@ def _reduce_rows(x: Tensor, signature: Signature, transport: Transport) -> Tenso
     pieces = [x[start:stop].contiguous() for start, stop in pairwise(bounds)]
     mine = pieces[transport.rank]
     parts = mine.new_empty(transport.size, *mine.shape)
-    transport.exchange([_bytes(piece) for piece in pieces], [_bytes(part) for part in parts])
+    transport.exchange(by_rank(list(map(_bytes, pieces)), list(map(_bytes, parts))))
     out = combine(list(parts), signature.op or "Sum")
     scaling.scale_after_(out)
     return out

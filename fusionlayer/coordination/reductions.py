@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import codecs
 from ..collectives import Scaling, reduce_flat
-from ..transport import Transport
+from ..transport import Transport, by_rank
 
 __all__ = ["combine", "neutral", "reduce_as"]
 
@@ -63,7 +63,7 @@ def reduce_as(op: str, x: Tensor, transport: Transport, scaling: Scaling) -> Non
     shares = [x[bounds[r] : bounds[r + 1]].view(torch.uint8) for r in range(size)]
     mine = x[bounds[rank] : bounds[rank + 1]]
     parts = x.new_empty(size, mine.numel())
-    transport.exchange(shares, [part.view(torch.uint8) for part in parts])
+    transport.exchange(by_rank(shares, [part.view(torch.uint8) for part in parts]))
     mine.copy_(combine(list(parts), op))
-    transport.exchange([mine.clone().view(torch.uint8)] * size, shares)
+    transport.exchange(by_rank([mine.clone().view(torch.uint8)] * size, shares))
     scaling.scale_after_(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -59,29 +59,29 @@ class Call:
         return self.what if operation in _ALIKE else operation
 
     @classmethod
-    def exchange(
-        cls, rank: int, size: int, sends: Sequence[Tensor], recvs: Sequence[Tensor], purpose: str = ""
-    ) -> Call:
-        """Return the call ``exchange(sends, recvs)``.
+    def exchange(cls, rank: int, size: int, messages: Mapping[int, tuple[Tensor, Tensor]], purpose: str = "") -> Call:
+        """Return the call ``exchange(messages)``.
 
         Raises:
             ConfigError: the arguments are invalid by themselves, whatever the other ranks pass.
         """
-        if len(sends) != size or len(recvs) != size:
-            raise ConfigError(f"exchange got {len(sends)} sends, {len(recvs)} recvs; give {size} of each, one per rank")
-        for x in (*sends, *recvs):
-            if x.dtype != torch.uint8 or not x.is_contiguous():
-                raise ConfigError(
-                    f"exchange got a tensor of {x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}; give "
-                    "contiguous uint8, such as x.contiguous().view(torch.uint8)"
-                )
-        call = _exchange(tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)), purpose)
-        if call.sends[rank] != call.recvs[rank]:
+        sends, recvs = [0] * size, [0] * size
+        for peer, pair in messages.items():
+            if not 0 <= peer < size:
+                raise ConfigError(f"exchange got a message for rank {peer}; give ranks from 0 to {size - 1}")
+            for x in pair:
+                if x.dtype != torch.uint8 or not x.is_contiguous():
+                    raise ConfigError(
+                        f"exchange got a tensor of {x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}; give "
+                        "contiguous uint8, such as x.contiguous().view(torch.uint8)"
+                    )
+            sends[peer], recvs[peer] = map(Tensor.numel, pair)
+        if sends[rank] != recvs[rank]:
             raise ConfigError(
-                f"exchange on rank {rank} has {call.sends[rank]} bytes for itself and expects {call.recvs[rank]}; give "
-                "the two entries of this rank the same length"
+                f"exchange on rank {rank} has {sends[rank]} bytes for itself and expects {recvs[rank]}; give the "
+                "message and the room of this rank the same length"
             )
-        return call
+        return _exchange(tuple(sends), tuple(recvs), purpose)
 
     @classmethod
     def rows(cls, size: int, nbytes: int, purpose: str = "") -> Call:

@@ -58,7 +58,7 @@ __all__ = [
     "most_warps",
     "pointer",
     "recode",
-    "recode_from",
+    "recode_rows",
     "seeded",
     "select_isa",
     "set_threads",
@@ -173,18 +173,25 @@ def recode(
     call("fl_recode", body, spec, messages(bodies, offsets), pointer(x), pointer(residual), out)
 
 
-def recode_from(
-    source: Spec,
+def recode_rows(
+    source: Spec | None,
     source_offsets: Sequence[int],
     bodies: Tensor,
     spec: Spec,
     offsets: Sequence[int],
+    starts: Sequence[int],
     residual: Tensor | None,
-    body: Tensor,
+    out: Tensor,
 ) -> None:
-    """``fl_recode_from``: encode the sum of all ``bodies`` (count, nbytes) of ``source`` into ``body`` (nbytes,)."""
-    given = source, messages(bodies, source_offsets), spec, pointer(residual)
-    call("fl_recode_from", body, *given, messages(body, offsets))
+    """``fl_recode_rows``: encode the sum of all ``bodies[:, i]`` (count, rows, nbytes) into ``out[i]`` (nbytes,).
+
+    Row i begins at number ``starts[i]`` of the seed's sequence and of ``residual``. ``source`` is the spec of the
+    bodies if it is another one.
+    """
+    summands = messages(bodies[:, 0], source_offsets), bodies.stride(1)
+    places = (ctypes.c_int64 * len(starts))(*starts)
+    rows = ctypes.cast(places, ctypes.c_void_p), pointer(residual), messages(out, offsets)
+    call("fl_recode_rows", out, source, *summands, spec, *rows)
 
 
 def two_shot(

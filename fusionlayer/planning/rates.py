@@ -107,11 +107,11 @@ def _rate_of(node: Sequence[int], transport: Transport) -> float:
     nbytes, seconds = _FIRST_BYTES, 0.0
     while True:
         data = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        messages = [data if (rank in node) != here else data[:0] for rank in range(transport.size)]
-        room = [torch.empty_like(message) for message in messages]
+        across = [rank for rank in range(transport.size) if (rank in node) != here]
+        messages = {rank: (data, torch.empty_like(data)) for rank in across}
         transport.barrier()
         start = time.perf_counter()
-        transport.exchange(messages, room)
+        transport.exchange(messages)
         mine = torch.tensor([time.perf_counter() - start if here else 0.0], dtype=torch.float64, device="cpu")
         transport.all_reduce_max(mine)
         seconds = mine.item()

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError
-from ..transport import Transport
+from ..transport import Transport, by_rank
 
 __all__ = ["all_reduce", "check_world"]
-
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def check_world(size: int) -> None:
@@ -63,7 +61,7 @@ def all_reduce(x: Tensor, transport: Transport) -> None:
         mine.copy_(_combine(a, b, _sum_in_block(_products(a, b), 2 * distance, transport)))
         distance *= 2
     pieces = [work[own.start : own.stop].view(torch.uint8) for own in _parts(work.numel(), transport.size)]
-    transport.exchange([pieces[transport.rank].clone()] * transport.size, pieces)
+    transport.exchange(by_rank([pieces[transport.rank].clone()] * transport.size, pieces))
     if work is not x:
         x.copy_(work)
 
@@ -86,9 +84,7 @@ def _parts(numel: int, size: int) -> list[range]:
 
 
 def _swap(sent: Tensor, received: Tensor, partner: int, transport: Transport) -> None:
-    sends, recvs = [_NOTHING] * transport.size, [_NOTHING] * transport.size
-    sends[partner], recvs[partner] = sent.view(torch.uint8), received.view(torch.uint8)
-    transport.exchange(sends, recvs)
+    transport.exchange({partner: (sent.view(torch.uint8), received.view(torch.uint8))})
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
@@ -102,10 +98,7 @@ def _sum_in_block(products: Tensor, block: int, transport: Transport) -> Tensor:
     first = transport.rank // block * block
     mine = products.view(torch.uint8)
     every = products.new_empty(block, 3)
-    sends, recvs = [_NOTHING] * transport.size, [_NOTHING] * transport.size
-    for place in range(block):
-        sends[first + place], recvs[first + place] = mine, every[place].view(torch.uint8)
-    transport.exchange(sends, recvs)
+    transport.exchange({first + place: (mine, row.view(torch.uint8)) for place, row in enumerate(every)})
     return every.sum(0)
 
 

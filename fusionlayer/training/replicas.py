@@ -20,7 +20,7 @@ from ..base.config import Config
 from ..base.errors import ConfigError, PlanMismatch, ReplicaMismatch
 from ..coordination.matching import differing
 from ..native.wire import digest
-from ..transport import Transport
+from ..transport import Transport, by_rank
 from .digests import Digest, await_gpus, cut, digest_of, flat
 from .parameters import is_distributed, local_part
 
@@ -321,7 +321,7 @@ def _gathered_texts(text: str, transport: Transport) -> list[str]:
     if not all(0 <= size <= _DESCRIPTION_BYTES for size in sizes):
         return []
     texts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-    transport.exchange([mine] * transport.size, texts)
+    transport.exchange(by_rank([mine] * transport.size, texts))
     return [each.numpy().tobytes().decode(errors="replace") for each in texts]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import cast
 
 import torch
@@ -14,10 +14,15 @@ from torch import Tensor
 from ..base.errors import PlanMismatch
 from ..native.wire import digest
 
-__all__ = ["Composed"]
+__all__ = ["Composed", "by_rank"]
 
 # Up to this size all_reduce_max sends the whole tensor to every rank: one exchange instead of two.
 _WHOLE_BYTES = 1 << 12
+
+
+def by_rank(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the messages of an exchange with all ranks: ``sends[r]`` to rank r, ``recvs[r]`` from it."""
+    return dict(enumerate(zip(sends, recvs, strict=True)))
 
 
 class Composed(ABC):
@@ -29,17 +34,19 @@ class Composed(ABC):
     why: str = ""
 
     @abstractmethod
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        """Send ``sends[j]`` to rank j and receive ``recvs[j]`` from rank j, all at once, both directions busy.
+    def exchange(self, messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Send and receive messages, all at once, both directions busy; every rank calls it, also one without messages.
 
-        Both lists hold ``size`` uint8 tensors of any lengths; none of them may overlap a receive buffer. ``recvs[j]``
-        here is as long as ``sends[rank]`` on rank j. The entry of this rank itself is copied. ``sends`` may hold the
-        same tensor more than once.
+        Args:
+            messages: for each peer the message to it and the room for the message from it, uint8 tensors of any
+                lengths. An empty one is not sent, as if the peer were left out. The room has as many bytes as the peer
+                sends. No message may overlap a room; one tensor may go to several peers. The message of this rank to
+                itself is copied. A rank without messages has an empty one for itself, on the device of the others'.
         """
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Fill ``out`` (size, n) uint8 with every rank's ``x`` (n,), in rank order; ``x`` may be this rank's row."""
-        self.exchange([x] * self.size, list(out.unbind(0)))
+        self.exchange(dict(enumerate(zip(repeat(x), out.unbind(0)))))  # noqa: B905 - no end of x
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return what each rank passes, in rank order; equally many bytes on all ranks."""
@@ -50,7 +57,7 @@ class Composed(ABC):
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
         """Send row j of ``x`` (size, n) uint8 to rank j; row j of ``out`` (size, n) comes from rank j."""
-        self.exchange(list(x.unbind(0)), list(out.unbind(0)))
+        self.exchange(dict(enumerate(zip(x.unbind(0), out.unbind(0), strict=True))))
 
     def all_reduce_max(self, x: Tensor) -> None:
         """Replace ``x`` (n,) by its elementwise maximum over ranks; a NaN wins. Floats or integers."""
@@ -64,8 +71,8 @@ class Composed(ABC):
         bounds = [x.numel() * r // self.size for r in range(self.size + 1)]
         shares = [x[start:stop].view(torch.uint8) for start, stop in pairwise(bounds)]
         every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
-        self.exchange(shares, [part.view(torch.uint8) for part in every])
-        self.exchange([every.amax(0).view(torch.uint8)] * self.size, shares)
+        self.exchange(by_rank(shares, [part.view(torch.uint8) for part in every]))
+        self.exchange(by_rank([every.amax(0).view(torch.uint8)] * self.size, shares))
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

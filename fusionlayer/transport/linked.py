@@ -7,8 +7,8 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
 from typing import Concatenate, NamedTuple, ParamSpec
 
 import torch
@@ -30,7 +30,7 @@ __all__ = ["LinkedTransport"]
 
 _logger = logging.getLogger("fusionlayer")
 
-_IS_CUDA, _DTYPE = attrgetter("is_cuda"), attrgetter("dtype")
+_IS_CUDA, _DTYPE, _SEND, _RECV = attrgetter("is_cuda"), attrgetter("dtype"), itemgetter(0), itemgetter(1)
 _BYTES = {torch.uint8}
 # Most plans of exchanges that are kept: enough for all buckets of a model, and few if sizes differ in each step.
 _MOST_PLANS = 1024
@@ -62,7 +62,7 @@ class LinkedTransport(Transport):
             self.connect_device(x.device)
         link = self._links.get(x.device.type)
         if not isinstance(link, RowLink) or out.shape != (self.size, x.numel()) or not _are_rows(x, out):
-            return self.exchange([x] * self.size, list(out.unbind(0)))
+            return self.exchange(dict(enumerate(zip(repeat(x), out.unbind(0)))))  # noqa: B905 - no end of x
         self._run(Call.rows(self.size, x.numel(), self.purpose), self._move_rows, link.all_gather, x, out)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
@@ -70,44 +70,46 @@ class LinkedTransport(Transport):
             self.connect_device(x.device)
         link = self._links.get(x.device.type)
         if not isinstance(link, RowLink) or x.size(0) != self.size or x.shape != out.shape or not _are_rows(x, out):
-            return self.exchange(list(x.unbind(0)), list(out.unbind(0)))
+            return self.exchange(dict(enumerate(zip(x.unbind(0), out.unbind(0), strict=True))))
         self._run(Call.rows(self.size, x.size(1), self.purpose), self._move_rows, link.all_to_all, x, out)
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        tensors = (*sends, *recvs)
+    def exchange(self, messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        tensors = list(chain.from_iterable(messages.values()))
         if self._awaits_device and (device := next((x.device for x in tensors if x.is_cuda), None)):
             self.connect_device(device)
-        sizes = tuple(map(Tensor.numel, sends)), tuple(map(Tensor.numel, recvs)), self.purpose
+        sizes = tuple(messages), tuple(map(Tensor.numel, tensors)), self.purpose
         plan = self._exchanges.get(sizes)
-        if plan is None or set(map(_DTYPE, tensors)) != _BYTES or not all(map(Tensor.is_contiguous, tensors)):
-            plan = self._plan_exchange(sends, recvs)
-        self._run(plan.call, self._exchange, plan, sends, recvs)
+        if plan is None or not set(map(_DTYPE, tensors)) <= _BYTES or not all(map(Tensor.is_contiguous, tensors)):
+            plan = self._plan_exchange(messages)
+            self._exchanges[sizes] = plan
+        self._run(plan.call, self._exchange, plan, messages, tensors)
 
-    def _plan_exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> _ExchangePlan:
-        """Return the plan of ``exchange(sends, recvs)``, whose arguments it checks; exchanges of equal sizes share it.
+    def _plan_exchange(self, messages: Mapping[int, tuple[Tensor, Tensor]]) -> _ExchangePlan:
+        """Return the plan of ``exchange(messages)``, whose arguments it checks; exchanges of equal sizes share it.
 
         Raises:
             ConfigError: the arguments are invalid by themselves, whatever the other ranks pass.
         """
-        call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
+        call = Call.exchange(self.rank, self.size, messages, self.purpose)
         nbytes = sum(call.sends) - call.sends[self.rank]
-        plan = _ExchangePlan(call, *peers(self.rank, call.sends, call.recvs), nbytes)
         if len(self._exchanges) >= _MOST_PLANS:
             self._exchanges.clear()
-        self._exchanges[call.sends, call.recvs, self.purpose] = plan
-        return plan
+        return _ExchangePlan(call, *peers(self.rank, call.sends, call.recvs), nbytes)
 
-    def _exchange(self, key: int, plan: _ExchangePlan, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        own, into = sends[self.rank], recvs[self.rank]
-        if into.data_ptr() != own.data_ptr():
-            into.copy_(own)
+    def _exchange(
+        self, key: int, plan: _ExchangePlan, messages: Mapping[int, tuple[Tensor, Tensor]], tensors: Sequence[Tensor]
+    ) -> None:
+        own = messages.get(self.rank)
+        if own is not None and own[1].data_ptr() != own[0].data_ptr():
+            own[1].copy_(own[0])
         if self.size == 1:
             return
-        on_cuda = set(map(_IS_CUDA, (*sends, *recvs)))
-        on_gpu = next(filter(_IS_CUDA, (*sends, *recvs)), None)
+        on_cuda = set(map(_IS_CUDA, tensors))
+        on_gpu = next(filter(_IS_CUDA, tensors), None)
         link = self._links["cpu"] if on_gpu is None else self._link_for(on_gpu)
         is_near = on_cuda == {link.device.type == "cuda"}
-        near, wanted = list(map(sends.__getitem__, plan.to)), list(map(recvs.__getitem__, plan.source))
+        near = list(map(_SEND, map(messages.__getitem__, plan.to)))
+        wanted = list(map(_RECV, map(messages.__getitem__, plan.source)))
         targets = wanted
         if not is_near:
             near, targets = bring(near, link.device), space(wanted, link.device)

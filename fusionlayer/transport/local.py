@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -108,23 +110,23 @@ class LocalTransport(Transport):
         self._subsets: Counter[tuple[int, ...]] = Counter()
         self._meetings = 0
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-        call = Call.exchange(self.rank, self.size, sends, recvs, self.purpose)
+    def exchange(self, messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        call = Call.exchange(self.rank, self.size, messages, self.purpose)
         if self.why:
             call = replace(call, why=self.why)
         with here.doing("fusionlayer: wire"):
-            offered: list[Sequence[Tensor]] = self._begin(call, sends)
-            for source, recv in enumerate(recvs):
+            offered: list[Mapping[int, tuple[Tensor, Tensor]]] = self._begin(call, messages, *messages.values())
+            for source, (_, recv) in messages.items():
                 if recv.numel():
-                    recv.copy_(offered[source][self.rank])
+                    recv.copy_(offered[source][self.rank][0])
             self.bytes_sent += sum(call.sends) - call.sends[self.rank]
-            self._end(recvs)
+            self._end(list(map(itemgetter(1), messages.values())))
 
     def all_reduce(self, x: Tensor) -> None:
         call = Call.all_reduce(x, self.purpose)
         flat = x.view(-1)
         with here.doing("fusionlayer: wire"):
-            offered: list[Tensor] = self._begin(call, flat)
+            offered: list[Tensor] = self._begin(call, flat, (flat,))
             bounds = [flat.numel() * r // self.size for r in range(self.size + 1)]
             mine = slice(bounds[self.rank], bounds[self.rank + 1])
             total = torch.empty_like(flat[mine])
@@ -138,7 +140,7 @@ class LocalTransport(Transport):
     def broadcast(self, x: Tensor, root: int) -> None:
         call = Call.broadcast(x, root, self.size, self.purpose)
         with here.doing("fusionlayer: wire"):
-            offered: list[Tensor] = self._begin(call, x)
+            offered: list[Tensor] = self._begin(call, x, (x,))
             if self.rank == root:
                 self.bytes_sent += (self.size - 1) * x.nbytes
             else:
@@ -177,13 +179,13 @@ class LocalTransport(Transport):
     def close(self) -> None:
         self._group.leave(self.rank)
 
-    def _begin(self, call: Call, offer: Any) -> list[Any]:
-        """Return what every rank offers in this call, once all ranks have made the same call.
+    def _begin(self, call: Call, offer: Any, *tensors: Sequence[Tensor]) -> list[Any]:
+        """Return what every rank offers in this call, made of ``tensors``, once all ranks have made the same call.
 
         The ranks then read each other's tensors directly, so each must call ``_end`` or ``_meet`` before it returns.
         """
         self.sequence += 1
-        met: list[tuple[Call, Any]] = self._meet((call, offer), offer if isinstance(offer, (list, tuple)) else [offer])
+        met: list[tuple[Call, Any]] = self._meet((call, offer), list(chain(*tensors)))
         for other, (their_call, _) in enumerate(met):
             conflict = call.conflict(self.rank, their_call, other)
             if conflict:

@@ -13,6 +13,7 @@ from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.quantized.integer import Int
+from tests.collectives.counting import native_calls
 from tests.loops import looped
 from tests.native.abi import each_isa
 from tests.synthetic import awkward, gradient
@@ -66,6 +67,27 @@ def test_messages_of_one_codec_become_one_of_another(source: Int, target: Int) -
                 assert torch.equal(got, expected)
                 if lost is not None and expected_lost is not None:
                     assert same_bits(lost, expected_lost)
+
+
+def test_rows_of_one_codec_become_rows_of_another() -> None:
+    """One call of the core makes what one for each row makes; it refuses rows that are too short."""
+    n, source, target = 1100, Int(8, 512, header=False), Int(4, 128, rounding="stochastic", header=False)
+    messages = rows(source, 5, n, torch.float32, CPU)
+    summands = torch.stack([messages, messages.flip(0)], 1)
+    starts, kept = [5120, 0], gradient(8000, 3)
+    got, lost = torch.zeros(2, target.wire(n).capacity, dtype=torch.uint8), kept.clone()
+    with native_calls() as calls:
+        target.recode_rows(summands, got, n, starts, source=source, seed=3, residual=lost)
+    assert calls == ["fl_recode_rows"]
+    for row, start in enumerate(starts):
+        wanted, part = blank(target, n, torch.float32, CPU), kept[start : start + n]
+        target.recode(summands[:, row], wanted, n, source=source, seed=3, offset=start, residual=part)
+        assert torch.equal(got[row], wanted)
+    assert same_bits(lost, kept)
+    with pytest.raises(WireError, match="cut short"):
+        target.recode_rows(summands[..., :100], got, n, starts, source=source)
+    with pytest.raises(WireError, match="cut short"):
+        target.recode_rows(summands, got[:, :100], n, starts, source=source)
 
 
 def test_more_messages_than_are_read_side_by_side_and_what_is_not_finite() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -283,10 +283,10 @@ def test_a_damaged_message_is_noticed(name: str, hop: int) -> None:
     def body(transport: Transport) -> None:
         exchange, calls = transport.exchange, [0]
 
-        def damaging(sends: list[Tensor], recvs: list[Tensor]) -> None:
-            exchange(sends, recvs)
+        def damaging(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+            exchange(messages)
             if calls[0] == hop and transport.rank == 1:
-                next(recv for recv in recvs if recv.numel())[200] ^= 1
+                next(recv for _, recv in messages.values() if recv.numel())[200] ^= 1
             calls[0] += 1
 
         transport.exchange = damaging  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def stop_at_a_hop(rank: int, world: int, name: str, hop: int, codec: str) -> Non
     transport.barrier()
     exchange, calls = transport.exchange, [0]
 
-    def counting(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+    def counting(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         if rank == LOST and calls[0] == hop:
             checkpoint("hop")
         calls[0] += 1
-        exchange(sends, recvs)
+        exchange(messages)
 
     transport.exchange = counting  # type: ignore[method-assign]
     collectives.get(name)(torch.ones(300_000), codecs.get(codec).bare, transport)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import pytest
@@ -13,7 +13,7 @@ from fusionlayer import codecs, collectives
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs import Codec, TwoLevelCodec
 from fusionlayer.collectives import halves
-from fusionlayer.collectives._levels import grid
+from fusionlayer.collectives._levels import node_grid
 from fusionlayer.training.weights import PRESETS
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
@@ -23,6 +23,7 @@ from tests.ranks import over_threads
 from tests.synthetic import gradient
 
 from .conformance import conform, given, same_everywhere
+from .counting import LoneRank, native_calls, python_calls
 
 SHAPES = ((4, 2), (8, 4), (8, 2), (6, 3))
 """(ranks, ranks of a node)."""
@@ -76,6 +77,11 @@ def test_every_rank_has_the_sum(codec: Codec, shape: tuple[int, int], device: to
     )
 
 
+def named(nodes: Nodes) -> str:
+    """Return the name of a test on ``nodes``."""
+    return "-".join(str(len(node)) for node in nodes) if len(nodes) < 9 else f"{len(nodes)} nodes"
+
+
 def on_nodes(nodes: Nodes, body: Callable[[Transport], Result]) -> list[Result]:
     """Return what ``body`` returns on each of the ranks of ``nodes``."""
 
@@ -91,7 +97,7 @@ def in_plain_steps(
 ) -> Tensor:
     """Return the sum that ``two_level`` makes of ``x``: its three quantisations, one chunk at a time."""
     within = codec.within if isinstance(codec, TwoLevelCodec) else codec
-    numel, world = x[0].numel(), len(x)
+    numel, world, many = x[0].numel(), len(x), len(nodes) > 32
     chunk, out = -(-numel // (world * codec.block)) * codec.block, torch.empty_like(x[0])
 
     def message(level: Codec, rank: int, phase: int, values: Tensor, at: slice) -> Tensor:
@@ -102,22 +108,42 @@ def in_plain_steps(
         level.encode(values, payload, seed=derive_seed(derive_seed(seed, rank), phase), offset=at.start, residual=kept)
         return level.decompress(payload, len(values))
 
-    turns = [0] * len(nodes)
-    for owner in (rank for node in nodes for rank in node):
+    def passed_on(owner: int, rows: Nodes) -> list[int]:
+        """Return the rank of each row that sums for ``owner``: the owner, and in other rows the ranks in turn."""
+        place = [rank for row in rows for rank in row].index(owner)
+        firsts = [sum(map(len, rows[:number])) for number in range(len(rows))]
+        return [
+            owner if owner in row else row[(place - len(row) * (first < place)) % len(row)]
+            for row, first in zip(rows, firsts, strict=True)
+        ]
+
+    for owner in range(world):
         at = slice(min(owner * chunk, numel), min(owner * chunk + chunk, numel))
-        total = torch.zeros(at.stop - at.start)
-        for number, node in enumerate(nodes):
-            at_node = torch.zeros_like(total)
-            for rank in node:
-                at_node += message(within, rank, 0, x[rank][at], at)
-            turns[number] += owner not in node
-            by = owner if owner in node else node[(turns[number] - 1) % len(node)]
-            total += message(codec, by, 1, at_node, at)
+        total, by = torch.zeros(at.stop - at.start), passed_on(owner, nodes)
+        rows = rows_of(by) if many else tuple((rank,) for rank in by)
+        for row, last in zip(rows, passed_on(owner, rows), strict=True):
+            in_row = torch.zeros_like(total)
+            for number in map(by.index, row):
+                at_node = torch.zeros_like(total)
+                for rank in nodes[number]:
+                    at_node += message(within, rank, 0, x[rank][at], at)
+                in_row += message(codec, by[number], 1, at_node, at)
+            total += message(codec, last, 3, in_row, at) if many else in_row
         out[at] = message(codec, owner, 2, total, at)
     return out
 
 
-@pytest.mark.parametrize("nodes", [*UNEQUAL, ((0, 1), (2, 3)), ((0, 2, 4), (1, 3, 5))])
+def rows_of(ranks: Sequence[int]) -> Nodes:
+    """Return ranks in rows, about as many as a row has ranks; lengths differ by one at most."""
+    world, count = len(ranks), round(len(ranks) ** 0.5)
+    return tuple(tuple(ranks[world * row // count : world * (row + 1) // count]) for row in range(count))
+
+
+MANY = tuple((66 - first, first - 1) for first in range(1, 34))
+"""Nodes of two ranks each, of which the second ranks descend."""
+
+
+@pytest.mark.parametrize("nodes", [*UNEQUAL, ((0, 1), (2, 3)), ((0, 2, 4), (1, 3, 5)), MANY], ids=named)
 @pytest.mark.parametrize("name", ["tlq", "int8"])
 @pytest.mark.parametrize("numel", [700, 40_000])
 def test_sums_are_those_of_plain_steps(nodes: Nodes, name: str, numel: int) -> None:
@@ -127,7 +153,7 @@ def test_sums_are_those_of_plain_steps(nodes: Nodes, name: str, numel: int) -> N
     kept = [gradient(numel, 100 + rank) for rank in range(world)]
 
     def body(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-        assert grid(transport) is not None
+        assert node_grid(transport) is not None
         plain, fed, left = (x[transport.rank].clone(), x[transport.rank].clone(), kept[transport.rank].clone())
         collectives.get("two_level")(plain, codec, transport, seed=3)
         collectives.get("two_level")(fed, codec, transport, seed=3, residual=left)
@@ -140,8 +166,8 @@ def test_sums_are_those_of_plain_steps(nodes: Nodes, name: str, numel: int) -> N
         assert all(map(torch.equal, each, (plain, fed, left[rank])))
 
 
-@pytest.mark.parametrize("nodes", UNEQUAL)
-def test_pieces_and_halves_on_unequal_nodes(nodes: Nodes) -> None:
+@pytest.mark.parametrize("nodes", [*UNEQUAL, MANY], ids=named)
+def test_pieces_and_halves_on_unequal_and_on_many_nodes(nodes: Nodes) -> None:
     """Pieces give the bits of the whole; a reduce-scatter gives each rank its row, an all-gather gives all the same."""
     codec, world = codecs.get("tlq", rounding="nearest").bare, sum(map(len, nodes))
     x = [gradient(world * 1536, rank) for rank in range(world)]
@@ -172,9 +198,9 @@ def test_ranks_of_a_node_share_what_goes_between_nodes(nodes: Nodes) -> None:
         crossing, exchange = [0], transport.exchange
         near = next(node for node in nodes if transport.rank in node)
 
-        def count(sends: list[Tensor], recvs: list[Tensor]) -> None:
-            crossing[0] += sum(x.numel() for to, x in enumerate(sends) if to not in near)
-            exchange(sends, recvs)
+        def count(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+            crossing[0] += sum(x.numel() for to, (x, _) in messages.items() if to not in near)
+            exchange(messages)
 
         transport.exchange = count  # type: ignore[method-assign,assignment]
         collectives.get("two_level")(gradient(world * 512, transport.rank), codec, transport)
@@ -195,7 +221,7 @@ def test_without_two_levels_there_is_one(world: int, per_node: int) -> None:
     x = [gradient(5000, rank) for rank in range(world)]
 
     def flat(transport: Transport) -> Tensor:
-        assert grid(transport) is None
+        assert node_grid(transport) is None
         mine = x[transport.rank].clone()
         collectives.get("two_shot")(mine, level, transport, seed=1)
         return mine
@@ -229,10 +255,10 @@ def test_between_nodes_a_message_travels_once(world: int, per_node: int) -> None
         before, crossing = transport.bytes_sent, [0]
         exchange = transport.exchange
 
-        def count(sends: list[Tensor], recvs: list[Tensor]) -> None:
+        def count(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
             here = transport.rank // per_node
-            crossing[0] += sum(x.numel() for to, x in enumerate(sends) if to // per_node != here)
-            exchange(sends, recvs)
+            crossing[0] += sum(x.numel() for to, (x, _) in messages.items() if to // per_node != here)
+            exchange(messages)
 
         transport.exchange = count  # type: ignore[method-assign,assignment]
         collectives.get("two_level")(gradient(numel, transport.rank), codec, transport)
@@ -244,6 +270,22 @@ def test_between_nodes_a_message_travels_once(world: int, per_node: int) -> None
     inside = codec.within.wire(4096).capacity * (per_node - 1) * nodes  # the first hop
     gathered = codec.wire(4096).capacity * (per_node - 1) * nodes  # the last one
     assert found[0][1] == found[0][0] + inside + gathered
+
+
+@pytest.mark.parametrize("world", [64, 1024])
+@pytest.mark.parametrize("name", ["int8", "tlq_hs"])
+def test_a_bucket_takes_few_calls(name: str, world: int) -> None:
+    """Four of the core, or five over many nodes; 542 of Python at 64 ranks, where one by one there were 5351."""
+    codec, transport, x = codecs.get(name).bare, LoneRank(0, world, ranks_per_node=8), torch.zeros(1 << 20)
+    two_level = collectives.get("two_level")
+    two_level(x, codec, transport)
+    transport.sent.clear()
+    with native_calls() as calls:
+        two_level(x, codec, transport)
+    many = world > 8 * 32
+    assert calls == ["fl_encode", *["fl_recode_rows"] * (1 + many), "fl_recode", "fl_decode"]
+    assert [len(sent) for sent in transport.sent] == ([7, 10, 11, 10, 10, 7] if many else [7, 7, 7, 7])
+    assert python_calls(lambda: two_level(x, codec, transport)) <= 480 + 2 * world
 
 
 def test_eight_bits_inside_and_the_rotation_pay() -> None:
@@ -303,9 +345,9 @@ def test_hops_on_both_levels_travel_together(world: int, per_node: int, count: i
     def reduce(transport: Transport, piece: int | None) -> tuple[Tensor, list[set[int]]]:
         exchange, peers = transport.exchange, list[set[int]]()
 
-        def note(sends: list[Tensor], recvs: list[Tensor]) -> None:
-            peers.append({to for to, message in enumerate(sends) if message.numel()})
-            exchange(sends, recvs)
+        def note(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+            peers.append({to for to, (message, _) in messages.items() if message.numel()})
+            exchange(messages)
 
         out = torch.empty(count * length)
         transport.exchange = note  # type: ignore[method-assign,assignment]

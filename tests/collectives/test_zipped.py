@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -219,10 +219,10 @@ def test_the_static_part_does_not_wait_for_a_late_rank() -> None:
     def body(transport: Transport) -> None:
         exchange = transport.exchange
 
-        def recorded(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+        def recorded(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
             if transport.rank == 0:
-                order[design].append([send.numel() for send in sends])
-            exchange(sends, recvs)
+                order[design].append([messages[to][0].numel() if to in messages else 0 for to in range(3)])
+            exchange(messages)
 
         transport.exchange = recorded  # type: ignore[method-assign]
         x = torch.randn(3 * 4096, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -242,10 +242,10 @@ def test_damage_is_noticed(design: int) -> None:
     def body(transport: Transport) -> None:
         exchange = transport.exchange
 
-        def damaged(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-            exchange(sends, recvs)
-            if recvs[1 - transport.rank].numel() > 100:
-                recvs[1 - transport.rank][-1] ^= 1
+        def damaged(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+            exchange(messages)
+            if messages[1 - transport.rank][1].numel() > 100:
+                messages[1 - transport.rank][1][-1] ^= 1
 
         transport.exchange = damaged  # type: ignore[method-assign]
         x = gradient(4000, transport.rank).bfloat16()

@@ -21,7 +21,7 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
-from fusionlayer.transport import C10dTransport, c10d
+from fusionlayer.transport import C10dTransport, by_rank, c10d
 from fusionlayer.transport.links.peer import PeerLink
 from tests.gpu.place import PATIENCE, TensorsOn
 from tests.harness import checkpoint
@@ -103,7 +103,7 @@ def in_parts(rank: int, world: int, device: str, peers: bool) -> list[float]:
         kept.append(x)
     sends = [gradient(1000 * (1 + peer), 50 + rank).to(on).view(torch.uint8) for peer in range(2)]
     recvs = [torch.empty(4000 * (1 + rank), dtype=torch.uint8, device=on) for _ in range(2)]
-    turned.exchange(sends[::-1], recvs[::-1])
+    turned.exchange(by_rank(sends[::-1], recvs[::-1]))
     kept += [each.view(torch.float32) for each in recvs]
     for sender in (0, 1):
         x = gradient(300, 60 + sender).to(on) if rank == sender else torch.empty(300, device=on)

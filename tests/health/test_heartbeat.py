@@ -137,7 +137,7 @@ def test_processes_of_this_host_are_looked_at(sleeper: tuple[subprocess.Popen[by
 
 def exchange(sends: list[int], recvs: list[int], rank: int) -> Call:
     xs, ys = ([torch.zeros(n, dtype=torch.uint8) for n in lengths] for lengths in (sends, recvs))
-    return Call.exchange(rank, len(sends), xs, ys)
+    return Call.exchange(rank, len(sends), dict(enumerate(zip(xs, ys, strict=True))))
 
 
 def test_calls_that_fit_and_calls_that_do_not() -> None:
@@ -255,8 +255,8 @@ def test_keys_tell_calls_apart() -> None:
         len({key_of(a, 1), key_of(a, 2), key_of(b, 1), key_of(b, 2), key_of(Call.broadcast(torch.zeros(3), 0, 2), 1)})
         == 5
     )
-    byte = [torch.zeros(1, dtype=torch.uint8)] * 2
-    whole, mean = (Call.exchange(0, 2, byte, byte, purpose) for purpose in ("a sum", "a mean"))
+    byte = torch.zeros(1, dtype=torch.uint8)
+    whole, mean = (Call.exchange(0, 2, dict.fromkeys((0, 1), (byte, byte)), purpose) for purpose in ("a sum", "a mean"))
     assert key_of(whole, 1) != key_of(mean, 1), "calls of equal sizes for different purposes"
     assert whole.conflict(0, mean, 1) == "rank 0 is in a sum, rank 1 in a mean"
     assert whole.conflict(0, a, 1) == "rank 0 is in a sum, rank 1 in all_reduce of 3 x float32"

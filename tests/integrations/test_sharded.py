@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -346,9 +346,9 @@ def test_bits_on_the_wire() -> None:
         counts = [0]
         exchange = transport.exchange
 
-        def count(sends: list[Tensor], recvs: list[Tensor]) -> None:
-            counts[-1] += sum(x.numel() for to, x in enumerate(sends) if to // 2 != transport.rank // 2)
-            exchange(sends, recvs)
+        def count(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+            counts[-1] += sum(x.numel() for to, (x, _) in messages.items() if to // 2 != transport.rank // 2)
+            exchange(messages)
 
         transport.exchange = count  # type: ignore[method-assign,assignment]
         out = torch.empty(numel // 4)

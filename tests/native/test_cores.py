@@ -245,6 +245,28 @@ def test_fused_verbs_write_the_same_bytes(kernels: ctypes.CDLL, bits: int, flags
             assert np.array_equal(two[0].area.data, two[1].area.data)
 
 
+def test_rows_are_recoded_alike(kernels: ctypes.CDLL) -> None:
+    """Two rows of three summands, the second row first in memory, of the same codec and of another one."""
+    numel, starts = 1000, (ctypes.c_int64 * 2)(2048, 0)
+    target = int_case(4, 128, STOCHASTIC, numel=numel)
+    for source in (target, int_case(8, 512, 0, numel=numel)):
+        given = Run(kernels, replace(source, count=6), native.cpu())._encoded()
+        step = given.messages.stride
+        summands = native.Messages(given.messages.plane, 2 * step, 3)
+        made = []
+        for library in (kernels, native.cpu()):
+            out, lost = Planes(target, 2), gradient(4000, 9)
+            other = None if source is target else source.spec
+            pointers = lost.data_ptr(), ctypes.byref(out.messages), None
+            assert library.fl_recode_rows(other, ctypes.byref(summands), step, target.spec, starts, *pointers) == OK
+            made.append((out.area.data, lost.view(torch.int32).numpy()))
+        assert all(map(np.array_equal, *made))
+    for library in (kernels, native.cpu()):
+        planes = ctypes.byref(out.messages)
+        assert library.fl_recode_rows(None, None, step, target.spec, starts, None, planes, None) == BAD_ARGUMENT
+        assert library.fl_recode_rows(None, planes, step, target.spec, None, None, planes, None) == BAD_ARGUMENT
+
+
 def test_what_lies_between_two_numbers_of_4_bits_is_rounded_alike(kernels: ctypes.CDLL) -> None:
     """Multiples of 1/16 up to the largest number, with all that lie in the middle, and their neighbours in f32."""
     exact = torch.arange(-96, 97) / 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from torch import Tensor
@@ -50,12 +50,12 @@ def measured(mbits: Sequence[float], monkeypatch: pytest.MonkeyPatch, ranks_per_
     def body(transport: Transport) -> list[float]:
         exchange = transport.exchange
 
-        def timed(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+        def timed(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
             # A rank is ready when its own link is; whose link is measured has the most messages.
             node = transport.rank // ranks_per_node
-            sent = sum(m.numel() for to, m in enumerate(sends) if to // ranks_per_node != node)
+            sent = sum(m.numel() for to, (m, _) in messages.items() if to // ranks_per_node != node)
             now.seconds = getattr(now, "seconds", 0.0) + 8e-6 * sent * ranks_per_node / mbits[node] + 1e-4
-            exchange(sends, recvs)
+            exchange(messages)
 
         monkeypatch.setattr(transport, "exchange", timed)
         return [round(rate / 1e6, 1) for rate in measure_rates(transport)]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -50,7 +50,8 @@ class Echo(Transport):
     def only_queues(self, device: torch.device) -> bool:
         return self._at_once and device.type == "cuda"
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+    def exchange(self, messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        sends, recvs = map(list, zip(*messages.values(), strict=True))
         if not sends[0].is_cuda or self._at_once:
             for x in recvs:
                 if x.data_ptr() != sends[0].data_ptr():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer.base.errors import ConfigError, PlanMismatch, TransportError
-from fusionlayer.transport import Transport
+from fusionlayer.transport import Transport, by_rank
 
 # One more and one less than each length at which a message may be cut or handled another way.
 LENGTHS = [0, 1, 100, 4095, 4096, 4097, 65535, 65536, 65537, (1 << 20) - 1, 1 << 20, (1 << 20) + 1]
@@ -49,7 +49,7 @@ def exchange_moves_messages_of_any_length(transport: Transport) -> None:
 
         sends = [message(rank, other, length(rank, other)) for other in range(size)]
         guarded = [torch.full((length(other, rank) + 16,), 255, dtype=torch.uint8) for other in range(size)]
-        transport.exchange(sends, [g[8:-8] for g in guarded])
+        transport.exchange(by_rank(sends, [g[8:-8] for g in guarded]))
         for other, got in enumerate(guarded):
             assert torch.equal(got[8:-8], message(other, rank, length(other, rank))), (shift, other)
             assert (got[:8] == 255).all() and (got[-8:] == 255).all(), (shift, other)
@@ -58,13 +58,20 @@ def exchange_moves_messages_of_any_length(transport: Transport) -> None:
 def exchange_with_neighbours_only(transport: Transport) -> None:
     rank, size = transport.rank, transport.size
     following, previous = (rank + 1) % size, (rank - 1) % size
-    none = torch.empty(0, dtype=torch.uint8)
     for hop in range(5):
-        sends, recvs = [none] * size, [none] * size
-        sends[following] = message(rank, hop, 1000)
-        recvs[previous] = torch.empty(1000, dtype=torch.uint8)
-        transport.exchange(sends, recvs)
-        assert torch.equal(recvs[previous], message(previous, hop, 1000))
+        given, got = message(rank, hop, 1000), torch.empty(1000, dtype=torch.uint8)
+        messages = {following: (given, got[:0])}
+        messages[previous] = (given if following == previous else got[:0], got)
+        transport.exchange(messages)
+        assert torch.equal(got, message(previous, hop, 1000))
+
+
+def exchange_with_some_ranks_that_have_no_message(transport: Transport) -> None:
+    """Ranks 0 and 1 swap bytes; the others take part with nothing, and no rank has an entry for itself."""
+    rank, got = transport.rank, torch.empty(100, dtype=torch.uint8)
+    pair = rank < 2 <= transport.size
+    transport.exchange({1 - rank: (message(rank, 0, 100), got)} if pair else {})
+    assert not pair or torch.equal(got, message(1 - rank, 0, 100))
 
 
 def all_gather_and_all_to_all(transport: Transport) -> None:
@@ -182,7 +189,7 @@ def bytes_sent_are_counted(transport: Transport) -> None:
     rank, size = transport.rank, transport.size
     start = transport.bytes_sent
     sends = [torch.zeros(10 * (j + 1), dtype=torch.uint8) for j in range(size)]
-    transport.exchange(sends, [torch.empty(10 * (rank + 1), dtype=torch.uint8) for _ in range(size)])
+    transport.exchange(by_rank(sends, [torch.empty(10 * (rank + 1), dtype=torch.uint8) for _ in range(size)]))
     expected = sum(10 * (j + 1) for j in range(size) if j != rank)
     assert transport.bytes_sent - start == expected
     transport.all_reduce(torch.zeros(60 * 1000))
@@ -206,10 +213,11 @@ def disagreement_is_found_on_all_ranks(transport: Transport) -> None:
 def wrong_arguments_are_refused_and_harmless(transport: Transport) -> None:
     size = transport.size
     byte = torch.zeros(1, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="one per rank"):
-        transport.exchange([byte] * (size + 1), [byte] * size)
+    for wrong in (size, -1):
+        with pytest.raises(ConfigError, match="ranks from 0 to"):
+            transport.exchange({0: (byte, byte.clone()), wrong: (byte, byte.clone())})
     with pytest.raises(ConfigError, match="uint8"):
-        transport.exchange([torch.zeros(1)] * size, [byte.clone() for _ in range(size)])
+        transport.exchange({rank: (torch.zeros(1), byte.clone()) for rank in range(size)})
     with pytest.raises(ConfigError, match="contiguous"):
         transport.all_reduce(torch.zeros(4, 4).t())
     with pytest.raises(ConfigError, match="rank"):
@@ -220,7 +228,7 @@ def wrong_arguments_are_refused_and_harmless(transport: Transport) -> None:
         transport.recv(byte, -1)
     recvs = [torch.zeros(1 + (r == transport.rank), dtype=torch.uint8) for r in range(size)]
     with pytest.raises(ConfigError, match="for itself"):
-        transport.exchange([byte] * size, recvs)
+        transport.exchange(by_rank([byte] * size, recvs))
     transport.barrier()
 
 
@@ -243,6 +251,7 @@ def a_closed_transport_raises(transport: Transport) -> None:
 CHECKS: list[Callable[[Transport], None]] = [
     exchange_moves_messages_of_any_length,
     exchange_with_neighbours_only,
+    exchange_with_some_ranks_that_have_no_message,
     all_gather_and_all_to_all,
     all_reduce_adds_and_gives_all_ranks_the_same_bits,
     all_reduce_lets_nan_and_infinity_through,

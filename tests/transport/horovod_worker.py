@@ -29,7 +29,7 @@ def differ() -> None:
     transport = HorovodTransport(timeout=120)
     x = torch.zeros(100 + hvd.rank() // 2, dtype=torch.uint8)
     with pytest.raises(TransportError, match="rank . sends 10[01] bytes .*, which expects 10[01]") as caught:
-        transport.exchange([x] * hvd.size(), [torch.empty_like(x) for _ in range(hvd.size())])
+        transport.exchange({rank: (x, torch.empty_like(x)) for rank in range(hvd.size())})
     assert 2 in caught.value.ranks
     with pytest.raises(TransportError, match="sends 10[01] bytes"):
         transport.barrier()

@@ -17,6 +17,7 @@ from mpi4py import MPI
 import fusionlayer as fl
 from fusionlayer import context
 from fusionlayer.base.errors import ConfigError, TransportError
+from fusionlayer.transport import by_rank
 from fusionlayer.transport.mpi import MpiTransport
 from tests.transport.conformance import all_gather_and_all_to_all, conform
 
@@ -85,7 +86,7 @@ def job() -> None:
 
 def exchange(transport: MpiTransport, n: int) -> None:
     sends = [torch.zeros(n, dtype=torch.uint8) for _ in range(transport.size)]
-    transport.exchange(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)])
+    transport.exchange(by_rank(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)]))
 
 
 def failures() -> None:

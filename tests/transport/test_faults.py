@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusionlayer.base.errors import TransportError, UsageError
 from fusionlayer.health import inquiry
 from fusionlayer.process.processes import Identity
-from fusionlayer.transport import C10dTransport
+from fusionlayer.transport import C10dTransport, by_rank
 from fusionlayer.transport.links.base import LinkError
 from fusionlayer.transport.links.gloo import GlooLink
 from fusionlayer.transport.links.socket_options import SocketOptions
@@ -74,7 +74,7 @@ def once_it_waits(transport: C10dTransport, act: Callable[[], object]) -> None:
 
 def exchange(transport: C10dTransport, n: int) -> None:
     sends = [torch.zeros(n, dtype=torch.uint8) for _ in range(transport.size)]
-    transport.exchange(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)])
+    transport.exchange(by_rank(sends, [torch.empty(n, dtype=torch.uint8) for _ in range(transport.size)]))
 
 
 def over(link: str, timeout: float, **options: Any) -> C10dTransport:
@@ -155,7 +155,7 @@ def kill_while_it_moves(rank: int, world: int, how: str, link: str) -> None:
         while True:
             if how == "exchange":
                 received = [torch.empty(1 << 24, dtype=torch.uint8) for _ in range(world)]
-                transport.exchange([x.view(torch.uint8)] * world, received)
+                transport.exchange(by_rank([x.view(torch.uint8)] * world, received))
             elif how.startswith("all_reduce"):
                 transport.all_reduce(x)
             elif rank == 0:
@@ -218,7 +218,7 @@ def differ(rank: int, world: int, how: str) -> None:
         else:
             n = 100 - {"shorter": 1, "none": 100}[how] * (rank == 1)
             x = torch.zeros(100, dtype=torch.uint8)
-            transport.exchange([x[:n], x, x[:n]], [torch.empty_like(x) for _ in range(world)])
+            transport.exchange(by_rank([x[:n], x, x[:n]], [torch.empty_like(x) for _ in range(world)]))
 
     fail_then_raise(transport, lambda: [call() for _ in range(3)])
 

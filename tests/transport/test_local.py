@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusionlayer.base.errors import TransportError, WireError
-from fusionlayer.transport import LocalTransport, Transport, local
+from fusionlayer.transport import LocalTransport, Transport, by_rank, local
 from tests.loops import looped
 from tests.tiers import tiered
 
@@ -146,7 +146,7 @@ def test_lengths_that_differ_raise_on_both_ranks_and_name_both() -> None:
         sends = [torch.zeros(5, dtype=torch.uint8)] * 2
         recvs = [torch.zeros(5 + 2 * (rank == 0 and r == 1), dtype=torch.uint8) for r in range(2)]
         with pytest.raises(TransportError) as caught:
-            mine().exchange(sends, recvs)
+            mine().exchange(by_rank(sends, recvs))
         assert caught.value.ranks == (0, 1)
         with pytest.raises(TransportError):
             mine().barrier()

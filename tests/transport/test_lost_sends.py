@@ -38,7 +38,6 @@ def meet(rank: int, world: int, folder: str, call: str, n: int) -> None:
     else:
         link._group = _Losing(link._group, folder)
     x = torch.zeros(n, dtype=torch.uint8)
-    nothing = x[:0]
     if call == "broadcast":
         transport.broadcast(x, 0)
     elif rank == LOST and call != "exchange":
@@ -46,8 +45,7 @@ def meet(rank: int, world: int, folder: str, call: str, n: int) -> None:
     elif call == "send":
         transport.send(x, LOST)
     else:
-        give = [x if peer != rank else nothing for peer in range(world)]
-        transport.exchange(give, [torch.empty_like(each) for each in give])
+        transport.exchange({peer: (x, torch.empty_like(x)) for peer in range(world) if peer != rank})
 
 
 def _stop_when_posted(folder: str) -> None:

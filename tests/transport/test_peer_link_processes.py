@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer.base.errors import TransportError
-from fusionlayer.transport import Transport
+from fusionlayer.transport import Transport, by_rank
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
@@ -90,7 +90,7 @@ def queue_one(
     sends = [message(own, number + 3 * to, lengths[own * size + to]) for to in range(size)]
     wanted = [message(source, number + 3 * own, lengths[source * size + own]) for source in range(size)]
     recvs = [torch.zeros_like(each) for each in wanted]
-    on.exchange(sends, recvs)
+    on.exchange(by_rank(sends, recvs))
     return [*zip(recvs, wanted, strict=True)]
 
 

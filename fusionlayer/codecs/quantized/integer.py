@@ -109,15 +109,12 @@ class Int(TransformCodec, NativeCodec, name="int"):
         if not isinstance(source, Int):
             return super()._recode_foreign(source, payloads, body, form, how)
         theirs = source.wire(form.numel, form.dtype)
-        native.recode_from(
-            source._known(theirs, form.dtype),
-            theirs.offsets,
-            source._verified(payloads, theirs),
-            self._seeded(form, form.dtype, how),
-            form.offsets,
-            how.residual,
-            body,
-        )
+        bodies = source._verified(payloads, theirs).unsqueeze(1)
+        spec, known = self._seeded(form, form.dtype, how), source._known(theirs, form.dtype)
+        native.recode_rows(known, theirs.offsets, bodies, spec, form.offsets, [0], how.residual, body.unsqueeze(0))
+
+    def _sums(self, source: Codec) -> bool:
+        return isinstance(source, Int) and source._is_direct
 
     def _params(self, dtype: torch.dtype) -> native.CodecParams:
         flags = native.INT_HADAMARD * self.hadamard + native.INT_STOCHASTIC * (self.rounding == "stochastic")

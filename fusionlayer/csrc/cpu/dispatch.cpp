@@ -7,6 +7,7 @@
 #include "codecs/table.h"
 #include "crc32c.h"
 #include "float_environment.h"
+#include "recode_rows.h"
 #include "thread_pool.h"
 
 namespace fl {
@@ -124,6 +125,11 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
               void *) {
   if (const int bad = fl::check_recode(spec, in, x, residual, out)) return bad;
   return fl::call(fl::verbs_of(spec->codec).recode, fl::job_of(spec, in, x, residual, nullptr, out));
+}
+
+int fl_recode_rows(const fl_spec *source, const fl_messages *in, int64_t step, const fl_spec *spec,
+                   const int64_t *starts, float *residual, const fl_messages *out, void *stream) {
+  return fl::recode_rows(source, in, step, spec, starts, residual, out, stream);
 }
 
 const char *fl_build_info(void) {

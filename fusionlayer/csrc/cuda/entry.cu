@@ -4,6 +4,7 @@
 #include "arguments.h"
 #include "codecs/table.h"
 #include "launch.cuh"
+#include "recode_rows.h"
 #include "two_shot.cuh"
 
 #define FL_QUOTE(text) #text
@@ -75,6 +76,11 @@ int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, float *
   if (!recode) return FL_UNSUPPORTED;
   if (spec->numel == 0) return FL_OK;
   return finish(recode(*spec, *in, x, residual, *out, as_stream(stream)));
+}
+
+int fl_recode_rows(const fl_spec *source, const fl_messages *in, int64_t step, const fl_spec *spec,
+                   const int64_t *starts, float *residual, const fl_messages *out, void *stream) {
+  return fl::recode_rows(source, in, step, spec, starts, residual, out, stream);
 }
 
 int fl_two_shot(const fl_spec *spec, uint64_t sum_seed, int64_t chunk, const void *x, void *out, float *residual,

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define FL_API __attribute__((visibility("default")))
-#define FL_ABI_VERSION 13
+#define FL_ABI_VERSION 14
 #define FL_MAX_PLANES 5
 #define FL_MAX_PEERS 16
 
@@ -175,6 +175,12 @@ FL_API int fl_recode(const fl_spec *spec, const fl_messages *in, const void *x, 
  * alone, of equal numel. */
 FL_API int fl_recode_from(const fl_spec *source, const fl_messages *in, const fl_spec *spec, float *residual,
                           const fl_messages *out, void *stream);
+
+/* out[i] = for each i < out->count what fl_recode (source NULL, no x) or fl_recode_from makes of the in->count messages that
+ * begin i * step bytes behind those of `in`. Element 0 of row i is number spec->offset + starts[i] of the sequence, and its
+ * residual is residual[starts[i]]. Rows before one that is refused are written. */
+FL_API int fl_recode_rows(const fl_spec *source, const fl_messages *in, int64_t step, const fl_spec *spec,
+                          const int64_t *starts /* host */, float *residual, const fl_messages *out, void *stream);
 
 /* out[m] = encode(x - base) of elements m * numel .., x being f32 and base of spec->dtype; the difference is f32. FL_INT
  * alone. */

@@ -122,11 +122,8 @@ def _gather(transport: Transport, nbytes: int, clock: Clock) -> Transfer:
 
 
 def _exchange(peers: Sequence[int], transport: Transport, nbytes: int, clock: Clock) -> Transfer:
-    nothing = torch.empty(0, dtype=torch.uint8, device=clock.device)
-    sends, recvs = [nothing] * transport.size, [nothing] * transport.size
-    for peer in peers:
-        sends[peer], recvs[peer] = nothing.new_ones(nbytes), nothing.new_empty(nbytes)
-    return partial(transport.exchange, sends, recvs)
+    data = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
+    return partial(transport.exchange, {peer: (data.clone(), torch.empty_like(data)) for peer in peers})
 
 
 def _reduce(transport: Transport, nbytes: int, clock: Clock) -> Transfer:
