@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -84,7 +85,7 @@ def exchange_phases(cluster: Cluster, nbytes: float) -> list[Phase]:
     return _exchange(cluster, nbytes, cluster.per_host - 1, cluster.workers - cluster.per_host)
 
 
-def _exchange(cluster: Cluster, nbytes: float, near: int, far: int) -> list[Phase]:
+def _exchange(cluster: Cluster, nbytes: float, near: float, far: float) -> list[Phase]:
     """Return the transfer from every rank to ``near`` ranks of its host and ``far`` others, all in flight together."""
     within, between = cluster.within, cluster.between
     crossing = cluster.per_host * far * nbytes
@@ -295,6 +296,19 @@ def _two_level(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list
     return [*summed, *across, *gather, _work(codec.decode, n)]
 
 
+def _grid(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Phase]:
+    """Exchanges of sums along rows of about sqrt(workers) ranks, then between rows; the way back takes the same."""
+    rows = round(math.sqrt(cluster.workers))
+    if rows == 1:
+        return _two_shot(n, codec, cluster, copy)
+    row = cluster.workers / rows
+    near, near_rows = min(cluster.per_host, row) - 1, rows - 1 if cluster.hosts == 1 else 0
+    along = _exchange(cluster, codec.nbytes(n) / row, near, row - 1 - near)
+    across = _exchange(cluster, codec.nbytes(n) / cluster.workers, near_rows, rows - 1 - near_rows)
+    summed = [_work(codec.encode, n), *along, _work(codec.recode, n), *across, _work(codec.recode, n / row)]
+    return [*summed, *across, *along, _work(codec.decode, n)]
+
+
 ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] = {
     "dense": _dense,
     "ring": _ring,
@@ -310,6 +324,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "low_rank": _low_rank,
     "omnireduce": _omnireduce,
     "two_level": _two_level,
+    "grid": _grid,
 }
 """Every collective by name: its phases for a bucket of so many elements.
 

@@ -161,6 +161,14 @@ class TestCollectives:
         eight = replace(HALF, within_bits=8.0)
         assert cost("two_level", 4, eight, per_host=4) == cost("two_shot", 4, replace(HALF, bits=8.0), per_host=4)
 
+    def test_grid(self) -> None:
+        """Nine ranks in rows of three: thirds of a message along rows, ninths between them, each way."""
+        cpu = self.PACK + self.ENCODE + self.RECODE * 4 / 3 + self.DECODE
+        sent = 2 * (2 * 800 + 2 * 2400 / 9)
+        self.check(cost("grid", 9), cpu, 4 * (1e-3 + 1e-4) + sent * 1e-6, sent)
+        assert cost("grid", 2) == cost("two_shot", 2)
+        assert cost("grid", 16, per_host=16)[2] == 0
+
     def test_a_ring_crosses_a_host_s_link_once_and_is_no_faster_than_the_link_inside(self) -> None:
         """Of eight ranks two cross: 14 hops, of which 3.5 between hosts and 10.5 inside."""
         lossless = replace(HALF, lossless=True)

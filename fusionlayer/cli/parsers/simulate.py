@@ -16,7 +16,7 @@ __all__ = ["ALGORITHMS", "WORKERS", "add_parser"]
 
 ALGORITHMS = (
     *("dense", "ring", "butterfly", "one_shot", "gather", "gather_v", "oktopk", "two_shot", "zipped", "switched"),
-    *("integer_sum", "low_rank", "omnireduce", "two_level"),
+    *("integer_sum", "low_rank", "omnireduce", "two_level", "grid"),
 )
 """The keys of ``planning.collective_phases.ALGORITHMS``."""
 WORKERS = (2, 8, 64, 256, 1024, 4096)

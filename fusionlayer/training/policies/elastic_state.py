@@ -59,7 +59,7 @@ def receive_results(transport: Transport, source: int) -> dict[str, Tensor]:
     return results
 
 
-_COMPLETE_WHEN_SENT = ("one_shot", "two_shot", "two_level")
+_COMPLETE_WHEN_SENT = ("one_shot", "two_shot", "two_level", "grid")
 """Collectives on whose ranks error feedback is that of after the step before the last message leaves."""
 
 
