@@ -65,9 +65,9 @@ def count(kind: type[Transport], replace: Callable[[type, str, Any], None]) -> C
     return sent
 
 
-def of_exchange(messages: Any) -> Iterable[tuple[int, Tensor]]:
+def of_exchange(messages: Mapping[int, tuple[Tensor, Tensor]]) -> Iterable[tuple[int, Tensor]]:
     """Return each message of an exchange with its rank."""
-    return ((to, send) for to, (send, _) in messages.items()) if isinstance(messages, Mapping) else enumerate(messages)
+    return ((to, send) for to, (send, _) in messages.items())
 
 
 def step(x: Tensor, make: Callable[[nn.Parameter], Any]) -> Any:
