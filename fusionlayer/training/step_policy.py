@@ -14,9 +14,9 @@ from ..base.errors import UsageError
 from ..base.plan import FusionPlan
 from ..observe.timeline import PROFILER_STATE
 from .overlap import ForwardOverlap
+from .parameters import local_part
 from .reducer import Reducer
 from .reduction_policy import ReductionPolicy
-from .standing_in import stand_in
 from .step_state import WITH_RESULTS, StepState
 
 __all__ = ["StepPolicy"]
@@ -46,7 +46,35 @@ class StepPolicy(ReductionPolicy):
         return self.reducer.passes.has_begun(parameter)
 
     def stand_in(self) -> None:
-        stand_in(self.reducer)
+        # A thread of ``join`` calls it, while the training thread waits there. It sends zeros where this rank has no
+        # gradient; if backward had begun a step before, it ends that step.
+        reducer = self.reducer
+        engine, sparse, before = reducer.engine, reducer.sparse, reducer.state
+        assert engine is not None and sparse is not None
+        if reducer.phases is not None:
+            reducer.phases.end_backward()
+        reducer.flush()
+        if before is not StepState.REDUCING:
+            reducer.begin()
+        gathered = sparse.agree()
+        pending = engine.pending
+        # In the first step, the order of arrival makes the plan. Backward makes gradients about from the last parameter
+        # to the first, so zeros are submitted in that order too.
+        for parameter, name in reversed(reducer.names.items()):
+            if name not in pending and name not in gathered:
+                engine.submit(name, local_part(torch.zeros_like(parameter)))
+        gathers = sparse.end()
+        engine.end_step()
+        if reducer.check is not None:
+            reducer.check.begin(present=False)
+        engine.take_all()
+        for wait in gathers.values():
+            wait()
+        if reducer.check is not None:
+            reducer.check.settle()
+        reducer.given = {}
+        reducer.state = StepState.IDLE if before is StepState.REDUCING else before
+        reducer.passes.left.update(reducer.passes.whole)
 
     def leave(self) -> None:
         self.reducer.flush()
