@@ -117,7 +117,7 @@ class Usage:
         names: of all tensors of the step, in the same order on all ranks.
         unused: those that this rank has not used.
         size: number of ranks.
-        device: holds the bits: that of the gradients if the transport only queues work there, else the CPU.
+        device: of ``exchange``: that of the gradients if the transport only queues work there, else the CPU.
 
     Attributes:
         every: (size, n) uint8: the bits of each rank, those of other ranks when ``job`` has ended.
@@ -132,7 +132,8 @@ class Usage:
         self._names = names
         self.uses_all = not unused
         mine = _padded([name not in unused for name in names]) if unused else all_used(len(names))
-        self.every = mine.repeat(size, 1).to(device)
+        self.every = mine.repeat(size, 1)
+        self._device = device
         self._found: frozenset[str] | None = None
         self._done: torch.cuda.Event | None = None
 
@@ -147,10 +148,11 @@ class Usage:
 
     def exchange(self, transport: Transport) -> None:
         """Exchange the bits by a message of their own; on a device all of this is queued on the lane's stream."""
+        self.every = every = self.every.to(self._device)
         with transport.doing("which tensors ranks have used"):
-            transport.all_gather(self.every[transport.rank], self.every)
-        if self.every.is_cuda:
-            self._done = torch.cuda.current_stream(self.every.device).record_event()
+            transport.all_gather(every[transport.rank], every)
+        if every.is_cuda:
+            self._done = torch.cuda.current_stream(self._device).record_event()
 
 
 @lru_cache(8)
