@@ -54,7 +54,7 @@ def _tests(tree: Path) -> list[_Test]:
     return [
         test
         for path in sorted(tree.glob("tests/**/test_*.py"))
-        if "gpu" not in path.parts
+        if "gpu" not in path.relative_to(tree).parts
         for test in _tests_of(path, str(path.relative_to(tree)))
     ]
 
