@@ -100,6 +100,7 @@ FAST = {
         [(calls, expected, when) for calls, expected in CALLS for when in WHEN],
         lambda calls, expected, when: (calls, when) in FAST,
     ),
+    ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
 )
 def test_each_rank_sends_from_the_gpu_of_its_tensors(calls: Any, expected: list[list[float]], when: str) -> None:
     every = run_ranks(job, WORLD, when, calls)
@@ -141,6 +142,7 @@ def bad_job(rank: int, world: int, problem: str) -> None:
         ("old", r"ConfigError.*rank 1: Tesla T4 has compute capability 7.5; expected at least 8.0"),
         ("another", r"UsageError.*got a tensor on cuda:\d, and this rank's connections are those of cuda:\d"),
     ],
+    ids=["shared", "slices", "no GPU", "old", "another"],
 )
 def test_gpus_that_cannot_be_connected_are_named_on_every_rank(problem: str, error: str) -> None:
     for outcome in outcomes_of(bad_job, 3 if problem == "shared" else 2, problem):
