@@ -120,7 +120,7 @@ class Usage:
         device: of ``exchange``: that of the gradients if the transport only queues work there, else the CPU.
 
     Attributes:
-        every: (size, n) uint8: the bits of each rank, those of other ranks when ``job`` has ended.
+        every: (size, n) uint8: the bits of each rank; when ``job`` has ended, some row has what others have used.
         job: the exchange. It has to be awaited even if this rank has used all tensors: other ranks need its message, so
             the rank must not go on before.
         uses_all: whether this rank has used all tensors; then no tensor is unused.
@@ -150,7 +150,7 @@ class Usage:
         """Exchange the bits by a message of their own; on a device all of this is queued on the lane's stream."""
         self.every = every = self.every.to(self._device)
         with transport.doing("which tensors ranks have used"):
-            transport.all_gather(every[transport.rank], every)
+            transport.spread(every[transport.rank], torch.bitwise_or)
         if every.is_cuda:
             self._done = torch.cuda.current_stream(self._device).record_event()
 

@@ -100,6 +100,8 @@ class Replicas:
         tensors, lines = {**self.named, **self.buffers}, self.lines
         value = digest_of(tensors.values()) if self.broadcast and not rejoining else 0
         mine = struct.pack("<16s?7xQ", digest(*lines)[:16], rejoining, value)
+        if transport.all_equal(mine):
+            return
         records = [struct.unpack("<16s?7xQ", record) for record in transport.all_gather_bytes(mine)]
         if any(facts != records[0][0] for facts, _, _ in records):
             raise _mismatch(lines, [facts != records[0][0] for facts, _, _ in records], transport)
@@ -158,6 +160,8 @@ class ReplicaCheck:
         self._present = True
         self._on_gpu = any(x.is_cuda for x in named.values())
         self.waiting: Callable[[], None] | None = None
+        # What was compared last: this rank's record, whether those of all ranks are equal, and if not, all records.
+        self._record, self._are_equal = b"", True
         self._records: list[tuple[bool, int, bytes]] = []
         self._read_options = options
         self._options: list[str] = []
@@ -203,6 +207,9 @@ class ReplicaCheck:
     def _judge(self, wait: Callable[[], None]) -> None:
         self.waiting = None
         wait()
+        if self._are_equal:
+            return
+        self._put(self._gather)()
         present = [rank for rank, (there, _, _) in enumerate(self._records) if there]
         if len({options for there, _, options in self._records if there}) > 1:
             self._report_options(present)
@@ -216,8 +223,11 @@ class ReplicaCheck:
                 self.waiting()
 
     def _compare(self, mine: Digest, present: bool, transport: Transport) -> None:
-        record = struct.pack(_RECORD, present, mine.read(), digest(*self._options)[:16])
-        self._records = [struct.unpack(_RECORD, record) for record in transport.all_gather_bytes(record)]
+        self._record = struct.pack(_RECORD, present, mine.read(), digest(*self._options)[:16])
+        self._are_equal = transport.all_equal(self._record, present)
+
+    def _gather(self, transport: Transport) -> None:
+        self._records = [struct.unpack(_RECORD, record) for record in transport.all_gather_bytes(self._record)]
 
     def _report_options(self, present: Sequence[int]) -> None:
         """Find out which option of the optimizer differs on which of the ranks that are ``present``; raise or warn."""

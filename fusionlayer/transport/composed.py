@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, repeat
 from typing import cast
@@ -16,8 +16,11 @@ from ..native.wire import digest
 
 __all__ = ["Composed", "by_rank"]
 
-# Up to this size all_reduce_max sends the whole tensor to every rank: one exchange instead of two.
+# Up to this size all_reduce_max sends whole tensors: less than half as many exchanges.
 _WHOLE_BYTES = 1 << 12
+# Up to so many ranks small tensors are sent to all ranks at once: one round trip instead of log2(size).
+_FEW = 8
+_COMPLEMENT = bytes(range(255, -1, -1))
 
 
 def by_rank(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -64,20 +67,51 @@ class Composed(ABC):
         if self.size == 1 or not x.numel():
             return
         if x.numel() * x.element_size() <= _WHOLE_BYTES:
-            every = x.new_empty(self.size, x.numel())
-            self.all_gather(x.view(torch.uint8), every.view(torch.uint8))
-            x.copy_(every.amax(0))
-            return
+            return self.spread(x, torch.maximum)
         bounds = [x.numel() * r // self.size for r in range(self.size + 1)]
         shares = [x[start:stop].view(torch.uint8) for start, stop in pairwise(bounds)]
         every = x.new_empty(self.size, bounds[self.rank + 1] - bounds[self.rank])
         self.exchange(by_rank(shares, [part.view(torch.uint8) for part in every]))
         self.exchange(by_rank([every.amax(0).view(torch.uint8)] * self.size, shares))
 
+    def spread(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Replace ``x`` (n,), a few KB, by ``combine`` of all ranks' tensors; many ranks send log2(size) messages each.
+
+        Args:
+            x: of one length and type on all ranks.
+            combine: commutative and associative, and equal tensors do not change by it, as with a maximum. For what all
+                ranks know after a round, some have contributed twice.
+        """
+        if self.size <= _FEW:
+            every = x.new_empty(self.size, x.numel())
+            self.all_gather(x.view(torch.uint8), every.view(torch.uint8))
+            while len(every) > 1:
+                half = (len(every) + 1) // 2
+                every = combine(every[:half], every[-half:])
+            x.copy_(every[0])
+            return
+        total, distance = x, 1
+        while distance < self.size:
+            theirs = torch.empty_like(total)
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            mine, room, nothing = total.view(torch.uint8), theirs.view(torch.uint8), x.new_empty(0, dtype=torch.uint8)
+            self.exchange({source: (nothing, room), to: (mine, nothing if to != source else room)})
+            total, distance = combine(total, theirs), 2 * distance
+        x.copy_(total)
+
+    def all_equal(self, mine: bytes, present: bool = True) -> bool:
+        """Return whether all ranks that are ``present`` pass the same bytes; all pass equally many."""
+        if self.size == 1:
+            return True
+        # The largest value of each byte, and of 255 minus it: 255 in sum only where all bytes are equal.
+        x = torch.frombuffer(bytearray(mine + mine.translate(_COMPLEMENT)), dtype=torch.uint8) * present
+        self.spread(x, torch.maximum)
+        least, most = x.view(2, -1)
+        return bool((least + most == 255).all()) or not x.any()
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        mine = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self.all_gather(mine, torch.empty(self.size, 1, dtype=torch.uint8, device="cpu"))
+        self.spread(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.maximum)
 
     def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
         """Return an uninitialised (nbytes,) uint8 tensor, for the current stream.
@@ -116,12 +150,14 @@ class Composed(ABC):
             PlanMismatch: they differ. Every rank raises it; it names the ranks that differ and ``what``.
         """
         with self.doing(f"an agreement on {what}", why):
-            every = self.all_gather_bytes(digest(*facts))
+            mine = digest(*facts)
+            if self.all_equal(mine):
+                return
+            every = self.all_gather_bytes(mine)
         differ = [rank for rank in range(self.size) if every[rank] != every[0]]
-        if differ:
-            hashes = ", ".join(f"rank {rank}: {each.hex()[:12]}" for rank, each in enumerate(every))
-            raise PlanMismatch(
-                f"{what} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({hashes}); give "
-                "every rank the same model, options and plan, and the same version of fusionlayer",
-                ranks=differ,
-            )
+        hashes = ", ".join(f"rank {rank}: {each.hex()[:12]}" for rank, each in enumerate(every))
+        raise PlanMismatch(
+            f"{what} differs over ranks (this is rank {self.rank}): {differ} differ from rank 0 ({hashes}); give "
+            "every rank the same model, options and plan, and the same version of fusionlayer",
+            ranks=differ,
+        )

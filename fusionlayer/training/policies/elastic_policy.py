@@ -353,7 +353,7 @@ class ElasticStepPolicy(StepPolicy):
 def _is_known_to_all(plan: FusionPlan | None, transport: Transport) -> bool:
     """Return whether all ranks have this plan from the last generation; a newcomer has none."""
     with transport.doing("a comparison of the last generation's plans"):
-        return len(set(transport.all_gather_bytes(digest(b"" if plan is None else plan.to_bytes())))) == 1
+        return transport.all_equal(digest(b"" if plan is None else plan.to_bytes()))
 
 
 _live: weakref.WeakSet[ElasticStepPolicy] = weakref.WeakSet()
