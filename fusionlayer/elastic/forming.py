@@ -22,11 +22,12 @@ from ..process import outages
 from .desk import DistantStore, is_reachable, names
 from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
 
-__all__ = ["Final", "Former", "ask_to_join"]
+__all__ = ["Final", "Former", "ask_to_join", "publish"]
 
 _logger = logging.getLogger("fusionlayer")
 
-_POLL = 0.004
+# Seconds between two looks at a number on a desk: the share of the time waited so far, at least, and ``_LOOK`` at most.
+_POLL, _POLL_SHARE = 0.004, 0.125
 # Seconds between two looks at whether a process still lives: on this host, and by a connection to another.
 _LOOK, _PROBE = 0.05, 0.5
 # Seconds that a member has to report which others blame for the change and which no process can see to have ended.
@@ -37,8 +38,35 @@ _MOST_VISITORS = 1024
 # its host is busy.
 PATIENCE = _BLAMED
 # Keys of a desk: the newest generation that its member knows; how many processes have come, and have identified
-# themselves.
+# themselves; how often the generation was written, and how many reports: numbers, for which others wait.
 ROSTER, TICKETS, KNOCKS = "roster", "tickets", "knocks"
+_WRITTEN, _REPORTS = "written", "reports"
+
+
+def publish(desk: Store, generation: Generation) -> None:
+    """Write the newest generation that a member knows to its desk."""
+    desk.set(ROSTER, generation.encode())
+    desk.add(_WRITTEN, 1)
+
+
+class _GenerationReader:
+    """The newest generation at another member's desk. It has a text for each member, so it is read when it is new."""
+
+    def __init__(self, desk: DistantStore) -> None:
+        self._desk, self._seen, self._started = desk, -1, time.monotonic()
+
+    def read(self) -> Generation | None:
+        """Return the generation if it was written since it was read last."""
+        seen, self._seen = self._seen, self._desk.add(_WRITTEN, 0)
+        return None if seen == self._seen else Generation.decode(self._desk.get(ROSTER))
+
+    def pause(self) -> None:
+        """Sleep until the next ``read`` is due."""
+        _pause(self._started)
+
+
+def _pause(started: float) -> None:
+    time.sleep(min(max(_POLL, _POLL_SHARE * (time.monotonic() - started)), _LOOK))
 
 
 class Former:
@@ -76,7 +104,7 @@ class Former:
             base = report.generation
             if base.rank_of(self._me.id) is None:
                 raise self._excluded(base)
-            self._desk.set(ROSTER, base.encode())
+            publish(self._desk, base)
             leader = next(
                 (each for each in base.members if each == self._me or not (each.id in silent or self._is_gone(each))),
                 self._me,
@@ -110,17 +138,18 @@ class Former:
         try:
             desk = DistantStore(leader.desk, PATIENCE)
             desk.set(f"report/{self._me.id}", report.encode())
-            look = time.monotonic() + _LOOK
+            desk.add(_REPORTS, 1)
+            look, there = time.monotonic() + _LOOK, _GenerationReader(desk)
             while time.monotonic() < end:
-                newest = Generation.decode(desk.get(ROSTER))
-                if newest.number > base.number:
+                newest = there.read()
+                if newest is not None and newest.number > base.number:
                     if newest.rank_of(self._me.id) is None:
                         raise self._excluded(newest)
                     # One whose store is lost already is only what the next one follows.
                     keeper = newest.members[0]
                     has_ended = keeper.id in silent or self._is_gone(keeper)
                     return replace(report, generation=newest) if has_ended else newest
-                time.sleep(_POLL)
+                there.pause()
                 if time.monotonic() > look:
                     look = time.monotonic() + _LOOK
                     if self._is_gone(leader):
@@ -146,8 +175,10 @@ class Former:
         started, look = time.monotonic(), 0.0
         again = started + _PROBE
         ended: set[str] = set()
+        seen = -1
         while True:
-            for each in others:
+            before, seen = seen, self._desk.add(_REPORTS, 0)
+            for each in others if seen != before else ():
                 if each.id not in reports and self._desk.check([f"report/{each.id}"]):
                     told = self._told(f"report/{each.id}")
                     if told is None:
@@ -172,7 +203,7 @@ class Former:
                     silent.discard(unknown[0].id)
                     return report
                 again = time.monotonic() + _PROBE
-            time.sleep(_POLL)
+            _pause(started)
         if unknown and too_few:
             names = ", ".join(str(each.process) for each in unknown)
             raise Final(
@@ -183,7 +214,7 @@ class Former:
         formed = self._next(base, reports, others)
         for each in others:
             self._desk.delete_key(f"report/{each.id}")
-        self._desk.set(ROSTER, formed.encode())
+        publish(self._desk, formed)
         return formed
 
     def _told(self, key: str) -> MemberReport | None:
@@ -275,12 +306,13 @@ def ask_to_join(me: Member, desks: Callable[[], Sequence[MemberAddress]], timeou
                 desk = DistantStore(known[0], PATIENCE)
                 desk.set(f"knock/{desk.add(TICKETS, 1)}", encode_member(me))
                 desk.add(KNOCKS, 1)
+                there = _GenerationReader(desk)
                 while time.monotonic() < end:
-                    newest = Generation.decode(desk.get(ROSTER))
-                    if newest.rank_of(me.id) is not None:
-                        return newest
-                    known = [each.desk for each in newest.members]
-                    time.sleep(_POLL)
+                    found = there.read()
+                    if found is not None and found.rank_of(me.id) is not None:
+                        return found
+                    known = [each.desk for each in found.members] if found else known
+                    there.pause()
                 why = "the members did not end a step"
             except (TransportError, RuntimeError) as error:
                 why = outages.first_line(error)

@@ -25,7 +25,7 @@ from ..process.processes import Identity, node_name
 from ..transport import Transport, local
 from ..transport.c10d import C10dTransport
 from .desk import DistantStore, open_store, reach, sealed
-from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join
+from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join, publish
 from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
 
 __all__ = ["Members"]
@@ -262,7 +262,7 @@ class Members:
     def all_have_state(self) -> None:
         """Note that newcomers have got the state, and all members the results of the last step."""
         self._now = replace(self._now, fresh=(), behind=())
-        self._desk.set(ROSTER, self._now.encode())
+        publish(self._desk, self._now)
 
     def leave(self) -> None:
         """Leave the job for good."""
@@ -300,7 +300,7 @@ class Members:
     def _install(self, formed: Generation) -> None:
         """Make ``formed`` the present generation, and connect to its members."""
         self._now = formed
-        self._desk.set(ROSTER, formed.encode())
+        publish(self._desk, formed)
         rank, size = self.rank, self.size
         if rank == 0 and self._roster is not None:
             with files.whole(self._roster) as file:  # no reader sees half of it

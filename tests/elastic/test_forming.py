@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import forming as elastic_forming
-from fusionlayer.elastic.desk import open_store
+from fusionlayer.elastic.desk import DistantStore, open_store
 from fusionlayer.elastic.forming import PATIENCE, ROSTER, TICKETS, Final, Former, ask_to_join
 from fusionlayer.elastic.generation import Generation, Member, MemberAddress, MemberReport, encode_member
 from fusionlayer.process.processes import Identity
@@ -71,6 +72,33 @@ def test_those_who_are_left_form_the_next_generation_in_their_order(lost: int) -
     found = at_once(*(forming(desk, MemberReport(first, 7, False)) for desk in left))
     assert {each.encode() for each in found} == {found[0].encode()}
     assert ids(found[0]) == [desk.me.id for desk in left] and found[0].number == 1 and found[0].done == 7
+
+
+def test_who_waits_for_a_change_reads_a_number_and_the_generation_when_it_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The generation has a text for each member, and each member waits: the desk would send N^2 texts in each poll."""
+    desks, first = begun(3)
+    asked: Counter[str] = Counter()
+    has_waited = threading.Event()
+    for kind in ("get", "add"):
+        ask = getattr(DistantStore, kind)
+
+        def count(self: DistantStore, *given: Any, ask: Any = ask) -> Any:
+            asked[given[0]] += 1
+            if asked["written"] > 40:
+                has_waited.set()
+            return ask(self, *given)
+
+        monkeypatch.setattr(DistantStore, kind, count)
+
+    def late() -> Generation:
+        assert has_waited.wait(180)
+        return forming(desks[2], MemberReport(first, 7, False))()
+
+    found = at_once(late, *(forming(desk, MemberReport(first, 7, False)) for desk in desks[:2]))
+    assert {each.number for each in found} == {1}
+    assert asked["written"] > 40 and asked[ROSTER] <= 6
 
 
 def test_a_step_counts_if_one_who_is_left_has_its_results_and_who_lacks_them_is_known_to_all() -> None:
