@@ -14,7 +14,7 @@ from fusionlayer.health.calls import Call
 from fusionlayer.health.heartbeat import Heartbeat
 from fusionlayer.health.inquiry import Position
 from fusionlayer.health.recorder import Recorder
-from fusionlayer.health.state import ChannelState, RankState, decode, encode
+from fusionlayer.health.state import ChannelState, Finding, RankState, decode, encode
 from fusionlayer.health.watcher import Watcher
 from fusionlayer.process.processes import Identity
 from tests.counting import Clock, CountingStore
@@ -113,6 +113,23 @@ def test_a_message_is_blamed_on_its_partner_whoever_asks(
     assert {rank: text.partition(" is")[0] for rank, text in blamed.items()} == {
         rank: f"rank {rank - 1}" for rank in (1, 2, 3)
     }
+
+
+def test_the_process_with_the_store_reads_no_more_of_ranks_that_know_why_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat.monitor, "note", lambda culprits: None)  # or later tests would find them guilty
+    job = Job(monkeypatch, 64)
+    keeper = job.beats[0]
+    keeper._kept, cause = job.stores[0], Finding("failed", (0,), "rank 0 failed")
+    keeper._hear(keeper.keys.settle(cause))
+    assert keeper.is_awaited()
+    job.run(6.0, 0, 7)  # rank 7 does not look
+    assert keeper.is_awaited()
+    job.stores[0].nbytes = 0
+    assert keeper.is_awaited() and job.stores[0].nbytes < 1000
+    job.run(6.0, 0)
+    assert not keeper.is_awaited()
 
 
 @pytest.mark.parametrize("world", tiered([256, 1024], fast=lambda world: world == 256))
