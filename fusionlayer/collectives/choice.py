@@ -13,7 +13,7 @@ from ..base.errors import require
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
 from ..transport import Transport
-from ._base import check_pair, get, get_gather, instead_of, is_gather, registry
+from ._base import check_pair, get, get_gather, instead_of, is_gather
 
 __all__ = ["choose", "describe", "in_words", "log_once", "sent_by_node", "usual"]
 
@@ -87,7 +87,7 @@ def usual(codec: EncodingTraits, nodes: Sequence[int]) -> str:
         return "two_shot"
     if len(nodes) < sum(nodes):
         return "two_level"
-    return "grid" if len(nodes) > MOST_PEERS and registry.knows("grid") else "two_shot"
+    return "grid" if len(nodes) > MOST_PEERS else "two_shot"
 
 
 def sent_by_node(algorithm: str, nodes: Sequence[int]) -> float | None:

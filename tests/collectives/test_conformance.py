@@ -170,8 +170,7 @@ def test_the_usual_collective_follows_the_nodes() -> None:
     expected = {"two_shot": [(3,), (1, 1, 1)], "two_level": [(2, 1), (2, 2), (8,) * 8, (8, 7, 8), (8,) * 64]}
     expected["one_shot"] = [(1,), (2,), (1, 1)]
     expected["two_shot"].append((1,) * 32)
-    if collectives.knows("grid"):
-        expected["grid"] = [(1,) * 33, (1,) * 1024]
+    expected["grid"] = [(1,) * 33, (1,) * 1024]
     for name, cases in expected.items():
         for nodes in cases:
             assert collectives.usual(codecs.get("int8"), nodes) == collectives.choose(codecs.get("int4"), nodes) == name
