@@ -28,8 +28,8 @@ EVERY, FIRST = 100, 20
 MEASURING = (FIRST, FIRST + 1)
 """The steps of ``EVERY`` in which ``ErrorProbe.begin`` and ``end`` are to be called."""
 LIMIT = 0.8
-"""The error above which a warning is logged. On gradients with heavy tails (Student's t, 2 degrees of freedom) codecs
-that train without error feedback lose at most 0.62. They lose 1 and more where one value of each group is huge."""
+"""The error above which a warning is logged. On gradients with heavy tails (Student's t, 3 degrees of freedom) codecs
+that train without error feedback lose at most 0.7. They lose 1 and more where one value of each group is huge."""
 _MOST = 1 << 16
 _LEFT_OUT = 100
 
