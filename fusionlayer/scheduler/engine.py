@@ -145,7 +145,6 @@ class Engine(Lifecycle):
         self._carries = False
         self._next_usage: Usage | None = None
         self._usage: Usage | None = None  # of the last step; None: this rank has used all tensors
-        self.lanes.enclose = self._enclose
 
     @property
     def due(self) -> AbstractSet[str]:
@@ -196,7 +195,8 @@ class Engine(Lifecycle):
                     if buffer.full:
                         if self._overlap_forward:
                             self.lanes.order.note_complete(index)
-                        self.lanes.launch(plans.buffers, step.number)
+                        enclose = self._enclose if self.finds_unused else None
+                        self.lanes.launch(plans.buffers, step.number, enclose)
                 if plans.watch is not None:
                     plans.watch.note_gradient(name, at)
             except BaseException as error:
@@ -291,7 +291,7 @@ class Engine(Lifecycle):
                 plans.learn()
                 for name, gradient in step.arrived.items():
                     plans.buffers[plans.bucket_of[name]].put(name, gradient, step.number)
-                lanes.launch(plans.buffers, step.number)
+                lanes.launch(plans.buffers, step.number, self._enclose if self.finds_unused else None)
             elif self._overlap_forward and lanes.order.due:
                 lanes.queue(lanes.order.agree).wait()
             if self._overlap_forward:
@@ -358,10 +358,8 @@ class Engine(Lifecycle):
 
     # ---- called with the lock held, or at the end of a step when no hook can run ------------------------------------
 
-    def _enclose(self) -> Tensor | None:
+    def _enclose(self) -> Tensor:
         """Return the bits that the last bucket of the step carries: by now all tensors have been submitted."""
-        if not self.finds_unused:
-            return None
         self._carries = True
         if not self._unused:  # what other ranks use does not matter then
             return all_used(len(self._plans.bucket_of)).repeat(self.size, 1)

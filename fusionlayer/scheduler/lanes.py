@@ -271,7 +271,6 @@ class Lanes:
         jobs: of the buckets that were launched in the present step, by number.
         order: in which buckets are launched.
         watch: gets the times of the buckets; None: they are not measured.
-        enclose: returns what the last bucket of a step encloses, if it can (``Buffer.enclosed``), before its launch.
         steps: that have ended.
         nbytes: of the gradients sent so far, uncompressed.
         cause: the first error of any bucket, or None.
@@ -304,7 +303,6 @@ class Lanes:
         self.are_at_once = self.all[0].is_at_once
         self.jobs: dict[int, Job] = {}
         self.watch: StepTimer | None = None
-        self.enclose: Callable[[], torch.Tensor | None] | None = None
         self.steps = self.nbytes = 0
         self.cause: BaseException | None = None
         self._cause_lock = threading.Lock()  # guards ``cause``, which several lanes may set at once
@@ -315,8 +313,8 @@ class Lanes:
         """Launch so many buckets a step from now on, in the order of their numbers at first."""
         self.order = SendOrder(buckets, len(self.all), self._clock)
 
-    def launch(self, buffers: Sequence[Buffer], step: int) -> None:
-        """Launch every full bucket that is next in the order."""
+    def launch(self, buffers: Sequence[Buffer], step: int, enclose: Callable[[], torch.Tensor] | None = None) -> None:
+        """Launch every full bucket that is next in the order; the last one of the step encloses ``enclose()``."""
         # A full bucket waits for those before it: all ranks must send in the same order, whatever order their
         # gradients arrive in. The place in the order picks the lane, not which lane is free: each lane has its own
         # transport, and all ranks must send a bucket on the same one.
@@ -328,8 +326,8 @@ class Lanes:
             seed = derive_seed(step, index) if buffer.seed is None else buffer.seed
             ready = self._timeline.now() if self._timeline.enabled else None
             done, buffer.done = buffer.done, None
-            if self.enclose is not None and buffer.encloses and place + 1 == len(order):
-                buffer.enclosed = self.enclose()
+            if enclose is not None and buffer.encloses and place + 1 == len(order):
+                buffer.enclosed = enclose()
             self.nbytes += buffer.nbytes
             buffer.full = False
             jobs[index] = lane.worker.put(
