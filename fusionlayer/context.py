@@ -17,7 +17,7 @@ from .base import config, job_key, libraries
 from .base.errors import ConfigError, UsageError, require
 from .elastic import Members
 from .launch.last_error import leave_to_launcher
-from .process import forks, interfaces
+from .process import descriptors, forks, interfaces
 from .transport import Transport, local
 from .transport.c10d import C10dTransport, make_default_group
 from .transport.devices import refuse_old_gpu, refuse_rocm
@@ -111,6 +111,9 @@ def init(
         by_torch = settings.transport in _BY_TORCH
         begun = by_torch and dist.is_available() and dist.is_initialized()
         place = _place_in_group() if begun else launch.find_place()
+        if by_torch and place.size > 1:
+            own, keeps_store = chosen(settings), place.rank == 0 and not launch.is_kept_by_launcher()
+            descriptors.reserve(place.size, keeps_store=keeps_store, connections=own.connections if own else 0)
         if elastic or os.environ.get("FUSIONLAYER_JOIN"):
             _job = _join_members(settings, place, begun, elastic)
             _name_unknown_variables(_job.place)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch.distributed as dist
@@ -124,7 +125,7 @@ class Heartbeat:
             A client of the store, for the links, and why the ranks cannot meet, or None.
         """
         deadline, before = time.monotonic() + timeout, monitor.culprits
-        own, store = monitor.own_store(self._met_by), monitor.meeting_store(self._met_by, timeout)
+        own, store = monitor.own_store(self._met_by), monitor.take_meeting_store(self._met_by, timeout)
 
         def explain(missing: list[int], is_late: bool) -> Finding | None:
             # A rank does not come, because it has failed in another transport. This process is notified of that, too.
@@ -134,14 +135,13 @@ class Heartbeat:
 
         self.keys.use(store)
         self.keys.begin()
-        self.write_state()
+        self.keys.arrive(self._state())
         hint = f"{timeout:g} s; make it on every rank of the group"
-        finding = await_all(self.keys, self.processes, deadline, hint, explain)
+        others = partial(StatusKeys, own, self.keys.name, self._rank, self.keys.size)
+        finding = await_all(self.keys, others, self.processes, deadline, hint, explain)
         if finding is None:
             self.keys.use(own)
             monitor.add(self)
-        else:
-            self.keys.settle(finding)
         return store, finding
 
     def judge_here(self, is_silent: bool = False) -> Finding:
@@ -310,6 +310,9 @@ class Heartbeat:
 
     def write_state(self) -> None:
         """Write where this rank is, for the other ranks to read."""
+        self.keys.write(self._state())
+
+    def _state(self) -> RankState:
         self._serial += 1
         with monitor.lock:
             life, finding = self._farewell or ("runs", None)
@@ -324,7 +327,7 @@ class Heartbeat:
                 answers=self._answered,
             )
         leaving = self.because()
-        self.keys.write(replace(state, leaving=leaving) if leaving else state)
+        return replace(state, leaving=leaving) if leaving else state
 
     def leave_store(self) -> float:
         """Write the final state, and leave nothing in the store that no rank needs; return 0."""

@@ -32,6 +32,8 @@ STORE_PATIENCE = 2.0
 # heartbeat, 5 seconds at most.
 _LINGER = 12.0
 _LINGER_POLL = 0.02
+# Seconds for which clients of a store are kept for the next transport: each is a connection of the store's keeper.
+_KEPT = 5.0
 
 
 class _MonitoredHeartbeat(Protocol):
@@ -68,7 +70,8 @@ class _Monitor:
         self._culprits: Culprits | None = None
         self._thread: threading.Thread | None = None
         self._stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
-        self._meeting_stores: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
+        self._meeting_stores: WeakKeyDictionary[dist.Store, list[dist.Store]] = WeakKeyDictionary()
+        self._met_at = 0.0
         self._has_stumbled = False
         # When the thread begins no more requests, as the process is about to end.
         self._ends_at = float("inf")
@@ -83,28 +86,35 @@ class _Monitor:
 
         A client serves one request at a time, so the thread must not share one with threads that wait in theirs.
         """
-        return self._client(self._stores, store, STORE_PATIENCE)
-
-    def meeting_store(self, store: dist.Store, timeout: float) -> dist.Store:
-        """Return the client of a store by which this process's transports meet; none of its requests waits for a key.
-
-        It may be slow while many processes start, so it waits ``timeout`` seconds for an answer. All transports share
-        it, because a client is a connection, and torch's store looks up the name of each new one: on a network with a
-        slow name server no client gets an answer from the store meanwhile.
-        """
-        return self._client(self._meeting_stores, store, timeout)
-
-    def _client(
-        self, clients: WeakKeyDictionary[dist.Store, dist.Store], store: dist.Store, patience: float
-    ) -> dist.Store:
         with self.lock:
-            known = clients.get(store)
+            known = self._stores.get(store)
         if known is None:
             # Not under the lock: a store whose keeper is stopped would keep all other transports waiting.
             known = store.clone()  # type: ignore[attr-defined]
-            known.set_timeout(timedelta(seconds=patience))
+            known.set_timeout(timedelta(seconds=STORE_PATIENCE))
         with self.lock:
-            return clients.setdefault(store, known)
+            return self._stores.setdefault(store, known)
+
+    def take_meeting_store(self, store: dist.Store, timeout: float) -> dist.Store:
+        """Return a client of a store by which a transport meets; no other transport uses it meanwhile.
+
+        Its requests wait for keys that other ranks write, ``timeout`` seconds for an answer. Transports use it one
+        after the other, because a client is a connection, and torch's store looks up the name of each new one: on a
+        network with a slow name server no client gets an answer from the store meanwhile.
+        """
+        with self.lock:
+            free = self._meeting_stores.get(store)
+            known = free.pop() if free else None
+        if known is None:
+            known = store.clone()  # type: ignore[attr-defined]
+        known.set_timeout(timedelta(seconds=timeout))
+        return known
+
+    def give_back_meeting_store(self, store: dist.Store, client: dist.Store) -> None:
+        """Keep a client for the next transport. One whose request was given up may answer to it, and is dropped."""
+        with self.lock:
+            self._meeting_stores.setdefault(store, []).append(client)
+            self._met_at = time.monotonic()
 
     def add(self, heartbeat: _MonitoredHeartbeat) -> None:
         """Tick this heartbeat from now on. Any thread may call it."""
@@ -180,6 +190,8 @@ class _Monitor:
         with self.lock:
             leaving, self._leaving = self._leaving, []
             heartbeats = list(self._beating)
+            if time.monotonic() > self._met_at + _KEPT:
+                self._meeting_stores.clear()
             if not (leaving or heartbeats or self._leaving):
                 self._thread = None
                 self._stores.clear()  # no connection outlasts the last transport

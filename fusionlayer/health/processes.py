@@ -16,6 +16,8 @@ __all__ = ["Culprits", "Ends", "Processes", "is_refused"]
 
 # Seconds for which ranks go on connecting after one is gone: it may have done its part, and had nothing more to do.
 _GRACE = 0.5
+# The share of the time that looks for processes that are gone may take: each reads a file of every process of the host.
+_SHARE = 0.02
 # Seconds that a host may take to accept a connection, and between two attempts to connect to a process.
 _CONNECT, _PAUSE = 1.0, 0.5
 
@@ -37,10 +39,10 @@ class Processes:
         self.own = Identity.own()
         self.of = {**known, rank: self.own}
         self._rank = rank
-        # Guards the next two.
+        # Guards the next three.
         self._lock = threading.Lock()
         self._first: list[Evidence] = []
-        self._first_at = 0.0
+        self._first_at = self._next_look = 0.0
 
     def look_at(self, rank: int) -> Evidence | None:
         """Return the evidence that the process of a rank is gone or stopped, or None."""
@@ -63,9 +65,11 @@ class Processes:
         Ranks that fail for the same reason end soon after the first one, so it is worth looking often.
         """
         with self._lock:
-            if not self._first:
+            if not self._first and time.monotonic() >= self._next_look:
+                begun = time.thread_time()
                 self._first = [each for each in self.look_around() if each.kind == "gone"]
                 self._first_at = time.monotonic()
+                self._next_look = self._first_at + (time.thread_time() - begun) / _SHARE
             return bool(self._first) and time.monotonic() - self._first_at > _GRACE
 
     def see_first(self) -> list[Evidence]:

@@ -235,8 +235,8 @@ def _expand(data: Any, size: int) -> Any:
     return data
 
 
-def decode(text: bytes, rank: int, size: int) -> RankState | None:
-    """Return the state that a ``rank`` of ``size`` has written; None for a text that it has not."""
+def decode(text: bytes, rank: int | None, size: int) -> RankState | None:
+    """Return the state that a ``rank`` of ``size``, None: any, has written; None for a text that it has not."""
     # A state takes a few KB; one of a transport, where lengths are compared, some 100 bytes for each rank.
     if not text or len(text) > (1 << 20) + 1024 * size:
         return None
@@ -244,7 +244,7 @@ def decode(text: bytes, rank: int, size: int) -> RankState | None:
         state = records.build(RankState, _expand(json.loads(text), size), "state")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, ConfigError):
         return None
-    fits = state.rank == rank and all(0 <= number < size for number in _numbers(state))
+    fits = rank in (None, state.rank) and all(0 <= number < size for number in _numbers(state))
     return state if fits and all(_is_right(channel, size) for channel in state.channels.values()) else None
 
 

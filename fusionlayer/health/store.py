@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -19,8 +20,10 @@ class StatusKeys:
     """The status keys of the ranks of one transport, one meeting or one watched job.
 
     Four kinds: ``at/RANK`` has the last state of a rank, ``ask`` the last question to all, ``cause`` the first cause of
-    a failure, and ``left`` counts ranks that have left. Any value is survived, since any process that reaches the store
-    can write. Every method may raise RuntimeError: the store does not answer.
+    a failure, and ``left`` counts ranks that have left. Ranks that meet have three more: ``here`` counts them,
+    ``here/N`` has the first state of the rank that came as the Nth, and ``met`` lets all of them go on. Any value is
+    survived, since any process that reaches the store can write. Every method may raise RuntimeError: the store does
+    not answer.
 
     Args:
         store: a client of the store that only one thread uses at a time.
@@ -55,6 +58,34 @@ class StatusKeys:
     def write(self, state: RankState) -> None:
         """Replace the state of this rank."""
         self._store.set(self._key(f"at/{self.rank}"), encode(state))
+
+    def arrive(self, state: RankState) -> None:
+        """Write the first state of this rank, and count the rank. The last rank that comes lets all go on."""
+        number = self._store.add(self._key("here"), 1)
+        text = encode(state)
+        both = [self._key(f"at/{self.rank}"), self._key(f"here/{number}")]
+        self._store.multi_set(both, [text, text])  # type: ignore[attr-defined]  # which torch's stubs lack
+        if self._store.add(self._key("written"), 1) == self.size:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Let all ranks go on that wait for the others, because they have come, or because there is a cause."""
+        self._store.set(self._key("met"), "")
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait in the store's server until all ranks may go on."""
+        self._store.wait([self._key("met")], timedelta(seconds=seconds))
+
+    def arrivals(self, after: int) -> list[RankState | None]:
+        """Return the first states of ranks, in the order in which they came, without those that came up to ``after``.
+
+        None is one that makes no sense.
+        """
+        count = min(self._store.add(self._key("here"), 0), self.size)
+        keys = [self._key(f"here/{number}") for number in range(after + 1, count + 1)]
+        if not keys or not self._store.check(keys):  # a rank counts itself before it writes
+            return []
+        return [decode(text, None, self.size) for text in self._store.multi_get(keys)]
 
     def have_come(self, ranks: Iterable[int]) -> bool:
         """Return whether all these ranks have written a state."""
@@ -120,7 +151,8 @@ class StatusKeys:
     def leave(self, has_time: Callable[[], bool] = lambda: True) -> None:
         """Count this rank as left. The last one deletes all keys while it has time: no rank reads them any more."""
         if self._store.add(self._key("left"), 1) == self.size:
-            for key in ("ask", "cause", "left", *(f"at/{rank}" for rank in range(self.size)), *self.keys):
+            numbers = [f"{kind}/{number}" for number in range(self.size + 1) for kind in ("at", "here")]
+            for key in ("ask", "cause", "left", "here", "written", "met", *numbers, *self.keys):
                 if has_time():
                     self._store.delete_key(self._key(key))
 

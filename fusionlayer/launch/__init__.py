@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 
 from torch.distributed import PrefixStore, Store
 
@@ -25,7 +26,7 @@ from . import allocations, meeting, ray_train, slurm
 from .meeting import Board
 from .stores import SealedStore, open_store
 
-__all__ = ["VARIABLES", "RankInfo", "find_place", "is_on_one_host", "make_store", "settle"]
+__all__ = ["VARIABLES", "RankInfo", "find_place", "is_kept_by_launcher", "is_on_one_host", "make_store", "settle"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mappin
 
 _store: Store | None = None
 _joined = 0
+# The key of a store that counts processes which ask rank 0 for a prefix; behind it their tokens, by that number.
+_HELLO = "fusionlayer/hello"
 _POLL = 0.01
 # Seconds for which ranks wait longer than the time-out: those that came find out then which ones did not.
 _LAST_LOOK = 1.5
@@ -180,7 +183,7 @@ def make_store(place: RankInfo, timeout: float, environ: Mapping[str, str] = os.
             f"rank {place.rank}: the store by which the ranks meet{_where(environ)} does not answer within "
             f"{timeout:g} s; is rank 0, or the launcher that keeps it, stopped or overloaded, or has another program "
             "that port?",
-            [] if _kept_by_launcher(environ) else [0],
+            [] if is_kept_by_launcher(environ) else [0],
         ) from None
     meeting.clear()
     return store
@@ -207,13 +210,13 @@ def settle(place: RankInfo, store: Store, timeout: float, environ: Mapping[str, 
     def meet() -> list[bytes]:
         sealed = SealedStore(store, "meeting")
         sealed.set(f"node/{place.rank}", node_name())
-        return [sealed.get(f"node/{rank}") for rank in range(place.size)] if counts else []
+        return sealed.multi_get([f"node/{rank}" for rank in range(place.size)]) if counts else []
 
     try:
         nodes = bounded(meet, time.monotonic() + timeout + _LAST_LOOK, name="count of ranks")
     except RuntimeError as error:
         text = f"rank {place.rank}: lost the store by which the ranks meet: {outages.first_line(error)}"
-        raise TransportError(text, [] if _kept_by_launcher(environ) else [0]) from error
+        raise TransportError(text, [] if is_kept_by_launcher(environ) else [0]) from error
     if not counts:
         return place
     here = [rank for rank, node in enumerate(nodes) if node == nodes[place.rank]]
@@ -241,8 +244,10 @@ def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) ->
     try:
         _agree_on_size(SealedStore(kept, "meeting"), place)
         state = RankState(place.rank, processes.own, 1)
-        keys.write(state)
-        finding = await_all(keys, processes, deadline, f"{timeout:g} s; were they started?")
+        keys.arrive(state)
+        # This client of the store waits, so looks need another one.
+        others = cache(lambda: _keys(kept.clone(), place))  # type: ignore[attr-defined]
+        finding = await_all(keys, others, processes, deadline, f"{timeout:g} s; were they started?")
         if finding is not None:
             keys.write(replace(state, heard=True))
             raise TransportError(finding.text, finding.ranks)
@@ -251,7 +256,7 @@ def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) ->
         _announce(keys, place, error)
         raise
     except RuntimeError as error:
-        ranks = [] if _kept_by_launcher(os.environ) else [0]
+        ranks = [] if is_kept_by_launcher(os.environ) else [0]
         text = f"rank {place.rank}: lost the store by which the ranks meet: {outages.first_line(error)}"
         raise TransportError(text, ranks) from error
 
@@ -273,6 +278,7 @@ def _announce(keys: StatusKeys, place: RankInfo, error: TransportError) -> None:
     """Let the others know why the ranks cannot meet. Rank 0, which may keep the store, stays until they know."""
     with suppress(RuntimeError):
         keys.settle(Finding("failed", tuple(error.ranks), str(error)))
+        keys.go_on()
         end = time.monotonic() + _LAST_LOOK / 2
         while place.rank == 0 and time.monotonic() < end:
             others = keys.read(keys.others)
@@ -302,14 +308,15 @@ def _where(environ: Mapping[str, str]) -> str:
     return f" at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if there else ""
 
 
-def _kept_by_launcher(environ: Mapping[str, str]) -> bool:
+def is_kept_by_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher keeps the store by which ranks meet."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect(place: RankInfo, timeout: float, environ: Mapping[str, str]) -> Store:
     where = place.rank, place.size
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        agent = _kept_by_launcher(environ)
+        agent = is_kept_by_launcher(environ)
         port = meeting.port_of(environ, "MASTER_PORT")
         store = open_store(environ["MASTER_ADDR"], port, *where, timeout, serve_it=place.rank == 0 and not agent)
         return PrefixStore(_greet(store, place, timeout), store) if agent else store
@@ -348,29 +355,32 @@ def _greet(kept: Store, place: RankInfo, timeout: float) -> str:
     store = SealedStore(kept, "meeting")
     end = time.monotonic() + timeout
     if place.rank > 0:
-        store.set(f"fusionlayer/hello/{place.rank}", token)
+        store.set(f"{_HELLO}/{store.add(_HELLO, 1)}", token)
         try:
             store.wait([token], timedelta(seconds=timeout))
         except RuntimeError as error:
             raise TransportError(f"rank 0 did not come within {timeout:g} s; was it started?", [0]) from error
         name = store.get(token).decode(errors="replace")
         store.set(f"{name}/met/{place.rank}", "")
+        store.add(f"{name}/met", 1)
         return name
     # The others must not report rank 0 while it waits here for one that does not come.
     _keys(_meeting(PrefixStore(token, kept)), place).write(RankState(0, Identity.own(), 0))
-    answered: dict[int, bytes] = {}
-    missing = set(range(1, place.size))
-    while missing and time.monotonic() < end:
-        for rank in sorted(missing):
-            hello = f"fusionlayer/hello/{rank}"
-            if store.check([hello]) and (asked := store.get(hello)) != answered.get(rank):
-                answered[rank] = asked
-                store.set(asked.decode(errors="replace"), token)
-            if store.check([f"{token}/met/{rank}"]):
-                missing.remove(rank)
+    asked: list[str] = []
+    seen = 0
+    while (met := store.add(f"{token}/met", 0)) < place.size - 1 and time.monotonic() < end:
+        count = store.add(_HELLO, 0)
+        asked += [f"{_HELLO}/{number}" for number in range(seen + 1, count + 1)]
+        seen = count
+        # A process counts itself before it asks, and may have been killed in between.
+        ready = asked if not asked or store.check(asked) else [key for key in asked if store.check([key])]
+        if ready:
+            tokens = [each.decode(errors="replace") for each in store.multi_get(ready)]
+            store.multi_set(tokens, [token] * len(tokens))
+            asked = [key for key in asked if key not in ready]
         time.sleep(0.01)
-    if missing:
-        late = sorted(missing)
+    if met < place.size - 1:
+        late = [rank for rank in range(1, place.size) if not store.check([f"{token}/met/{rank}"])]
         raise TransportError(f"ranks {late} did not come within {timeout:g} s; were they started?", late)
     return token
 

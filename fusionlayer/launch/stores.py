@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,18 @@ from ..base.errors import ConfigError, TransportError
 from ..process import outages
 from ..process.interfaces import allowed_address, family_of, is_loopback
 
-__all__ = ["EndingStore", "SealedStore", "WrappedStore", "dial", "listen", "mark", "open_store", "serve"]
+__all__ = [
+    "EndingStore",
+    "SealedStore",
+    "WrappedStore",
+    "await_count",
+    "dial",
+    "gather",
+    "listen",
+    "mark",
+    "open_store",
+    "serve",
+]
 
 _TOKEN = "fusionlayer/token"
 _POLL = 0.01
@@ -55,6 +67,10 @@ class WrappedStore(dist.Store):
         """Delete a key."""
         return self._store.delete_key(key)
 
+    def has_extended_api(self) -> bool:
+        """Return whether several keys are read or written by one request."""
+        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]  # which torch's stubs lack
+
 
 class SealedStore(WrappedStore):
     """A store whose values carry a proof of the job key, where there is one (see ``job_key``).
@@ -82,9 +98,15 @@ class SealedStore(WrappedStore):
         """
         return job_key.unseal(f"{self._place}/{key}", self._store.get(key))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of keys, as ``get`` does."""
-        return [self.get(key) for key in keys]
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys, as ``get`` does, by one request."""
+        values = self._store.multi_get([*keys])
+        return [job_key.unseal(f"{self._place}/{key}", value) for key, value in zip(keys, values, strict=True)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write keys, by one request."""
+        sealed: Any = [job_key.seal(f"{self._place}/{key}", value) for key, value in zip(keys, values, strict=True)]
+        self._store.multi_set([*keys], sealed)  # type: ignore[attr-defined]  # which torch's stubs lack
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write a key, unless it is there; return its value. ``expected`` is empty.
@@ -128,25 +150,45 @@ class EndingStore(SealedStore):
         self.wait([key])
         return super().get(key)
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys, as that of ``SealedStore``, once ``wait`` has returned."""
+        self.wait([*keys])
+        return super().multi_get(keys)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until there are such keys, or until the deadline, whatever ``timeout`` says.
+        """Wait in the store's server until there are such keys, or until the deadline, whatever ``timeout`` says.
+
+        Nothing else ends such a wait, so a caller that may give up makes it on a thread of its own, with a client that
+        no one else needs then.
 
         Raises:
             RuntimeError: there are none by then, or no caller wants them any more.
         """
         self.awaited.update(keys)
-        pause = _POLL / 16
-        while not self._store.check(keys):
-            if self._in_vain.is_set() or time.monotonic() > self._deadline:
-                why = "connections are not wanted any more" if self._in_vain.is_set() else "the time is over"
-                raise RuntimeError(f"waiting for {', '.join(keys)} in the store: {why}")
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL)
+        left = self._deadline - time.monotonic()
+        if self._in_vain.is_set() or left <= 0:
+            why = "connections are not wanted any more" if self._in_vain.is_set() else "the time is over"
+            raise RuntimeError(f"waiting for {', '.join(keys)} in the store: {why}")
+        self._store.wait(keys, timedelta(seconds=left))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under a key; return the sum, and note the key."""
         self.written.add(key)
         return super().add(key, amount)
+
+
+def await_count(store: dist.Store, name: str, size: int) -> None:
+    """Return once all ranks have called it, after a number of requests that does not grow with the ranks."""
+    if store.add(name, 1) == size:
+        store.set(f"{name}/all", "")
+    store.wait([f"{name}/all"])
+
+
+def gather(store: dist.Store, name: str, rank: int, size: int, value: str | bytes) -> list[bytes]:
+    """Return the values of all ranks, which call it together. It takes four requests, and the last rank one more."""
+    store.set(f"{name}/{rank}", value)  # type: ignore[arg-type]  # it takes bytes
+    await_count(store, f"{name}/count", size)
+    return store.multi_get([f"{name}/{peer}" for peer in range(size)])
 
 
 def listen(address: str, port: int = 0) -> socket.socket:

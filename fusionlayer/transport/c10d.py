@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import TransportError, UsageError, require
+from ..launch.stores import gather
 from ..process.processes import Identity
 from .connected import ConnectedTransport
 from .devices import check_devices
 from .links.base import Link, LinkError
 from .links.faster import is_faster
 from .links.gloo import GlooLink
+from .links.gloo_mesh import GlooMesh
 from .links.nccl import NcclLink
 from .links.peer import PeerLink
 from .links.peer_memory import Gather, OutOfReach
@@ -52,6 +54,7 @@ class _GroupRendezvous(Rendezvous):
         pays: whether they are faster than gloo; None: that was not measured yet.
         peer_bytes: as of ``Transport``.
         peers_pay: whether messages by peer memory are faster than by NCCL; None: that was not measured yet.
+        mesh: connections of gloo between just these ranks; None: there are none yet.
     """
 
     nccl: bool
@@ -59,6 +62,10 @@ class _GroupRendezvous(Rendezvous):
     pays: bool | None = None
     peer_bytes: int = 0
     peers_pay: bool | None = None
+    mesh: GlooMesh | None = None
+
+    def narrowed(self, ranks: tuple[int, ...], name: str) -> _GroupRendezvous:
+        return replace(super().narrowed(ranks, name), mesh=None)
 
 
 class C10dTransport(ConnectedTransport):
@@ -218,12 +225,11 @@ class C10dTransport(ConnectedTransport):
         """Return a function by which the ranks exchange what they need to connect."""
         turns = itertools.count()
 
-        def gather(mine: bytes) -> list[bytes]:
+        def gather_from_all(mine: bytes) -> list[bytes]:
             name = f"peers/{next(turns)}"
 
             def swap(store: dist.Store) -> list[bytes]:
-                store.set(f"{name}/{self.rank}", mine.hex())
-                told = [store.get(f"{name}/{rank}") for rank in range(self.size)]
+                told = gather(store, name, self.rank, self.size, mine.hex())
                 try:
                     return [bytes.fromhex(each.decode()) for each in told]
                 except ValueError:
@@ -233,12 +239,18 @@ class C10dTransport(ConnectedTransport):
 
             return connecting.run(swap)
 
-        return gather
+        return gather_from_all
 
     def _gloo_link(self, connecting: Connecting) -> GlooLink:
+        mesh, name = self._rendezvous.mesh, self._rendezvous.name
+        is_new = mesh is None
+        if mesh is None:
+            mesh = connecting.run(lambda store: GlooMesh(store, self.rank, self.size, self.timeout))
         place = (self.rank, self.size, self.timeout, self._node)
-        link = GlooLink(connecting, *place, self._checked, sums_checked=bool(self._checksum))
-        connecting.run(lambda _: prove_link(link, self.rank, self.size, self._rendezvous.name, self.timeout / 2))
+        link = GlooLink(mesh, name, *place, self._checked, sums_checked=bool(self._checksum))
+        if is_new:
+            connecting.run(lambda _: prove_link(link, self.rank, self.size, name, self.timeout / 2))
+            self._rendezvous = replace(self._rendezvous, mesh=mesh)
         return link
 
     def _own_link(self, connecting: Connecting, sockets: SocketOptions) -> SocketLink:
@@ -289,9 +301,9 @@ def make_default_group(
         # torch keeps the store for good, so it gets the one that waits as long as it likes.
         patience = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        prove(gather, rank, rendezvous.name)
+        prove(exchange, rank, rendezvous.name)
 
-    def gather(mine: Tensor) -> list[Tensor]:
+    def exchange(mine: Tensor) -> list[Tensor]:
         rows = list(mine.new_empty(size, mine.numel()))
         dist.all_gather(rows, mine)
         return rows
@@ -304,7 +316,7 @@ def make_default_group(
         raise connecting.error(finding) from error
     assert dist.group.WORLD is not None
     _met[dist.group.WORLD] = dict(connecting.watch.processes.of)
-    connecting.watch.leave()
+    connecting.end()
     connecting.watch.end()
 
 

@@ -17,6 +17,7 @@ import torch
 from ..base.errors import ConfigError, PlanMismatch, TransportError
 from ..health.heartbeat import Heartbeat
 from ..health.state import Finding
+from ..launch.stores import await_count
 from ..process import forks
 from ..process.processes import node_name
 from .base import check_subset, group_by_node
@@ -24,7 +25,7 @@ from .linked import LinkedTransport, close_all
 from .links.base import Link, LinkError
 from .links.checksums import checked_peers
 from .rendezvous import Connecting, Rendezvous
-from .settings import await_links, check_equal, gather_settings
+from .settings import check_equal, gather_settings
 
 __all__ = ["ConnectedTransport"]
 
@@ -113,18 +114,21 @@ class ConnectedTransport(LinkedTransport):
             self.timeout,
             self._stall_warning,
             is_overdue=lambda: any(link.overdue() for link in [*links.values()]),
-            interrupt=lambda: close_all(links),
+            interrupt=lambda: close_all(links, has_failed=True),
         )
         self._watch = watch = connecting.watch
         with self._linking(connecting):
-            given = self.rank, self.size, self._node, self._common()
-            nodes, every = connecting.run(lambda store: gather_settings(store, *given))
-            self._settle(nodes, every)
+            if self._rendezvous.nodes is None:
+                given = self.rank, self.size, self._node, self._common()
+                self._settle(*connecting.run(lambda store: gather_settings(store, *given)))
+            else:
+                self._nodes = self._rendezvous.nodes
+            self._checked = checked_peers(self._checksum, self.rank, self.nodes)
             for device, link in self._make_links(connecting):
                 links[device] = link
                 self._queues |= link.only_queues
-        watch.leave()
-        self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of))
+        connecting.end()
+        self._rendezvous = replace(self._rendezvous, known=dict(watch.processes.of), nodes=self.nodes)
         # A transport that is dropped without close() must not leave its peers waiting. Not at exit: the monitor ends
         # its watches itself then.
         self._dropped = weakref.finalize(self, _abandon, links, watch)
@@ -144,7 +148,7 @@ class ConnectedTransport(LinkedTransport):
         with self._linking(connecting):
             for kind, link in self._make_device_links(connecting, device):
                 self._links[kind] = link  # the monitor's thread copies the links before it looks at each
-        connecting.watch.leave()
+        connecting.end()
         connecting.watch.end()
 
     def _make_device_links(self, connecting: Connecting, device: torch.device) -> Iterator[tuple[str, Link]]:
@@ -160,7 +164,9 @@ class ConnectedTransport(LinkedTransport):
         """
         try:
             yield
-            connecting.run(lambda store: await_links(store, self.size))
+            # A rank whose links are complete may end its transport at once. Others are then still connecting among
+            # themselves, and for them a connection that closes means that the whole has failed.
+            connecting.run(lambda store: await_count(store, "linked", self.size))
         except (ConfigError, PlanMismatch):  # every rank raises it
             self.close()
             raise
@@ -176,10 +182,9 @@ class ConnectedTransport(LinkedTransport):
         return {"checksum": self._checksum}
 
     def _settle(self, nodes: Sequence[str], every: Sequence[Mapping[str, object]]) -> None:
-        """Compare the settings of all ranks, and decide whose messages carry a checksum."""
+        """Compare the settings of all ranks."""
         check_equal(self.rank, every)
         self._nodes = group_by_node(nodes)
-        self._checked = checked_peers(self._checksum, self.rank, self.nodes)
 
     def _shut(self, failure: TransportError, finding: Finding | None) -> None:
         super()._shut(failure, finding)

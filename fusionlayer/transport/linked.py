@@ -334,7 +334,7 @@ class LinkedTransport(Transport):
         """Make every later call raise ``failure``, and report the finding to the other ranks; None: this rank closed
         it."""
         self._failure = again(failure)  # not what is raised here: its traceback holds this transport
-        close_all(self._links)
+        close_all(self._links, has_failed=finding is not None)
         if self._watch is not None:
             self._watch.end(finding)
 
@@ -361,6 +361,9 @@ def _are_rows(x: Tensor, out: Tensor) -> bool:
     return alike and x.numel() > 0 and x.device == out.device
 
 
-def close_all(links: Mapping[str, Link]) -> None:
+def close_all(links: Mapping[str, Link], *, has_failed: bool = False) -> None:
     for link in [*links.values()]:  # the monitor's thread closes them while a call may add the one of a device
-        link.close()
+        if has_failed:
+            link.abort()
+        else:
+            link.close()

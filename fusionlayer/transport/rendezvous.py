@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..base.errors import TransportError
 from ..health.calls import Call
 from ..health.heartbeat import Heartbeat
+from ..health.monitor import monitor
 from ..health.state import Finding
 from ..launch.stores import EndingStore
 from ..process import outages
@@ -41,6 +42,7 @@ class Rendezvous:
         size: number of processes.
         store_rank: the rank whose process keeps the store; None if none of them does.
         known: processes of ranks that have met before, by another name.
+        nodes: ranks of each node, if just these ranks have compared nodes and settings before; None: they do so.
     """
 
     store: dist.Store
@@ -49,13 +51,14 @@ class Rendezvous:
     size: int
     store_rank: int | None
     known: Mapping[int, Identity] = field(default_factory=dict)
+    nodes: tuple[tuple[int, ...], ...] | None = None
 
     def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
         """Return a rendezvous of some of the processes, including this one, under another name."""
         store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None
         known = {place: self.known[rank] for place, rank in enumerate(ranks) if rank in self.known}
         own = ranks.index(self.rank)
-        return replace(self, name=name, rank=own, size=len(ranks), store_rank=store_rank, known=known)
+        return replace(self, name=name, rank=own, size=len(ranks), store_rank=store_rank, known=known, nodes=None)
 
 
 class Connecting:
@@ -73,7 +76,7 @@ class Connecting:
 
     Attributes:
         watch: the watch over the ranks, which have met.
-        store: for the keys of the connections alone, over a client that other transports use too: no request may wait.
+        store: for the keys of the connections alone, over a client that no other transport uses until ``end``.
 
     Raises:
         TransportError: ranks did not come or are gone, or the store does not answer.
@@ -111,7 +114,8 @@ class Connecting:
             is_overdue=is_overdue,
             interrupt=give_up,
         )
-        self.store = dist.PrefixStore(rendezvous.name, self._meet())
+        self._client = self._meet()
+        self.store = dist.PrefixStore(rendezvous.name, self._client)
         self._ending = EndingStore(self.store, rendezvous.name, self._deadline, in_vain)
         self._ending.written = self._ending.awaited = self.watch.keys.keys
         self.watch.enter(Call(f"making {what}"), 0)
@@ -136,6 +140,11 @@ class Connecting:
             raise LinkError(
                 self._rendezvous.rank, f"no connections within {self._timeout:g} s; {outages.between_hosts()}"
             ) from None
+
+    def end(self) -> None:
+        """Note that the connections are made: no library turns to the store again."""
+        self.watch.leave()
+        monitor.give_back_meeting_store(self._rendezvous.store, self._client)
 
     def waiting_store(self) -> dist.Store:
         """Return ``store`` over a client of its own, for a library whose requests wait for keys."""

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from ..base.errors import PlanMismatch, TransportError
+from ..launch.stores import gather
 
-__all__ = ["await_links", "check_equal", "gather_settings"]
+__all__ = ["check_equal", "gather_settings"]
 
 # What to do about facts that no setting decides.
 _REMEDIES = {"sees_cuda": "make GPUs visible to every rank or to none: CUDA_VISIBLE_DEVICES, and the driver, decide"}
@@ -23,10 +24,8 @@ def gather_settings(
     Raises:
         TransportError: something else stands in the store.
     """
-    store.set(f"settings/{rank}", json.dumps([node, settings]))
     nodes, every = [], []
-    for peer in range(size):
-        text = store.get(f"settings/{peer}")
+    for peer, text in enumerate(gather(store, "settings", rank, size, json.dumps([node, settings]))):
         try:
             name, theirs = json.loads(text)
             every.append({key: theirs[key] for key in settings})
@@ -56,14 +55,3 @@ def check_equal(rank: int, every: Sequence[Mapping[str, object]]) -> None:
                 f"({shown}); {_REMEDIES.get(name, 'give every rank the same setting')}",
                 ranks=differ,
             )
-
-
-def await_links(store: dist.Store, size: int) -> None:
-    """Return once all ranks have their links.
-
-    A rank whose links are complete may end its transport at once. Others are then still connecting among themselves,
-    and for them a connection that closes means that the whole has failed.
-    """
-    if store.add("linked", 1) == size:
-        store.set("all linked", "")
-    store.wait(["all linked"])

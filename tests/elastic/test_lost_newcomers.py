@@ -128,7 +128,7 @@ def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[
     elif point == "is a member":
         _before(C10dTransport, "among", end)
     elif point == "has some links":
-        _before(connected, "await_links", end)
+        _before(connected, "await_count", end)
     elif point == "has said what it has":
         _before(handover, "receive_bytes", end)
     elif point == "gets a tensor":

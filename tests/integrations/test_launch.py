@@ -654,7 +654,8 @@ def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
 def test_ranks_that_were_restarted_do_not_meet_those_before_them() -> None:
     """The store of torchrun's agent has the keys of earlier processes, some of which were never answered."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    server.set("fusionlayer/hello/2", "fusionlayer/of a process that is gone")
+    server.add("fusionlayer/hello", 2)  # the second was killed before it asked
+    server.set("fusionlayer/hello/1", "fusionlayer/of a process that is gone")
 
     def greet(rank: int, world: int, timeout: float = 180) -> str:
         store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)

@@ -20,6 +20,7 @@ from fusionlayer.launch import stores
 from fusionlayer.transport import star
 from fusionlayer.transport.c10d import C10dTransport
 from fusionlayer.transport.links import shared_memory
+from fusionlayer.transport.links.gloo_store import GlooStore
 from tests.harness import checkpoint, outcomes_of, stay_last
 from tests.ports import free_port
 from tests.tiers import tiered
@@ -36,16 +37,16 @@ PHASES: dict[str, tuple[object, str, str, int]] = {
     "group": (dist, "init_process_group", "", 0),
     "group, at its end": (Heartbeat, "end", "", 0),
     "meeting": (Heartbeat, "meet", "", 1),
-    "settings": (stores.EndingStore, "wait", "settings/", 0),
+    "settings": (stores.EndingStore, "add", "settings/", 0),
     "mesh, before its address is known": (stores.EndingStore, "set", "gloo/", 0),
     "mesh": (stores.EndingStore, "wait", "gloo/", 0),
-    "mesh, half connected": (stores.EndingStore, "get", "gloo/", 1),
-    "mesh, at its end": (stores.EndingStore, "wait", "all linked", 0),
+    "mesh, half connected": (GlooStore, "get", "gloo/", 1),
+    "mesh, at its end": (stores.EndingStore, "wait", "linked/all", 0),
     "invitation": (shared_memory.Invitation, "accept", "", 0),
     "welcome": (shared_memory.Invitation, "welcome", "", 0),
     "star": (star, "connect", "", 0),
     "duplicate": (C10dTransport, "duplicate", "", 0),
-    "lane's mesh": (stores.EndingStore, "get", "gloo/", 3),
+    "lane's mesh": (GlooStore, "get", "gloo/", 4),
     "subset": (C10dTransport, "subset", "", 0),
 }
 

@@ -101,7 +101,7 @@ class Poisoned(dist.Store):
 
 @pytest.mark.short
 def test_ranks_that_meet_survive_any_value(key: str | None) -> None:
-    for poisoned in ("size", "at/0", "at/1", "cause"):
+    for poisoned in ("size", "at/0", "here/1", "here/2", "cause"):
         for value in JUNK:
             store = dist.HashStore()
             store.set("always", "")
@@ -118,7 +118,8 @@ def test_ranks_that_greet_each_other_survive_any_value(key: str | None) -> None:
     for value in JUNK:
         store = dist.HashStore()
         store.set("always", "")
-        bad = Poisoned(store, "hello/1", value)
+        store.add("fusionlayer/hello", 1)  # a process that is gone
+        bad = Poisoned(store, "hello/", value)
         met = at_once(*(partial(launch._greet, bad, RankInfo(rank, 2), 0.05) for rank in range(2)))
         assert all(isinstance(each, TransportError) for each in met), (value, met)
         assert key is None or "has no seal of this job's key" in str(met[0])

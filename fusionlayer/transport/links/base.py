@@ -106,6 +106,10 @@ class Link(ABC):
         call it. A second call does nothing.
         """
 
+    def abort(self) -> None:
+        """Close because this rank has failed: so may other links that share connections with this one."""
+        self.close()
+
     def drain(self) -> None:  # noqa: B027 - most calls end with their work
         """Wait until the device has done the work of all calls that have returned, at most for the time-out."""
 

@@ -25,11 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...process.bounded import Aside, Overdue
-from ..rendezvous import Connecting
 from .base import DamagedMessage, LinkError, LinkMessage
 from .checksums import compare, room, seal
 from .exchange import ExchangeLink
-from .gloo_store import GlooStore
+from .gloo_mesh import NEVER_SENT, GlooMesh, connect_over
 from .shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
@@ -53,8 +52,6 @@ _PIECE_BYTES = 512 << 10
 
 # Distance between the keys of the steps of one call, so that their messages cannot match each other.
 _STEP = 1 << 32
-# A tag that no message has.
-_NEVER_SENT = 0x7FFFFFFF
 _PEER = attrgetter("peer")
 # Seconds between two looks of a link, at first and at most, at whether a connection is lost over which something was
 # sent. gloo keeps some 65 bytes of each for ever, so they become rare; a rank that is lost later is seen by the watch,
@@ -86,27 +83,28 @@ class _Posted:
 
 
 class GlooLink(ExchangeLink):
-    """One rank's end of a gloo group that no other code uses.
+    """One rank's end of a gloo group, which other links may share.
 
     One thread at a time makes calls. ``close`` may come from any thread.
 
     Args:
-        connecting: bounds the time that the connections take.
+        mesh: the group.
+        name: no other link over the group has it.
         rank: rank of this process in the group.
         size: number of ranks in the group.
-        timeout: seconds that a call, or making the group, may wait for other ranks.
+        timeout: seconds that a call may wait for other ranks.
         node: name of this rank's node, equal on the ranks of that node.
         checked: the ranks to which, and from which, messages carry a checksum.
         sums_checked: whether large sums carry one too: by a ring of ours instead of gloo's.
 
     Raises:
-        LinkError: not all ranks came in time.
-        RuntimeError: gloo cannot connect.
+        LinkError: another link over the group has failed.
     """
 
     def __init__(
         self,
-        connecting: Connecting,
+        mesh: GlooMesh,
+        name: str,
         rank: int,
         size: int,
         timeout: float,
@@ -118,28 +116,27 @@ class GlooLink(ExchangeLink):
         super().__init__(rank, size, timeout, checked)
         self._sums_checked = sums_checked
         self._node = node
-        # It has the store, to which gloo turns again if it connects as it goes.
-        self._connecting: Connecting | None = connecting
         self._memory: SharedMemory | None = None
         self._has_invited = False
-        # Guards _group in close(): two threads may close at once, and only one of them may shut the group down.
+        # Guards _group in close(): two threads may close at once, and only one of them may leave the group.
         self._lock = threading.Lock()
+        # Whether a call is in flight, or has failed. Its messages may be in flight then.
+        self._is_busy = False
         self._aside = Aside("wait for what was sent")
         self._next_look, self._pause = 0.0, _LOOK
-        # Any: torch's type stubs lack some of its methods. The constructor waits in C++ for each peer in turn.
-        self._store: GlooStore | None = None
-        self._group: Any = connecting.run(self._connect)
-
-    def _connect(self, store: dist.Store) -> dist.ProcessGroupGloo:
-        self._store = GlooStore(store, self._size)  # kept, because gloo's reference to it does not keep its Python part
-        place = dist.PrefixStore("gloo", self._store)
-        return dist.ProcessGroupGloo(place, self._rank, self._size, timedelta(seconds=self._timeout))
+        mesh.join()
+        self._mesh = mesh
+        self._salt = zlib.crc32(name.encode())
+        self._group: Any = mesh.group
+        # Connections for sums by gloo's own ring: gloo numbers them, so links must not share them.
+        self._sums: GlooMesh | None = None
 
     def exchange(
         self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage], deadline: float | None = None
     ) -> None:
         if deadline is None:
             deadline = time.monotonic() + self._timeout
+        self._is_busy = True
         try:
             posted = self._post(outgoing, incoming)
             if posted.is_short_swap:
@@ -152,15 +149,11 @@ class GlooLink(ExchangeLink):
         except LinkError as error:
             self._lose(error)
             raise
-
-    def set_timeout(self, seconds: float) -> None:
-        super().set_timeout(seconds)
-        if self._group is not None:
-            self._group._set_default_timeout(timedelta(seconds=seconds))
+        self._is_busy = False
 
     def _post(self, outgoing: Sequence[LinkMessage], incoming: Sequence[LinkMessage]) -> _Posted:
         """Start to send and receive messages. ``_receive`` and then a wait for ``sent`` must follow."""
-        group, checked = self._group or self._open_group(), self._checked
+        group, checked, salt = self._group or self._open_group(), self._checked, self._salt
         posted = _Posted(incoming, [], [], [], [], set(map(_PEER, outgoing)) <= set(map(_PEER, incoming)))
         peer = self._rank
         try:
@@ -169,26 +162,26 @@ class GlooLink(ExchangeLink):
                 if length > SPLIT_ABOVE_BYTES:
                     start = length - TAIL_BYTES
                     tail = data[start:]
-                    posted.heads.append((peer, group.recv([data[:start]], peer, _tag(key, length, 0))))
+                    posted.heads.append((peer, group.recv([data[:start]], peer, _tag(salt, key, length, 0))))
                     posted.is_short_swap = False
                 if peer in checked:
                     tail = room(data, start)
                     posted.sealed.append((peer, tail, data, start))
-                posted.tails.append((peer, group.recv([tail], peer, _tag(key, length, 1))))
+                posted.tails.append((peer, group.recv([tail], peer, _tag(salt, key, length, 1))))
             for peer, data, key in outgoing:
                 if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
                     note = torch.empty(1, dtype=torch.uint8, device="cpu")
-                    posted.sent.append((peer, group.recv([note], peer, _tag(key, data.numel(), 2))))
+                    posted.sent.append((peer, group.recv([note], peer, _tag(salt, key, data.numel(), 2))))
             for peer, data, key in outgoing:
                 if data.numel() > SPLIT_ABOVE_BYTES:
                     head = data[:-TAIL_BYTES]
-                    posted.sent.append((peer, group.send([head], peer, _tag(key, data.numel(), 0))))
+                    posted.sent.append((peer, group.send([head], peer, _tag(salt, key, data.numel(), 0))))
                     posted.is_short_swap = False
             # Checksums are computed while heads are sent. They are sent with the tails.
             for peer, data, key in outgoing:
                 start = data.numel() - TAIL_BYTES if data.numel() > SPLIT_ABOVE_BYTES else 0
                 tail = seal(data, start) if peer in checked else data[start:]
-                posted.sent.append((peer, group.send([tail], peer, _tag(key, data.numel(), 1))))
+                posted.sent.append((peer, group.send([tail], peer, _tag(salt, key, data.numel(), 1))))
         except RuntimeError as error:
             raise LinkError(peer, str(error)) from None
         return posted
@@ -202,7 +195,7 @@ class GlooLink(ExchangeLink):
             if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
                 note = torch.zeros(1, dtype=torch.uint8, device="cpu")
                 try:
-                    sent = self._open_group().send([note], peer, _tag(key, data.numel(), 2))
+                    sent = self._open_group().send([note], peer, _tag(self._salt, key, data.numel(), 2))
                 except RuntimeError as error:
                     raise LinkError(peer, str(error)) from None
                 posted.sent.append((peer, sent))
@@ -229,7 +222,7 @@ class GlooLink(ExchangeLink):
             self._next_look, self._pause = now + self._pause, min(2 * self._pause, _LOOK_SELDOM)
             for peer in {peer for peer, _ in works}:
                 try:
-                    group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NEVER_SENT)
+                    group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NEVER_SENT)
                 except RuntimeError as error:
                     raise LinkError(peer, str(error)) from None
 
@@ -241,42 +234,34 @@ class GlooLink(ExchangeLink):
     def all_reduce(self, x: Tensor, key: int) -> None:
         if x.nbytes < LARGE_FROM_BYTES:
             return super().all_reduce(x, key)
+        self._is_busy = True
         deadline = self._deadline()
         if not self._has_invited:
             self._memory, self._has_invited = self._invite(key, deadline), True
+            self._is_busy = True
         if self._memory is not None:
             self._sum_in(self._memory, x, key, deadline)
         elif x.dtype in RING_DTYPES:
             (self._sum_by_ring if self._sums_checked else self._sum_by_gloo)(x, key, deadline)
         else:
             super().all_reduce(x, key)
+        self._is_busy = False
 
     def close(self) -> None:
         with self._lock:
-            group, self._group = self._group, None
-        if group is None:
+            is_open, self._group = self._group is not None, None
+        if not is_open:
             return
         self._aside.end()
         if self._memory is not None:
             self._memory.close()
-        for step in range(1, self._size):
-            peer = (self._rank + step) % self._size
-            try:
-                # gloo closes all connections of a group when a receive times out, so this one is made to time out.
-                group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if "Timed out" in str(error):
-                    break
-        # The group's threads may be in a collective until it times out, and the group's destructor waits for them. A
-        # thread of its own drops the last reference, so that close() does not wait that long. After the group, which
-        # uses it, the store goes: its connection must not wait for the garbage collector. Lists are cleared backwards.
-        last: list[Any] = [self._store, self._connecting, group]
-        del group
-        self._store = self._connecting = None
-        ending = threading.Thread(target=last.clear, name="fusionlayer gloo", daemon=True)
-        ending.start()
-        # A daemon thread that is still in the destructor when Python exits aborts the process. So wait a moment.
-        ending.join(1.0)
+        for mesh in (self._sums, self._mesh):
+            if mesh is not None:
+                mesh.leave(failed=self._is_busy)
+
+    def abort(self) -> None:
+        self._is_busy = True
+        self.close()
 
     def _invite(self, key: int, deadline: float) -> SharedMemory | None:
         """Return memory that all ranks share, or None on every rank if one rank cannot see or reach another."""
@@ -299,7 +284,7 @@ class GlooLink(ExchangeLink):
         try:
             memory.all_reduce(x, key, deadline)
         except LinkError:
-            self.close()
+            self.abort()
             raise
 
     def _sum_by_gloo(self, x: Tensor, key: int, deadline: float) -> None:
@@ -310,13 +295,35 @@ class GlooLink(ExchangeLink):
         note = torch.zeros(2, dtype=torch.uint8, device="cpu")
         self.exchange([LinkMessage(following, note[:1], key)], [LinkMessage(previous, note[1:], key)], deadline)
         try:
-            self._finish([(previous, self._open_group().allreduce([x]))], deadline)
+            self._sums = self._sums or self._connect_for_sums(key, deadline)
+            self._is_busy = True
+            self._finish([(previous, self._sums.group.allreduce([x]))], deadline)
         except LinkError as error:
             self._lose(error)
             raise
         except RuntimeError as error:
-            self.close()
+            self.abort()
             raise LinkError(previous, str(error)) from None
+
+    def _connect_for_sums(self, key: int, deadline: float) -> GlooMesh:
+        """Return connections for gloo's own sums. All ranks call it together, in the first such sum."""
+
+        def gather(mine: Tensor) -> list[Tensor]:
+            every = list(mine.new_empty(self._size, mine.numel()).unbind(0))
+            every[self._rank].copy_(mine)
+            self._all_gather(mine, every, key - 4 * _STEP, deadline)
+            return every
+
+        def look() -> None:
+            self._open_group()
+
+        connect = partial(connect_over, gather, self._rank, self._size, deadline, f"sums {self._salt}")
+        try:
+            mesh = self._aside.run(connect, deadline, look)
+        except RuntimeError as error:
+            raise LinkError(self._rank, str(error)) from None
+        mesh.join()
+        return mesh
 
     def _sum_by_ring(self, x: Tensor, key: int, deadline: float) -> None:
         """Replace ``x`` by its sum: shares are sent around a ring and are added at every hop, then are sent once more.
@@ -362,7 +369,7 @@ class GlooLink(ExchangeLink):
     def _lose(self, error: LinkError) -> None:
         """Close the connections after an error; not after damage, before the other ranks can read why."""
         if not isinstance(error, DamagedMessage):
-            self.close()
+            self.abort()
 
     def _open_group(self) -> Any:
         group = self._group
@@ -371,9 +378,9 @@ class GlooLink(ExchangeLink):
         return group
 
 
-@lru_cache(maxsize=64)  # most messages of one exchange have the same length
-def _tag(key: int, length: int, part: int) -> int:
-    return zlib.crc32(struct.pack("<qqb", key, length, part)) & 0x7FFFFFFF
+@lru_cache(maxsize=256)  # most messages of one exchange have the same length, and a few links exchange at once
+def _tag(salt: int, key: int, length: int, part: int) -> int:
+    return zlib.crc32(struct.pack("<Iqqb", salt, key, length, part)) & 0x7FFFFFFF
 
 
 def _wait(works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...base.errors import TransportError
-from ...launch.stores import WrappedStore
+from ...launch.stores import WrappedStore, await_count
 
 __all__ = ["GlooStore"]
 
@@ -21,6 +21,10 @@ class GlooStore(WrappedStore):
     A rank writes its host's name and its address, each behind a length, and a number for each rank. Where this rank's
     gloo writes something else, it is another version, and everything passes.
 
+    gloo asks for one rank after the other. So all addresses are read at once when it asks for the first, and the
+    numbers, which are 0, 1, ... for a new group, are left out: they would make the bytes that all ranks read grow with
+    the third power of their number.
+
     Args:
         store: where the values are. Keep this object as long as gloo has it.
         size: number of ranks.
@@ -30,12 +34,19 @@ class GlooStore(WrappedStore):
         super().__init__(store)
         self._size = size
         self._own: int | None = None
+        self._numbers = struct.pack(f"<{size}Q", *range(size))
+        self._groups: set[str] = set()
+        self._read: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
         data = value.encode() if isinstance(value, str) else value
+        group, _, rank = key.rpartition("/")
+        if rank.isdecimal():
+            self._groups.add(group)
         self._own = self._address_bytes(data)
-        self._store.set(key, data)  # type: ignore[arg-type]  # it takes bytes
+        short = data.removesuffix(self._numbers) if self._own is not None else data
+        self._store.set(key, short)  # type: ignore[arg-type]  # it takes bytes
 
     def get(self, key: str) -> bytes:
         """Return the value of a key.
@@ -43,14 +54,37 @@ class GlooStore(WrappedStore):
         Raises:
             TransportError: gloo has not written it.
         """
-        value = self._store.get(key)
-        if self._own is not None and self._address_bytes(value) != self._own:
+        self.wait([key])
+        value = self._read[key] if key in self._read else self._store.get(key)
+        if self._own is None or self._address_bytes(value) == self._own:
+            return value
+        whole = value + self._numbers
+        if self._address_bytes(whole) != self._own:
             raise TransportError(f"{key!r} in the store is no address of gloo: another program has written it")
-        return value
+        return whole
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, as ``get`` does."""
+        return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys."""
-        self._store.wait(keys)
+        """Wait for keys; with that of one rank's address come those of all."""
+        for key in keys:
+            group, _, rank = key.rpartition("/")
+            if key in self._read:
+                continue
+            if not rank.isdecimal():
+                self._store.wait([key])
+                continue
+            await_count(self._store, f"{group}/count", self._size)
+            every = [f"{group}/{peer}" for peer in range(self._size)]
+            self._read.update(zip(every, self._store.multi_get(every), strict=True))
+
+    def detach(self) -> None:
+        """Read what gloo may ask for later, as it does if it connects as it goes, and let the store go."""
+        for group in self._groups:
+            self.wait([f"{group}/0"])
+        self._store = dist.HashStore()
 
     def _address_bytes(self, value: bytes) -> int | None:
         """Return how many bytes an address takes in a value of gloo; None if the value has another form."""

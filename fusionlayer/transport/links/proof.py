@@ -12,7 +12,7 @@ from torch import Tensor
 from ...base import job_key
 from ...base import secrets as proofs
 from .base import LinkError, LinkMessage
-from .gloo import GlooLink
+from .exchange import ExchangeLink
 
 __all__ = ["prove", "prove_link"]
 
@@ -47,7 +47,7 @@ def prove(gather: Callable[[Tensor], list[Tensor]], rank: int, place: str) -> No
             raise LinkError(peer, f"what is connected as rank {peer} is no process of this job: it has no job key")
 
 
-def prove_link(link: GlooLink, rank: int, size: int, place: str, seconds: float) -> None:
+def prove_link(link: ExchangeLink, rank: int, size: int, place: str, seconds: float) -> None:
     """As ``prove``, over a link that no process uses yet, in so many seconds at most."""
     others = [peer for peer in range(size) if peer != rank]
     deadline = time.monotonic() + seconds

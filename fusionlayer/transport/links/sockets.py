@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...base import libraries
 from ...base.job_key import shared_secret
+from ...launch.stores import await_count, gather
 from ...process import forks
 from ...process.processes import node_name
 from ..rendezvous import Connecting
@@ -177,8 +178,7 @@ class SocketLink(ExchangeLink):
         mine = {"node": node_name()}
         if rank == 0:
             mine["nonce"] = secrets.token_hex(16)
-        store.set(f"sockets/{rank}/is", json.dumps(mine))
-        everybody = [json.loads(store.get(f"sockets/{peer}/is")) for peer in range(size)]
+        everybody = [json.loads(each) for each in gather(store, "sockets/is", rank, size, json.dumps(mine))]
         self.is_alone = len({each["node"] for each in everybody}) == 1
         # Alone the ranks call from, and listen at, the loopback interface: no other process's packets get there.
         self.is_sealed = not self.is_alone if options.authenticate is None else options.authenticate
@@ -189,8 +189,8 @@ class SocketLink(ExchangeLink):
         if self._is_closed:
             return keeper.end()
         self._keeper = keeper
-        store.set(f"sockets/{rank}/at", json.dumps(keeper.addresses))
-        keeper.start([json.loads(store.get(f"sockets/{peer}/at")) for peer in range(rank)])
+        addresses = gather(store, "sockets/at", rank, size, json.dumps(keeper.addresses))
+        keeper.start([json.loads(each) for each in addresses[:rank]])
         start = time.monotonic()
         while not self._is_closed:
             keeper.call()
@@ -200,8 +200,7 @@ class SocketLink(ExchangeLink):
             time.sleep(_POLL)
         keeper.watch()
         # Nobody makes a call before both ends have the connections.
-        store.set(f"sockets/{rank}/up", "")
-        store.wait([f"sockets/{peer}/up" for peer in range(size)])
+        await_count(store, "sockets/up", size)
 
 
 def _records(messages: Sequence[LinkMessage]) -> ctypes.Array[libraries.LinkMessageStruct]:
