@@ -24,8 +24,9 @@ from .codecs import Codec, CodecOptions, Part, PartsCodec
 from .collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
 from .collectives.switching import Switcher, switcher_of
 from .native.wire import DTYPE_CODES, digest
-from .transport import Transport, by_rank
+from .transport import Transport
 from .transport._announced import pass_on, take_in
+from .transport.composed import by_rank
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,7 +164,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with the files that commands name."""
     monkeypatch.chdir(tmp_path)
     measured = min((ROOT / "profiles").glob("gpt_*.yaml"))
-    Path("profiles").mkdir()
+    shutil.copytree(ROOT / "profiles", "profiles")
     for path in ("profile.yaml", "profiles/PROFILE.yaml"):
         Path(path).write_text(measured.read_text())
     Path("trace.json").write_text(json.dumps([span for step in range(5) for span in step_spans(step, 1000.0 * step)]))

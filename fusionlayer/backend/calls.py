@@ -18,7 +18,8 @@ from ..base.errors import ConfigError
 from ..base.seeds import derive_seed
 from ..codecs import Codec
 from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from .hints import Differences
 
 __all__ = [

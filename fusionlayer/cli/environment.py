@@ -62,6 +62,7 @@ OTHERS = {
     "MASTER_ADDR": "host of rank 0, where the processes meet",
     "MASTER_PORT": "port there",
     "GLOO_SOCKET_IFNAME": "network interface of gloo, and of what fusionlayer opens itself",
+    "NCCL_HOSTID": "name of this host for NCCL; ranks with different names may share a GPU",
     "NCCL_SOCKET_IFNAME": "network interface of NCCL",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's watchdog of NCCL; without it off in groups of fusionlayer",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "whether it aborts where a device has failed; off there too",

@@ -6,8 +6,9 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from .. import codecs, collectives
+from .. import codecs
 from ..base.plan import FusionPlan
+from ..collectives import choice
 from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of, short_name
 from ..planning.cluster import Scenario
 from ..planning.prediction import plan_costs, predict_plan
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
 def _sent_by_node(profile: Profile, plan: FusionPlan, scenario: Scenario) -> str:
     """Return a sentence: how many bytes a node sends to other nodes, as far as collectives are known."""
     nodes = scenario.node_sizes(plan.world_size)
-    times = [collectives.sent_by_node(bucket.algorithm, nodes) for bucket in plan.buckets]
+    times = [choice.sent_by_node(bucket.algorithm, nodes) for bucket in plan.buckets]
     nbytes = [
         each * codec_cost(profile, codec_of(bucket)).nbytes(sum(slot.numel for slot in bucket.slots))
         for bucket, each in zip(plan.buckets, times, strict=True)
@@ -68,7 +69,7 @@ def _sent_by_node(profile: Profile, plan: FusionPlan, scenario: Scenario) -> str
     ]
     unknown = sorted({bucket.algorithm for bucket, each in zip(plan.buckets, times, strict=True) if each is None})
     more = f", and what {', '.join(unknown)} sends" if unknown else ""
-    return f"A node sends {in_words(sum(nbytes), BYTES)} to other nodes{more} ({collectives.in_words(nodes)})."
+    return f"A node sends {in_words(sum(nbytes), BYTES)} to other nodes{more} ({choice.in_words(nodes)})."
 
 
 def _disturbed(costs: Sequence[BucketCosts]) -> str:

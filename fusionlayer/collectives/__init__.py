@@ -6,7 +6,6 @@ from ._base import (
     MessageSpan,
     check_pair,
     collective,
-    encloses,
     gather_collective,
     gathers,
     get,
@@ -15,7 +14,7 @@ from ._base import (
     registry,
 )
 from ._unequal import TAKES_SHARES, by_shares
-from .choice import choose, describe, in_words, sent_by_node, usual
+from .choice import choose, usual
 from .reduction import UNSCALED, Scaling, reduce_flat, reduce_scatter_flat, scale_
 
 __all__ = [
@@ -29,20 +28,16 @@ __all__ = [
     "check_pair",
     "choose",
     "collective",
-    "describe",
-    "encloses",
     "gather_collective",
     "gather_names",
     "get",
     "get_gather",
-    "in_words",
     "is_gather",
     "knows",
     "names",
     "reduce_flat",
     "reduce_scatter_flat",
     "scale_",
-    "sent_by_node",
     "usual",
 ]
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..base.errors import ConfigError
 from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from ._base import AllReduce, get
 from ._pieces import cut
 from .two_shot import summing

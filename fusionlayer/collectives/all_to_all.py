@@ -10,7 +10,8 @@ from torch import Tensor
 from ..base.seeds import derive_seed
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from . import zipped
 
 __all__ = ["all_to_all"]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..base.errors import WireError
 from ..codecs import Codec, VariableSizeCodec
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from ._base import MessageSpan, gather_collective
 
 __all__ = ["gather", "gather_v"]

@@ -14,7 +14,8 @@ from ..base.seeds import derive_seed
 from ..codecs import AgreeingCodec, Codec, TensorState
 from ..codecs.research.oktopk import BALANCE, OkTopk
 from ..codecs.sparse.sparsifier import MEMORY
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from ._base import check_pair, collective
 
 __all__ = ["oktopk"]

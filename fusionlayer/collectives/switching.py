@@ -18,8 +18,9 @@ from ..base.errors import ConfigError
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
 from ..process.clock import Clock, Stamp, clock_of
-from ..transport import Transport, by_rank
+from ..transport import Transport
 from ..transport._sum import sum_in_rank_order
+from ..transport.composed import by_rank
 from . import zipped as zipping
 from ._alpha_beta import AlphaBeta, Costs, describe
 from ._base import check_pair, collective

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..base.errors import ConfigError, WireError
 from ..codecs import ChangeCodec, Codec, ZippedCodec
 from ..native.wire import DTYPE_CODES
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from ._base import check_pair, collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 

@@ -15,7 +15,8 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 
 from ..base.errors import UsageError
 from ..collectives import Scaling
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from .operation import Operation, Reduce
 from .pages import by_large_pages
 from .reductions import combine, neutral, reduce_as

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import codecs
 from ..collectives import Scaling, reduce_flat
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 
 __all__ = ["combine", "neutral", "reduce_as"]
 

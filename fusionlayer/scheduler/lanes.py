@@ -299,7 +299,7 @@ class Lanes:
         self._timeline = timeline
         self._learns_order = learns_order
         self.all = [Lane(transport, device, name)]
-        self.all += [Lane(transport.duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
+        self.all += [Lane(transport.shared_duplicate(), device, f"{name} {i}") for i in range(1, lanes)]
         self.are_at_once = self.all[0].is_at_once
         self.jobs: dict[int, Job] = {}
         self.watch: StepTimer | None = None

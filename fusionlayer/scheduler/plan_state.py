@@ -13,6 +13,7 @@ from .. import codecs, collectives
 from ..base.plan import Bucket, FusionPlan, TensorInfo
 from ..codecs import Codec, PartsCodec
 from ..collectives import Scaling
+from ..collectives._base import encloses
 from ..native.wire import DTYPE_CODES
 from ..observe.timeline import Timeline
 from ..process.clock import Clock
@@ -298,8 +299,8 @@ class BufferMaker:
             residual = memory.flat(bucket, device) if feedback else None
             all_reduce = collectives.by_shares(bucket.algorithm, bucket.shares)
             # On a device a message of its own is only queued there, and costs no time.
-            encloses = device.type == "cpu" and not bucket.shares and collectives.encloses(bucket.algorithm)
-            buffer = FlatBuffer(*common, all_reduce=all_reduce, residual=residual, encloses=encloses)
+            enclosing = device.type == "cpu" and not bucket.shares and encloses(bucket.algorithm)
+            buffer = FlatBuffer(*common, all_reduce=all_reduce, residual=residual, encloses=enclosing)
             if not codec.lossless and getattr(torch, bucket.dtype) in DTYPE_CODES:
                 buffer.probe = ErrorProbe(index, bucket, codec, self.rank)
         if self.undoable:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 
 __all__ = ["all_reduce", "check_world"]
 

@@ -16,6 +16,7 @@ from ..base.config import Config, PlanningSettings, blame
 from ..base.errors import ConfigError, require
 from ..base.plan import FusionPlan, TensorInfo
 from ..codecs import Codec
+from ..collectives import choice
 from ..functional import make_codec
 from ..observe.timeline import Timeline
 from ..planning.codec_rules import AUTO, FIDELITIES, LOCAL, CodecRule, CodecRules
@@ -136,7 +137,7 @@ def _say_what_is_sent(
             algorithm = collectives.choose(codec, nodes, planning.algorithm, ahead=planning.ahead)
             sent[codec, algorithm, tensor.dtype] += tensor.numel
     for (codec, algorithm, dtype), numel in sent.items():
-        words = collectives.describe(codec, algorithm, numel, getattr(torch, dtype), nodes, half=False)
+        words = choice.describe(codec, algorithm, numel, getattr(torch, dtype), nodes, half=False)
         _logger.info("gradients of %s: %s", dtype, words)
     used = {algorithm for _, algorithm, _ in sent}
     if shares and collectives.TAKES_SHARES not in used and planning.plan_controller is None:

@@ -20,7 +20,8 @@ from ..base.config import Config
 from ..base.errors import ConfigError, PlanMismatch, ReplicaMismatch
 from ..coordination.matching import differing
 from ..native.wire import digest
-from ..transport import Transport, by_rank
+from ..transport import Transport
+from ..transport.composed import by_rank
 from .digests import Digest, await_gpus, cut, digest_of, flat
 from .parameters import is_distributed, local_part
 

@@ -2,7 +2,6 @@
 
 from .base import Transport
 from .c10d import C10dTransport
-from .composed import by_rank
 from .local import LocalTransport
 
-__all__ = ["C10dTransport", "LocalTransport", "Transport", "by_rank"]
+__all__ = ["C10dTransport", "LocalTransport", "Transport"]

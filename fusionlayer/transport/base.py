@@ -71,7 +71,17 @@ class Transport(Composed, Queueing):
 
     @abstractmethod
     def duplicate(self) -> Transport:
-        """Return a transport over the same ranks with traffic separate from this one's. All ranks call it together."""
+        """Return a transport over the same ranks with traffic separate from this one's. All ranks call it together.
+
+        A failure of one does not end the other.
+        """
+
+    def shared_duplicate(self) -> Transport:
+        """Return a duplicate over the same connections, if this kind of transport can share them.
+
+        It needs no more descriptors. A call of one that fails ends the other, too.
+        """
+        return self.duplicate()
 
     @abstractmethod
     def subset(self, ranks: Sequence[int]) -> Transport:

@@ -54,7 +54,7 @@ class _GroupRendezvous(Rendezvous):
         pays: whether they are faster than gloo; None: that was not measured yet.
         peer_bytes: as of ``Transport``.
         peers_pay: whether messages by peer memory are faster than by NCCL; None: that was not measured yet.
-        mesh: connections of gloo between just these ranks; None: there are none yet.
+        mesh: connections of gloo between just these ranks, which shared duplicates use; None: there are none yet.
     """
 
     nccl: bool
@@ -63,6 +63,9 @@ class _GroupRendezvous(Rendezvous):
     peer_bytes: int = 0
     peers_pay: bool | None = None
     mesh: GlooMesh | None = None
+
+    def renamed(self, name: str) -> _GroupRendezvous:
+        return replace(super().renamed(name), mesh=None)
 
     def narrowed(self, ranks: tuple[int, ...], name: str) -> _GroupRendezvous:
         return replace(super().narrowed(ranks, name), mesh=None)

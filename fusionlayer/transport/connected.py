@@ -76,8 +76,15 @@ class ConnectedTransport(LinkedTransport):
 
     def duplicate(self: Self) -> Self:
         self._check_open()
+        return self._another(self._rendezvous.renamed(self._next_name()))
+
+    def shared_duplicate(self: Self) -> Self:
+        self._check_open()
+        return self._another(replace(self._rendezvous, name=self._next_name()))
+
+    def _next_name(self) -> str:
         self._duplicates += 1
-        return self._another(replace(self._rendezvous, name=f"{self._rendezvous.name}/{self._duplicates}"))
+        return f"{self._rendezvous.name}/{self._duplicates}"
 
     def subset(self: Self, ranks: Sequence[int]) -> Self:
         """Return a transport over some of the ranks, including this one, numbered in the order given.

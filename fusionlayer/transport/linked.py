@@ -280,9 +280,8 @@ class LinkedTransport(Transport):
         link = self._links["cuda"]
         if x.device != link.device:
             raise UsageError(
-                f"rank {self.rank}: got a tensor on {x.device}, and this rank's connections are those of "
-                f"{link.device}; a process sends from one GPU: call torch.cuda.set_device({link.device.index}) and put "
-                "the model there"
+                f"rank {self.rank}: got a tensor on {x.device}, and this rank's connections are those of {link.device}"
+                f"; one process, one GPU: call torch.cuda.set_device({link.device.index}) and put the model there"
             )
         return link
 

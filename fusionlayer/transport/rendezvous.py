@@ -53,6 +53,10 @@ class Rendezvous:
     known: Mapping[int, Identity] = field(default_factory=dict)
     nodes: tuple[tuple[int, ...], ...] | None = None
 
+    def renamed(self: AnyRendezvous, name: str) -> AnyRendezvous:
+        """Return a rendezvous of the same processes under another name, for connections of its own."""
+        return replace(self, name=name)
+
     def narrowed(self: AnyRendezvous, ranks: tuple[int, ...], name: str) -> AnyRendezvous:
         """Return a rendezvous of some of the processes, including this one, under another name."""
         store_rank = ranks.index(self.store_rank) if self.store_rank in ranks else None

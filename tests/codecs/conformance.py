@@ -377,10 +377,11 @@ def recode_keeps_what_it_loses(codec: Codec, dtype: torch.dtype, device: torch.d
 def rows_are_recoded_one_by_one(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
     """Four rows of three summands each, places in any order; a row between those that are recoded stays as it is."""
     n = codec.block + 41
-    starts = [step * 2 * codec.block for step in (3, 0, 1)]
+    apart = -(-n // codec.block) * codec.block
+    starts = [step * apart for step in (3, 0, 1)]
     for each in (codec.bare, codec.checked):
         summands = torch.stack([rows(each, 5, n, dtype, device).roll(row, 0)[:3] for row in range(4)], 1)
-        for residual in (None, gradient(8 * codec.block, 13).to(device) * 0.01):
+        for residual in (None, gradient(4 * apart, 13).to(device) * 0.01):
             got, wanted = (torch.full_like(summands[0], 0xA5) for _ in range(2))
             kept, left = (None if residual is None else residual.clone() for _ in range(2))
             each.recode_rows(summands[:, 1:], got[1:], n, starts, dtype=dtype, seed=4, residual=kept)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusionlayer import codecs
 from fusionlayer.base.errors import TransportError
 from fusionlayer.codecs import Codec, HomomorphicCodec
-from fusionlayer.collectives import encloses
+from fusionlayer.collectives._base import encloses
 from fusionlayer.collectives._pieces import IN_FLIGHT, cut, pipeline
 from fusionlayer.collectives.halves import all_gather, reduce_scatter
 from fusionlayer.collectives.one_shot import one_shot

@@ -21,7 +21,8 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer import codecs, collectives
-from fusionlayer.transport import C10dTransport, by_rank, c10d
+from fusionlayer.transport import C10dTransport, c10d
+from fusionlayer.transport.composed import by_rank
 from fusionlayer.transport.links.peer import PeerLink
 from tests.gpu.place import PATIENCE, TensorsOn
 from tests.harness import checkpoint

@@ -23,6 +23,7 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer import codecs
 from fusionlayer.backend import calls
+from fusionlayer.collectives.choice import sent_by_node
 from fusionlayer.transport import Transport
 from fusionlayer.transport.linked import LinkedTransport
 from fusionlayer.transport.local import LocalTransport
@@ -136,7 +137,7 @@ def test_the_bytes_that_are_shown_are_those_that_are_sent(name: str, monkeypatch
     with monkeypatch.context() as patch:
         sent = count(LocalTransport, patch.setattr)
         over_threads(8, lambda group: fl.all_reduce(torch.ones(N), "int8", name, group=group), ranks_per_node=3)
-    shown = fl.collectives.sent_by_node(name, (3, 3, 2))
+    shown = sent_by_node(name, (3, 3, 2))
     assert shown is not None and max(sent.values()) == pytest.approx(shown * N * BITS["int8"] / 8, rel=0.01)
 
 

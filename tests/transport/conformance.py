@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fusionlayer.base.errors import ConfigError, PlanMismatch, TransportError
-from fusionlayer.transport import Transport, by_rank
+from fusionlayer.transport import Transport
+from fusionlayer.transport.composed import by_rank
 
 # One more and one less than each length at which a message may be cut or handled another way.
 LENGTHS = [0, 1, 100, 4095, 4096, 4097, 65535, 65536, 65537, (1 << 20) - 1, 1 << 20, (1 << 20) + 1]

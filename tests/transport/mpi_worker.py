@@ -17,7 +17,7 @@ from mpi4py import MPI
 import fusionlayer as fl
 from fusionlayer import context
 from fusionlayer.base.errors import ConfigError, TransportError
-from fusionlayer.transport import by_rank
+from fusionlayer.transport.composed import by_rank
 from fusionlayer.transport.mpi import MpiTransport
 from tests.transport.conformance import all_gather_and_all_to_all, conform
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from fusionlayer.base.errors import TransportError, UsageError
 from fusionlayer.health import inquiry
 from fusionlayer.process.processes import Identity
-from fusionlayer.transport import C10dTransport, by_rank
+from fusionlayer.transport import C10dTransport
+from fusionlayer.transport.composed import by_rank
 from fusionlayer.transport.links.base import LinkError
 from fusionlayer.transport.links.gloo import GlooLink
 from fusionlayer.transport.links.socket_options import SocketOptions

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fusionlayer.base.errors import TransportError, WireError
-from fusionlayer.transport import LocalTransport, Transport, by_rank, local
+from fusionlayer.transport import LocalTransport, Transport, local
+from fusionlayer.transport.composed import by_rank
 from tests.loops import looped
 from tests.tiers import tiered
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionlayer.base.errors import TransportError
-from fusionlayer.transport import Transport, by_rank
+from fusionlayer.transport import Transport
+from fusionlayer.transport.composed import by_rank
 from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.tiers import tiered
 
