@@ -264,11 +264,20 @@ class Codec(ABC):
 
         Row i has ``numel`` elements from ``starts[i]`` on, of the seed's sequence and of ``residual``. All else is as
         in ``recode``.
+
+        Raises:
+            ConfigError: ``residual`` ends before a row does.
         """
+        self._check_reach(residual, numel, starts)
         for row, start in enumerate(starts):
             kept = None if residual is None else residual[start : start + numel]
             given = {"dtype": dtype, "source": source, "seed": seed, "offset": start, "residual": kept}
             self.recode(payloads[:, row], out[row], numel, **given)  # type: ignore[arg-type]
+
+    def _check_reach(self, residual: Tensor | None, numel: int, starts: Sequence[int]) -> None:
+        """Refuse a ``residual`` that ends before a row of ``recode_rows`` does."""
+        if residual is not None and starts and residual.numel() < (end := max(starts) + numel):
+            raise ConfigError(f"{self}: residual of {residual.numel()} elements; expected at least {end}, for all rows")
 
     def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
         """Write ``x - base`` into ``payload`` (capacity,), a message of f32, for ranks that have ``base``.

@@ -126,6 +126,7 @@ class NativeCodec(Codec):
             given = {"dtype": dtype, "source": source, "seed": seed, "residual": residual}
             return super().recode_rows(payloads, out, numel, starts, **given)  # type: ignore[arg-type]
         assert isinstance(theirs, NativeCodec)
+        self._check_reach(residual, numel, starts)
         form, foreign = self.wire(numel, dtype), theirs.wire(numel, dtype)
         spec = self._seeded(form, dtype, Encoding(seed, 0))
         theirs._verified(payloads[:, 0], foreign)

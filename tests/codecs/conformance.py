@@ -390,6 +390,11 @@ def rows_are_recoded_one_by_one(codec: Codec, dtype: torch.dtype, device: torch.
                 each.recode(summands[:, row], wanted[row], n, dtype=dtype, seed=4, offset=start, residual=part)
             assert torch.equal(got, wanted)
             assert kept is None or left is None or same_bits(kept, left)
+            if kept is not None:
+                with pytest.raises(ConfigError, match="residual of .* elements; expected at least"):
+                    each.recode_rows(
+                        summands[:, 1:], got[1:], n, starts, dtype=dtype, residual=kept[: apart * 3 + n - 1]
+                    )
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from .conformance import DTYPES, FEW_LENGTHS, LENGTHS, WORLDS, conform, given, p
 pytestmark = pytest.mark.short
 
 DEFAULTS = defaults()
-MULTI_HOP = ("butterfly", "ring")  # they add in another order
+MULTI_HOP = ("butterfly", "grid", "ring")  # they add in another order
 
 
 Worlds = tuple[int, ...]

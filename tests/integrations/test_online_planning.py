@@ -210,7 +210,7 @@ def test_auto_follows_what_a_device_tells(per_element: float, chosen: str, monke
         optimizer.close()
         return used, profile, device.waits
 
-    with costs_measured(latency=1e-6, per_byte=1e-5, per_element=per_element):
+    with costs_measured(latency=1e-6, per_byte=1e-4, per_element=per_element):
         (used, profile, waits), other = local.run(rank_main, 2)
     assert used == other[0] == {chosen} and waits == 0
     tensors = profile.model.tensors

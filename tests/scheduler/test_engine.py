@@ -272,7 +272,7 @@ def test_a_given_plan_names_codec_and_collective() -> None:
         return transport.bytes_sent
 
     payload = codecs.get("bf16").bare.wire(plan.buckets[0].numel).capacity
-    agreed = 2 * 32 + 1  # the number of lanes, the plan, and whether there is a timeline
+    agreed = 2 * 64 + 1  # the number of lanes, the plan, and whether there is a timeline
     assert all(sent == payload + agreed for sent in over_threads(2, body))
 
 

@@ -148,7 +148,7 @@ def disagree(common: dict[str, Any], difference: dict[str, Any], told: str = "")
         with pytest.raises(PlanMismatch, match=text) as error:
             run_step(engine, values)
         assert error.value.ranks == (ODD,)
-        digests_and_names = 256 * (WORLD - 1)
+        digests_and_names = 320 * (WORLD - 1)
         assert transport.bytes_sent <= digests_and_names, "payload was sent before the ranks agreed"
         assert all(torch.equal(values[name], kept[name]) for name in values)
         with pytest.raises(PlanMismatch):
