@@ -36,4 +36,4 @@ def test_a_rank_that_is_stopped_while_they_meet_is_told_in_time(tmp_path: Path, 
     outcomes = outcomes_of(meet, 2, str(tmp_path), amid, signals={(0, "stopped"): signal.SIGSTOP}, backend=None)
     assert [o.kind for o in outcomes] == ["hung", "raised"], outcomes
     assert outcomes[1].error[0] == "TransportError", outcomes[1]
-    assert ("lost the store by which the ranks meet" if amid == "count" else "while they met") in outcomes[1].error[1]
+    assert ("the store by which the ranks meet" if amid == "count" else "while they met") in outcomes[1].error[1]
