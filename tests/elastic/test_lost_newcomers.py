@@ -32,6 +32,7 @@ pytestmark = pytest.mark.medium
 
 TIMEOUT = "1000"
 FIRST = 2
+LAST = 3  # steps within which a newcomer comes to each point
 POINTS = (
     "has asked",
     "is a member",
@@ -62,7 +63,10 @@ def live(rank: int, world: int, folder: str) -> dict[str, Any]:
     elif rank == 0:
         _lose_who_asks_for_the_plan(folder, world, members)
     coming, end, ended = FIRST, Path(folder, "end"), None
+    made = 0
     while ended is None or members.step < ended:
+        assert not point or made < LAST, f"a newcomer has not come to where it {point}"
+        made += 1
         hook = model.weight.register_hook(lambda gradient: _end(folder, rank)) if members.has_joined else None
         loss = model(torch.full((4, 100), rank + 1.0)).square().mean()
         if hook is not None and point != "computes":
@@ -109,11 +113,6 @@ def _before(owner: Any, name: str, act: Callable[[], None], when: Callable[..., 
 
 def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[], None]) -> None:
     """Have this process end at a point of its life."""
-    counted: list[Any] = []
-
-    def second(*_: Any) -> bool:
-        counted.append(None)
-        return len(counted) == 2
 
     def send_a_half(link: GlooLink, outgoing: Any, incoming: Any) -> Any:
         if any(message.data.numel() > 1000 for message in outgoing):
@@ -121,6 +120,11 @@ def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[
                 work.wait()
             end()
         return post(link, outgoing, incoming)
+
+    def ask_for_the_plan(link: GlooLink, outgoing: Any, incoming: Any) -> Any:
+        posted = post(link, outgoing, incoming)
+        stop()
+        return posted
 
     post = GlooLink._post
     if point == "has asked":
@@ -136,9 +140,9 @@ def _arm(point: str, members: Members, end: Callable[[], None], stop: Callable[[
     elif point == "has the state":
         _before(members, "all_have_state", end)
     elif point == "has one lane":
-        _before(C10dTransport, "duplicate", end, second)
+        _before(C10dTransport, "shared_duplicate", end)
     elif point == "has asked for the plan":
-        _before(GlooLink, "broadcast", lambda: _before(GlooLink, "_receive", stop))
+        _before(GlooLink, "broadcast", lambda: setattr(GlooLink, "_post", ask_for_the_plan))
     elif point == "has sent a half":
         GlooLink._post = send_a_half  # type: ignore[method-assign]
     elif point == "has the results":
