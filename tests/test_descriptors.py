@@ -41,5 +41,5 @@ def test_a_hard_limit_that_is_too_low_is_an_error_that_says_how_many_are_needed(
         ConfigError, match="1000 ranks needs 6064 open files in this process, and the hard limit is 4096"
     ):
         descriptors.reserve(1000, keeps_store=True)
-    with pytest.raises(ConfigError, match="needs 14064 open files"):
+    with pytest.raises(ConfigError, match="needs 15064 open files"):
         descriptors.reserve(1000, keeps_store=False, connections=4)
