@@ -90,7 +90,7 @@ def start(store: dist.Store, rank: int, size: int) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize("size", tiered([16, 1024], lambda size: size == 16))
+@pytest.mark.parametrize("size", tiered([16, 64, 1024], lambda size: size == 16, lambda size: size == 64))
 def test_ranks_make_as_many_requests_however_many_they_are(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_FIRST_LOOK", 600.0)  # a rank looks at the others only after a while
     monkeypatch.setattr("fusionlayer.health.store.decode", cache(decode))  # all ranks are in one process
