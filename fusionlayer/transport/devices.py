@@ -32,12 +32,15 @@ def check_devices(store: dist.Store, rank: int, size: int, device: torch.device)
         ConfigError: there are no kernels for the GPU of a rank.
     """
     found = torch.cuda.get_device_properties(device)
-    slot = ":".join(str(getattr(found, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
+    gpu = str(getattr(found, "uuid", device.index))
+    # The place on the PCI bus, which all MIG slices of a GPU share. Not every version of torch knows it.
+    places = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    slot = gpu if None in places else ":".join(map(str, places))
     mine = {
         # NCCL_HOSTID makes one host look like several to NCCL, which then lets ranks share a GPU.
         "host": os.environ.get("NCCL_HOSTID") or node_name(),
         "slot": slot,
-        "gpu": str(getattr(found, "uuid", slot)),
+        "gpu": gpu,
         "device": str(device),
         "unsupported": _why_unsupported(device),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ import torch.distributed as dist
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
-from fusionlayer.base.errors import ConfigError
-from fusionlayer.transport.devices import refuse_rocm
+from fusionlayer.base.errors import ConfigError, PlanMismatch
+from fusionlayer.transport.devices import check_devices, refuse_rocm
 from tests.harness import outcomes_of, run_ranks
 from tests.tiers import tiered
 from tests.transport.fake_nccl import FakeNccl, gpus
@@ -163,6 +164,33 @@ def sharing_job(rank: int, world: int) -> float:
         found: float = x.tolist()[0]
         fl.shutdown()
         return found
+
+
+@pytest.mark.short
+def test_gpus_are_told_apart_where_torch_knows_no_place_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index // 2}")
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def check(first: int, second: int) -> list[str]:
+        store, found = dist.HashStore(), ["", ""]
+
+        def run(rank: int, index: int) -> None:
+            try:
+                check_devices(store, rank, 2, torch.device("cuda", index))
+            except PlanMismatch as error:
+                found[rank] = str(error)
+
+        threads = [threading.Thread(target=run, args=place) for place in ((0, first), (1, second))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    assert check(0, 2) == ["", ""]
+    assert all("ranks 0 and 1 use one GPU (cuda:0 and cuda:1, GPU-0)" in text for text in check(0, 1))
 
 
 @pytest.mark.short
