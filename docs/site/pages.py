@@ -359,6 +359,7 @@ def _paper(name: str, codec: Codec) -> str:
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
+_SENTENCE_END = re.compile(r"(?<=[\w)\]`.])[.:;] +(?=[A-Z`])(?!Then)")  # not the stop in "et al., ICLR 2018"
 _DECLARATION = re.compile(r"/\*((?:(?!\*/).)*)\*/\n(?:(?!/\*|FL_API)[^\n]*\n)*?FL_API ([^;]+);", re.DOTALL)
 
 
@@ -371,27 +372,25 @@ def kernels() -> str:
     for comment, declaration in _DECLARATION.findall(header):
         name = re.search(r"\b(fl_\w+)\(", declaration)
         if name:
-            rows.append([f"`{name[1]}`", _plain(comment).rstrip(".")])
+            rows.append([f"`{name[1]}`", _SENTENCE_END.split(_plain(comment))[0].rstrip(".")])
     return as_page(
         "# Kernels",
-        "Codecs compute in a core of C++17 behind a C ABI. One library for the CPU holds drivers for AVX-512, AVX2\n"
-        "and plain x86-64, and chooses when it is loaded; one for CUDA holds the kernels. Both are compiled from the\n"
-        "same arithmetic. [Architecture](architecture.md#the-codec-core) tells how their bytes are kept equal,\n"
-        "[the wire format](wire_format.md) what the bytes are, and\n"
-        "[results](../benchmarks/results/README.md#on-a-gpu) how fast the kernels are on a GPU.",
-        "`fusionlayer/csrc/include/fusionlayer_codec.h` declares all of it. Python calls it by ctypes.\n"
-        "Encoding an unchanged element of bf16 by `delta` takes some 45 instructions of sm_90, counted in the code:\n"
-        "eight of them are lookups for two checksums.",
+        "Which functions does the compiled core have, and which guarantees do they give? Codecs compute in C++17\n"
+        "behind a C ABI. The CPU library has drivers for AVX-512, AVX2 and plain x86-64, chosen at loading; the CUDA\n"
+        "library has kernels of the same arithmetic. See also [how their bytes stay\n"
+        "equal](architecture.md#the-codec-core), [the bytes](wire_format.md) and\n"
+        "[speeds on a GPU](../benchmarks/results/README.md#on-a-gpu).",
         "## What every function promises",
         [f"- {promise}" for promise in promises],
         "## The functions",
-        "`encode` and `decode` are those of the codec in `spec`.",
+        "These are the first sentences of the comments in `fusionlayer/csrc/include/fusionlayer_codec.h`. The comments\n"
+        "also define residuals, statuses and limits. `encode` and `decode` are those of the codec in `spec`.",
         table(["function", "what it does"], rows),
         "## What the CUDA kernels are made of",
-        "A kernel is limited by whichever takes longer: to issue its instructions, or to move its bytes at the rate\n"
-        "of a copy. [Instructions](../benchmarks/results/instructions_intel-r-xeon-r-processor_2026-11-26.md) of a\n"
-        "thread for each element were counted in what nvcc makes for sm_80, sm_90 and sm_100. No kernel spills a\n"
-        "register to memory.",
+        "A kernel is limited by the longer of two times: issuing its instructions, or moving its bytes at the rate of\n"
+        "a copy. [Instructions](../benchmarks/results/instructions_intel-r-xeon-r-processor_2026-11-26.md) of a\n"
+        "thread for each element were counted in nvcc's code for sm_80, sm_90 and sm_100. No kernel spills a\n"
+        "register to memory. `delta` takes some 45 instructions of sm_90 for an unchanged element of bf16.",
     )
 
 
