@@ -359,7 +359,7 @@ def _paper(name: str, codec: Codec) -> str:
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
-_SENTENCE_END = re.compile(r"(?<=[\w)\]`.])[.:;] +(?=[A-Z`])(?!Then)")  # not the stop in "et al., ICLR 2018"
+_SENTENCE_END = re.compile(r"(?<=[\w)\]`.])(?:[.:] +(?=[A-Z`])(?!Then)|; )")  # not the stop in "et al., ICLR 2018"
 _DECLARATION = re.compile(r"/\*((?:(?!\*/).)*)\*/\n(?:(?!/\*|FL_API)[^\n]*\n)*?FL_API ([^;]+);", re.DOTALL)
 
 
@@ -372,7 +372,7 @@ def kernels() -> str:
     for comment, declaration in _DECLARATION.findall(header):
         name = re.search(r"\b(fl_\w+)\(", declaration)
         if name:
-            rows.append([f"`{name[1]}`", _SENTENCE_END.split(_plain(comment))[0].rstrip(".")])
+            rows.append(f"- `{name[1]}`: " + _SENTENCE_END.split(_plain(comment))[0].rstrip("."))
     return as_page(
         "# Kernels",
         "Which functions does the compiled core have, and which guarantees do they give? Codecs compute in C++17\n"
@@ -383,9 +383,9 @@ def kernels() -> str:
         "## What every function promises",
         [f"- {promise}" for promise in promises],
         "## The functions",
-        "These are the first sentences of the comments in `fusionlayer/csrc/include/fusionlayer_codec.h`. The comments\n"
-        "also define residuals, statuses and limits. `encode` and `decode` are those of the codec in `spec`.",
-        table(["function", "what it does"], rows),
+        "This is the beginning of each comment in `fusionlayer/csrc/include/fusionlayer_codec.h`. The comments also\n"
+        "define residuals, statuses and limits. `encode` and `decode` are those of the codec in `spec`.",
+        rows,
         "## What the CUDA kernels are made of",
         "A kernel is limited by the longer of two times: issuing its instructions, or moving its bytes at the rate of\n"
         "a copy. [Instructions](../benchmarks/results/instructions_intel-r-xeon-r-processor_2026-11-26.md) of a\n"
