@@ -65,9 +65,8 @@ def test_every_error_has_a_remedy_and_every_message_there_is_one_of_the_code() -
     page = (DOCS / "troubleshooting.md").read_text()
     for name in errors.__all__:
         assert f"`fl.{name}`" in page, name
-    messages = re.findall(
-        r"^\| `([^|]+)` \| [^|]+ \| [^|]+ \|$", page.partition("## The job does not start")[2], re.MULTILINE
-    )
+    remedies = re.findall(r"^- (`.*(?:\n  .*)*)", page.partition("## The job does not start")[2], re.MULTILINE)
+    messages = [" ".join(text.split()) for each in remedies for text in each.partition("`: ")[0].split("`")[1::2]]
     assert len(messages) > 60
     for message in messages:
         parts = message.split("...")

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _ELEMENTS = 1 << 20  # of the tensor whose bits are counted
 _FEW = 4  # choices that are shown beside an option; more stand in its meaning
 _RANKS = 8  # for which a collective is chosen
+_COMMON = ("help", "columns")  # options that the introduction of docs/commands.md describes
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -139,26 +140,25 @@ def _settings(defaults: config.Config | config.PlanningSettings) -> Iterator[lis
 def commands() -> str:
     """Return docs/commands.md: what every command and option means, from the parsers themselves."""
     parts: list[str | list[str]] = []
-    overview = []
+    links = []
     for parser in [*_leaves(cli.make_parser()), fusionrun.make_parser()]:
         about = " ".join((parser.description or "").split())
-        overview.append([f"[`{parser.prog}`](#{parser.prog.replace(' ', '-')})", about])
+        links.append(f"[`{parser.prog}`](#{parser.prog.replace(' ', '-')})")
         parts += [f"## {parser.prog}", about, f"```\n{_usage(parser)}\n```"]
         for group in parser._action_groups:
             shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-            rows = [[_flags(action), _meaning(parser, action)] for action in shown if action.dest != "help"]
+            rows = [(_flags(action), _meaning(parser, action)) for action in shown if action.dest not in _COMMON]
             if rows:
                 usual = group.title in ("options", "positional arguments", "optional arguments")
-                title = "argument" if group.title == "positional arguments" else "option"
                 parts += [] if usual else [f"{str(group.title)[0].upper()}{str(group.title)[1:]}:"]
-                parts.append(table([title, "meaning"], rows))
+                parts.append([f"- {flags}: {meaning}" for flags, meaning in rows])
         parts += _prose(parser.epilog or "")
     return as_page(
         "# Commands",
-        "What the package installs. Each command has `--help`. [Operations](operations.md) and\n"
-        "[planning](planning.md) show them at work. The exit status is 0; 1 after a failure; 2 for an argument, a\n"
-        "file or a setting that cannot be used.",
-        table(["command", "what it does"], overview),
+        "Which commands does the package install, and what do their options mean? Each has `--help`. The exit status\n"
+        "is 0; 1 after a failure; 2 for an unusable argument, file or setting. `--columns NAME,NAME` chooses columns\n"
+        "of printed tables, or all (default: those that fit the terminal or COLUMNS; all in pipes).",
+        ", ".join(links),
         *parts,
     )
 
@@ -167,7 +167,7 @@ def _prose(text: str) -> list[str | list[str]]:
     """Return paragraphs; lines that are indented, or aligned in columns, become blocks of code."""
 
     def is_code(line: str) -> bool:
-        return bool(re.search(r"\S {3}", line)) or line.startswith("    ")
+        return bool(re.search(r"\S {2}", line)) or line.startswith("    ")
 
     parts: list[str | list[str]] = []
     for paragraph in text.strip("\n").split("\n\n"):
@@ -217,6 +217,7 @@ def _flags(action: argparse.Action) -> str:
 def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     help = parser._get_formatter()._expand_help(action) if action.help else ""
     listed = action.choices and (action.metavar or len([*action.choices]) > _FEW)
+    listed = listed and not all(str(choice) in help for choice in action.choices or ())
     choices = f"one of {as_code(map(str, action.choices or ()))}" if listed else ""
     return "; ".join(filter(None, [help, choices]))
 

@@ -35,9 +35,9 @@ _EPILOG = """\
     fusionrun -np 4 python train.py
     fusionrun -np 8 -H node1:4,node2:4 --network-interface eth0 python train.py --epochs 3
 
-Other hosts are reached by ssh without a password, and need the same folder, Python and packages. Variables of
-fusionlayer, Horovod, torch, NCCL, CUDA and Python go along, with PATH and LD_LIBRARY_PATH; -x names others. Flags of
-horovodrun that are not listed change nothing, or are refused with the reason.
+Other hosts need ssh without a password, and the same folder, Python and packages. They get the variables of
+fusionlayer, Horovod, torch, NCCL, CUDA and Python, PATH and LD_LIBRARY_PATH; -x names others. Flags of horovodrun that
+are not listed change nothing, or are refused with the reason.
 """
 
 
@@ -174,38 +174,44 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("-np", "--num-proc", type=positive, metavar="N", help="processes of the job")
     add("-v", "--version", action="version", version=f"fusionlayer {__version__}", help="print the version and exit")
-    check = "print what is installed and works, as `fusionlayer doctor`, and exit"
+    check = "run `fusionlayer doctor` and exit"
     add("-cb", "--check-build", action="store_true", help=check)
-    add("--verbose", action="store_true", help="show what is started")
-    add("--output-filename", metavar="FOLDER", help="also write what each rank prints to files in this folder")
-    add("--start-timeout", type=positive, default=30, metavar="SECONDS", help="for all hosts to come (default 30)")
+    add("--verbose", action="store_true", help="print commands and names of variables")
+    add("--output-filename", metavar="FOLDER", help="folder for each rank's output")
+    add(
+        "--start-timeout",
+        type=positive,
+        default=30,
+        metavar="SECONDS",
+        help="timeout for the hosts to meet (default 30)",
+    )
     hosts = parser.add_argument_group("hosts").add_argument
-    hosts("-H", "--hosts", metavar="NAME:SLOTS,...", help="hosts, and how many processes each takes (default: this)")
-    hosts("-hostfile", "--hostfile", metavar="FILE", help="the same from a file with lines 'name slots=4'")
-    hosts("-p", "--ssh-port", type=positive, metavar="PORT", help="of the hosts' ssh servers")
+    hosts("-H", "--hosts", metavar="NAME:SLOTS,...", help="hosts and their numbers of processes (default: this host)")
+    hosts("-hostfile", "--hostfile", metavar="FILE", help="file of hosts, with lines 'name slots=4'")
+    hosts("-p", "--ssh-port", type=positive, metavar="PORT", help="port of the ssh servers")
     hosts("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     hosts(
         "--accept-new-host-keys",
         action="store_true",
-        help="let ssh accept hosts that it does not know yet (StrictHostKeyChecking=accept-new)",
+        help="let ssh accept unknown hosts (StrictHostKeyChecking=accept-new)",
     )
     hosts(
         *("-x", "--forward"),
         metavar="NAME[=VALUE]",
         action="append",
         default=[],
-        help="also take this environment variable to other hosts; a pattern such as 'WANDB_*' names several",
+        help="environment variable to send to other hosts, or a pattern such as 'WANDB_*'",
     )
     hosts(
         *("--network-interface", "--network-interfaces"),
         metavar="NAME",
         action="append",
-        help="interface that traffic takes: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+        help="network interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )
     elastic = parser.add_argument_group("elastic jobs").add_argument
     least, most = ("--min-np", "--min-num-proc"), ("--max-np", "--max-num-proc")
-    elastic(*least, type=positive, metavar="N", help="go on with so many processes (torchrun's --nnodes min:max)")
-    elastic(*most, type=positive, metavar="N", help="at most so many processes")
+    elastic(*least, type=positive, metavar="N", help="least number of processes (torchrun's --nnodes min:max)")
+    elastic(*most, type=positive, metavar="N", help="largest number of processes")
     elastic("--elastic-timeout", type=positive, metavar="S", help="HOROVOD_ELASTIC_TIMEOUT")
     elastic(
         "--reset-limit", type=count, metavar="N", help=f"restarts before the job fails (default {_DEFAULT_RESTARTS})"
@@ -213,7 +219,7 @@ def make_parser() -> Parser:
     tuning = parser.add_argument_group("settings, by environment variables that the job reads").add_argument
     tuning("--fusion-threshold-mb", type=float, metavar="MB", help="HOROVOD_FUSION_THRESHOLD")
     tuning("--cache-capacity", type=positive, metavar="N", help="HOROVOD_CACHE_CAPACITY")
-    tuning("--codec", metavar="NAME", help="FUSIONLAYER_CODEC, of gradients for which the program names none")
+    tuning("--codec", metavar="NAME", help="FUSIONLAYER_CODEC, where the program names none")
     tuning("--plan", metavar="FILE", help="FUSIONLAYER_PLAN")
     tuning("--timeline-filename", metavar="FILE", help="FUSIONLAYER_TIMELINE")
     tuning(

@@ -102,7 +102,7 @@ def add_columns(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
         "--columns",
         type=some_of("column", [*known, _ALL]),
         metavar="NAME,NAME",
-        help="of the tables, or all (default: what fits the terminal, or COLUMNS; all in a pipe or a file)",
+        help="table columns, or all (default: those that fit the terminal or COLUMNS; all in pipes)",
     )
 
 

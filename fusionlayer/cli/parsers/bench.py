@@ -29,20 +29,18 @@ examples:
     mpirun -n 2 env FUSIONLAYER_TRANSPORT=mpi \\
         fusionlayer bench collectives --format csv --out rows.csv
 
-size    bytes of the largest tensor of the call, uncompressed: all_gather's
-        result, otherwise what each rank gives
-time    of one call: the slowest rank's, median over calls; min and max over
-        calls stand next to it
+size    bytes of the call's largest tensor, uncompressed
+time    the slowest rank's, median over calls, with min and max
 algbw   size / time
-busbw   bytes that each rank really sends / time: what the network carries
-effbw   bytes that each rank would send uncompressed, by the best algorithm
-        / time: the network that would be needed to be as fast without a codec.
-        all_reduce: 2 (n - 1) / n * size; others: (n - 1) / n * size
-ratio   size of those bytes uncompressed / bytes sent
+busbw   bytes sent by a rank / time: what the network carries
+effbw   bytes of the best algorithm without a codec / time: the network that
+        would be as fast uncompressed. all_reduce: 2 (n - 1) / n * size;
+        others: (n - 1) / n * size
+ratio   those bytes / bytes sent
 
-kB, MB and GB are powers of 1000, KiB and MiB of 1024. In csv and json times are
-in seconds and bandwidths in GB/s. A codec that an algorithm cannot send
-has no row; standard error says why.
+kB, MB and GB are powers of 1000, KiB and MiB of 1024. csv and json have seconds
+and GB/s. A codec that an algorithm cannot send has no row; standard error says
+why.
 """
 
 
@@ -53,13 +51,13 @@ def add_parser(commands: Any) -> None:
     parser = subjects.add_parser(
         "collectives",
         help="time, bandwidth and bytes of collectives, by size, codec and algorithm",
-        description="Measure collectives over the ranks that a launcher has started, or over -np\nranks of this host.",
+        description="Measure collectives over the ranks of a launcher, or -np ranks of this host.",
         epilog=_EPILOG,
     )
-    parser.add_argument("-np", "--num-proc", type=positive, metavar="N", help="start so many ranks on this host")
+    parser.add_argument("-np", "--num-proc", type=positive, metavar="N", help="ranks to start on this host")
     parser.add_argument("--min", type=as_bytes, default=1 << 12, metavar="BYTES", help="smallest size (default 4K)")
     parser.add_argument("--max", type=as_bytes, default=1 << 24, metavar="BYTES", help="largest size (default 16M)")
-    parser.add_argument("--factor", type=_above_one, default=4.0, help="from one size to the next (default 4)")
+    parser.add_argument("--factor", type=_above_one, default=4.0, help="growth of the size (default 4)")
     parser.add_argument(
         "--collectives",
         type=some_of("collective", KINDS),
@@ -67,20 +65,22 @@ def add_parser(commands: Any) -> None:
         metavar="NAME,NAME",
         help=f"default {join(KINDS)}",
     )
-    parser.add_argument("--codecs", type=names, default=["raw", "int8", "int4"], metavar="NAME,NAME", help="or all")
+    parser.add_argument(
+        "--codecs", type=names, default=["raw", "int8", "int4"], metavar="NAME,NAME", help="codecs, or all"
+    )
     parser.add_argument(
         "--algorithms",
         type=names,
         default=[DEFAULT],
         metavar="NAME,NAME",
-        help="of all_reduce and reduce_scatter; default: what is chosen by codec and nodes; or all",
+        help="algorithms of all_reduce and reduce_scatter, or all (default: by codec and nodes)",
     )
-    parser.add_argument("--dtype", choices=[*DTYPES], default="f32", help="of the tensors (default f32)")
-    add_device(parser, "of the tensors")
-    parser.add_argument("--calls", type=positive, default=20, metavar="N", help="that are timed (default 20)")
-    parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="calls before those (default 5)")
-    parser.add_argument("--format", choices=[*FORMATS], default="text", help="default text")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")
+    parser.add_argument("--dtype", choices=[*DTYPES], default="f32", help="type of the tensors (default f32)")
+    add_device(parser, "place of the tensors")
+    parser.add_argument("--calls", type=positive, default=20, metavar="N", help="timed calls (default 20)")
+    parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="calls before (default 5)")
+    parser.add_argument("--format", choices=[*FORMATS], default="text", help="output format (default text)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file (default: standard output)")
     add_plot(parser, "effbw against size")
     add_columns(parser, [column.name for column in table([]).columns])
     parser.set_defaults(check=_check)

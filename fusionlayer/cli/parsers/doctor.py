@@ -17,12 +17,12 @@ examples:
     fusionlayer doctor --json
 
 ok     it works
-none   not installed, or not asked for: nothing depends on it
+none   not installed, not needed
 note   worth a look
-FAIL   installed or asked for, and does not work
+FAIL   installed or requested, but broken
 
 A codec's error is the share of a Gaussian tensor's energy that it loses.
-The exit status is 0, or 1 if anything has failed.
+The exit status is 1 after a FAIL.
 """
 
 
@@ -31,9 +31,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="print what is installed and what of it works here",
-        description="Look at this installation, machine and environment, and try every codec\n"
-        "and transport for a moment.",
+        description="Check this installation, machine and environment; try every codec and transport.",
         epilog=_EPILOG,
     )
     add_columns(parser, COLUMNS)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="JSON output")

@@ -26,12 +26,11 @@ examples:
     fusionlayer plan --profile profile.yaml --workers 8 --codec auto \\
         --fidelity aggressive --rate 1gbit -o plan.yaml
 
-waiting  what the optimizer waits for after backward
-idle     how long communication stood still between buckets (W in SAFusion,
-         section 3.3)
+waiting  the optimizer's wait after backward
+idle     pauses of communication between buckets (W in SAFusion, section 3.3)
 
-Both are predictions for one thread that communicates and has a core of its
-own; `fusionlayer simulate` shares cores and links out. See docs/planning.md.
+Both are predictions for one communication thread with a core of its own;
+`fusionlayer simulate` shares cores and links. See docs/planning.md.
 """
 
 
@@ -44,20 +43,24 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     add_cluster(parser)
-    parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks that the plan is for")
+    parser.add_argument("--workers", type=positive, required=True, metavar="N", help="ranks of the job")
     parser.add_argument("--planner", type=planner, metavar="NAME", help="how gradients are fused (default safusion)")
     parser.add_argument(
-        "--planner-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the planner; repeatable"
+        "--planner-option",
+        type=key_value,
+        action="append",
+        metavar="KEY=VALUE",
+        help="option of the planner; repeatable",
     )
     parser.add_argument(
         "--codec",
         default="raw",
         metavar="NAME",
-        help="of all gradients, or auto (default raw)",
+        help="codec of all gradients, or auto (default raw)",
     )
     parser.add_argument("--density", type=float, metavar="X", help="share of elements that a sparse codec sends")
     parser.add_argument(
-        "--codec-option", type=key_value, action="append", metavar="KEY=VALUE", help="of the codec; repeatable"
+        "--codec-option", type=key_value, action="append", metavar="KEY=VALUE", help="option of the codec; repeatable"
     )
     parser.add_argument(
         "--policy", metavar="POLICY.yaml", help="rules that give each gradient a codec, instead of --codec"
@@ -65,19 +68,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--fidelity",
         choices=FIDELITIES,
-        help="with --codec auto: what the cost model may choose from (default near_lossless); local: all, and "
-        "how often to exchange",
+        help="with --codec auto: codecs to choose from (default near_lossless); local: all, and local steps",
     )
     parser.add_argument(
         "--loss-budget",
         type=float,
         metavar="PERCENT",
-        help="with fidelity local: by how much the final loss may be above that of f32, as measured; what was not "
-        f"measured is left out (default: what was measured to be above {BUDGET:g} is)",
+        help="with fidelity local: measured excess of the final loss over f32's; leaves out unmeasured ways (default: "
+        f"{BUDGET:g}, and unmeasured ways are allowed)",
     )
-    parser.add_argument(
-        "--losses", type=Path, metavar="LOSSES.yaml", help="your own measured losses, instead of those that come along"
-    )
+    parser.add_argument("--losses", type=Path, metavar="LOSSES.yaml", help="your own measured losses")
     parser.add_argument("--algorithm", metavar="NAME", help="collective (default: as the engine chooses)")
     parser.add_argument(
         "--ahead",
@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> None:
         help="encode gradients one by one as they arrive (default: as the codec does)",
     )
     parser.add_argument("-o", "--out", type=Path, metavar="PLAN.yaml", help="where to write the plan")
-    parser.add_argument("--compare", action="store_true", help="print what every planner would make of it")
+    parser.add_argument("--compare", action="store_true", help="compare all planners")
     parser.add_argument("--rates", type=names, metavar="R,R", help="rates to compare at (default: that of --rate)")
     add_columns(parser, _COLUMNS)
     parser.set_defaults(check=_check)

@@ -17,10 +17,9 @@ examples:
     mpirun -n 2 fusionlayer profile --model mypackage.training:model_and_batch
     torchrun --nproc-per-node 2 --no-python fusionlayer profile --device cuda
 
-Alone it measures the model's step, codecs and copies. On several ranks it also
-measures a link and collectives, and writes means over ranks. The schema of the
-file is in profiles/README.md. With --device cuda model, codecs and messages
-are on GPUs, and times are those of the GPUs.
+One process measures the model's step, codecs and copies. Several ranks also
+measure links and collectives, and write means over ranks. With --device cuda all
+of it is on GPUs, in their time. profiles/README.md has the file's schema.
 """
 
 
@@ -37,15 +36,19 @@ def add_parser(commands: Any) -> None:
         "--model",
         default="gpt",
         metavar="NAME",
-        help="gpt, resnet, or module:function, which returns a model, whose forward returns its loss, and the "
-        "arguments of that forward (default gpt)",
+        help="gpt, resnet, or module:function, which returns a model whose forward returns the loss, and the forward's "
+        "arguments (default gpt)",
     )
     parser.add_argument("--codec", type=names, metavar="NAME,NAME", help="codecs to measure (default: all)")
-    add_device(parser, "of the model")
-    parser.add_argument("--rate", metavar="RATE", help="of the link, such as 1gbit (default: as it was measured)")
-    parser.add_argument("--out", type=Path, default=Path("profiles"), metavar="FOLDER", help="default profiles")
-    parser.add_argument("--hardware", metavar="NAME", help="of the machine (default: its processor)")
-    parser.add_argument("--steps", type=positive, default=whole.steps, help=f"of the model (default {whole.steps})")
+    add_device(parser, "place of the model")
+    parser.add_argument("--rate", metavar="RATE", help="rate of the link, such as 1gbit (default: as measured)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("profiles"), metavar="FOLDER", help="output folder (default profiles)"
+    )
+    parser.add_argument("--hardware", metavar="NAME", help="name of the machine (default: its processor)")
+    parser.add_argument(
+        "--steps", type=positive, default=whole.steps, help=f"steps of the model (default {whole.steps})"
+    )
     parser.add_argument(
         "--repeats", type=positive, default=whole.repeats, help=f"calls for each size (default {whole.repeats})"
     )
@@ -54,5 +57,5 @@ def add_parser(commands: Any) -> None:
         type=positive,
         default=whole.elements[-1],
         metavar="N",
-        help=f"elements, and bytes of transfers, up to which sizes grow fourfold (default {whole.elements[-1]})",
+        help=f"largest number of elements, and of a transfer's bytes (default {whole.elements[-1]})",
     )

@@ -34,12 +34,12 @@ examples:
     fusionlayer simulate profile.yaml --rate 100mbit --rtt 0.05 --loss 0.0005 \\
         --connections 8
 
-exposed  what of the step is not computing: training waits for the network
-band     the range of measured over projected steps when the profile was
-         validated, times the projected step
+exposed  the step without computing: training waits for the network
+band     the projected step times the validation's range of measured over
+         projected steps
 
-EXTRAPOLATION names what lies outside of what was validated: there the band
-says nothing. The model and its assumptions are in docs/simulation.md.
+EXTRAPOLATION names limits of the validation that are exceeded: the band does
+not hold there. docs/simulation.md has the model.
 """
 
 
@@ -55,16 +55,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--workers", type=numbers, metavar="N,N", help=f"default {join(WORKERS)}, or one on each host of --rates"
     )
-    parser.add_argument("--rate", help="of each host's link, such as 1gbit (default: the profile's highest)")
+    parser.add_argument("--rate", help="rate of each host's link, such as 1gbit (default: the profile's highest)")
     parser.add_argument(
         "--rates",
         type=names,
         metavar="RATE,RATE",
-        help="of the hosts' links, where they differ; two_shot gets shares by them",
+        help="rates of the hosts' links, where they differ; two_shot gets shares by them",
     )
-    parser.add_argument(
-        "--codec", type=names, metavar="NAME,NAME", help="codecs of the profile to compare (default: all of them)"
-    )
+    parser.add_argument("--codec", type=names, metavar="NAME,NAME", help="codecs of the profile (default: all)")
     parser.add_argument(
         "--algorithm",
         choices=ALGORITHMS,
@@ -75,31 +73,33 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--overlap-forward", action="store_true", help="also with results awaited in the next forward")
     parser.add_argument("--per-host", type=positive, metavar="N", help="workers on each host (default: as measured)")
     parser.add_argument("--cores", type=above_zero, metavar="X", help="cores of each worker (default: as measured)")
-    parser.add_argument("--latency", type=seconds, metavar="SECONDS", help="of a message (default: as measured)")
+    parser.add_argument(
+        "--latency", type=seconds, metavar="SECONDS", help="latency of a message (default: as measured)"
+    )
     parser.add_argument("--rtt", type=seconds, default=0.0, metavar="SECONDS", help="round trip between hosts, on top")
     parser.add_argument(
         "--loss",
         type=chance,
         default=0.0,
         metavar="P",
-        help="of a TCP segment between hosts, such as 0.001 (default 0)",
+        help="chance to lose a TCP segment between hosts, such as 0.001 (default 0)",
     )
     parser.add_argument(
         "--congestion",
         choices=sorted(CONGESTION_CONTROLS),
         default="reno",
-        help="control of TCP, which says what a connection carries after a loss (default reno)",
+        help="congestion control of TCP (default reno)",
     )
     parser.add_argument(
         "--connections",
         type=positive,
         metavar="K",
-        help="of our own to each other rank, transport sockets (default: gloo's one)",
+        help="connections of transport sockets to each rank (default: gloo's one)",
     )
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
     add_columns(parser, _COLUMNS)
     add_plot(parser, "speed-ups against workers")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parser.set_defaults(check=_check)
 
 

@@ -9,11 +9,10 @@ from ..arguments import above_zero
 
 __all__ = ["add_parser"]
 
-_DESCRIPTION = "What the ranks of a running job do, which straggle, and why a failed job has failed."
+_DESCRIPTION = "Show the activity of a job's ranks, stragglers, and the cause of a failure."
 _EPILOG = """\
-It reads the file that rank 0 of a watched job keeps: of a job with `fl.watch()`, with the
-default process group "fusionlayer", or with FUSIONLAYER_WATCH=1. Run it on rank 0's host, as
-the same user. On a terminal the table is drawn anew every second until the job ends.
+It reads the file of a watched job: one with `fl.watch()`, the default process group
+"fusionlayer", or FUSIONLAYER_WATCH=1. Run it on rank 0's host as the same user.
 
     fusionlayer status
     fusionlayer status --once --json
@@ -29,8 +28,10 @@ def add_parser(commands: Any) -> None:
         type=Path,
         nargs="?",
         metavar="FILE",
-        help="that rank 0 keeps, as FUSIONLAYER_STATUS names it (default: this user's newest on this host)",
+        help="the file in FUSIONLAYER_STATUS (default: this user's newest on this host)",
     )
-    parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
-    parser.add_argument("--json", action="store_true", help="print all that is known as JSON, once")
-    parser.add_argument("--every", type=above_zero, default=1.0, metavar="SECONDS", help="between two tables (1)")
+    parser.add_argument("--once", action="store_true", help="print once, also on a terminal")
+    parser.add_argument("--json", action="store_true", help="JSON output, once")
+    parser.add_argument(
+        "--every", type=above_zero, default=1.0, metavar="SECONDS", help="interval on a terminal (default 1)"
+    )

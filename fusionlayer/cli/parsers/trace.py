@@ -10,9 +10,8 @@ from ..arguments import add_removed, count
 __all__ = ["add_parser"]
 
 _EPILOG = """\
-Write the timelines with FUSIONLAYER_TIMELINE=trace.json; each rank makes a file trace.json.RANK, which Perfetto
-(ui.perfetto.dev) and chrome://tracing show as well. "other" is what lies between the spans: data, gradient clipping,
-whatever else the training loop does. The loss counts as backward.
+FUSIONLAYER_TIMELINE=trace.json makes a file trace.json.RANK for each rank, which Perfetto (ui.perfetto.dev) and
+chrome://tracing show too. "other" is the rest of the training loop. The loss counts as backward.
 """
 
 
@@ -21,17 +20,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "trace",
         help="show what steps wait for, from timelines, and break them down",
-        description="Tell what the mean step of a run waits for, and break it down, from the timelines of its ranks.",
+        description="Break down the mean step of a run, from the timelines of its ranks.",
         epilog=_EPILOG,
     )
     parser.add_argument(
-        "timelines", nargs="+", metavar="FILE", help="timelines, or what FUSIONLAYER_TIMELINE was, for all ranks"
+        "timelines", nargs="+", metavar="FILE", help="timelines, or the value of FUSIONLAYER_TIMELINE for all ranks"
     )
-    parser.add_argument(
-        "--skip", type=count, default=3, metavar="N", help="first steps to leave out: they plan and warm up (default 3)"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "--merge", type=Path, metavar="OUT.json", help="write one timeline of all ranks, by the clock of rank 0"
-    )
+    parser.add_argument("--skip", type=count, default=3, metavar="N", help="first steps to leave out (default 3)")
+    parser.add_argument("--json", action="store_true", help="JSON output")
+    parser.add_argument("--merge", type=Path, metavar="OUT.json", help="one timeline of all ranks, by rank 0's clock")
     add_removed(parser, "--plot", "write one timeline with --merge and open it in ui.perfetto.dev")
