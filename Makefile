@@ -115,7 +115,7 @@ bench: install ## all measurements of this machine, about half an hour; results 
 bench-smoke: install ## the same in small, a minute: only to see that all of it works
 	$(BIN)/python -m benchmarks.suite --smoke --out build/bench-smoke $(ARGS)
 
-# Each ends in under nine minutes and can be called alone: docs/gpu.md. $(PYTHON) has torch and pytest.
+# Each ends in under nine minutes and can be called alone: docs/design/gpu_validation.md. $(PYTHON) has torch and pytest.
 # A rehearsal is no result.
 GPU_RESULTS = $(if $(findstring --rehearse,$(ARGS)),build/gpu,$(RESULTS))
 gpu: ## all stages below on a CUDA device; status 69 and what it lacks where there is none; ARGS="--rehearse" on the CPU

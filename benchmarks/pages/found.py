@@ -16,8 +16,6 @@ __all__ = [
     *(
         "end",
         "errors",
-        "kernels",
-        "kernels_h200",
         "link_gain",
         "link_share",
         "load",
@@ -146,26 +144,6 @@ def link_gain(operation: str, codec: str = "", size: int = 1 << 26, theme: str =
     return statistics.median(theirs / own for theirs, own in zip(gloo, seconds, strict=False))
 
 
-def kernels(codec: str) -> tuple[float, ...]:
-    """Return what a codec's kernels reach of a copy on a GPU: f32 encoded and decoded, bf16 encoded and decoded.
-
-    Those of `codec-gpu-choices` are newer.
-    """
-    places = [(dtype, verb) for dtype in ("float32", "bfloat16") for verb in ("encode", "decode")]
-    newer = {(row.codec, row.verb, row.dtype): row["of copy"] for row in rows("codec-gpu-choices")}
-    return tuple(
-        newer.get((codec, verb, dtype)) or the("codec-gpu", codec=codec, verb=verb, dtype=dtype)["of memcpy"]
-        for dtype, verb in places
-    )
-
-
-def kernels_h200(codec: str) -> tuple[float, ...]:
-    """Return the same for an H200: f32 and bf16 encoded, f32 and bf16 decoded, and eight messages summed to f32."""
-    places = [(verb, dtype) for verb in ("encode", "decode") for dtype in ("float32", "bfloat16")]
-    places.append(("decode_sum x8", "float32"))
-    return tuple(the("codec-h200", codec=codec, verb=verb, dtype=dtype)["of memcpy"] for verb, dtype in places)
-
-
 def minutes(method: str, rate: str, goal: float) -> float:
     """Return how long training takes until the loss, the mean over seeds, is at ``goal`` or below.
 
@@ -210,8 +188,6 @@ NAMES: dict[str, Any] = {
             *(
                 end,
                 errors,
-                kernels,
-                kernels_h200,
                 link_gain,
                 link_share,
                 mean,

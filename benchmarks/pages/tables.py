@@ -174,24 +174,9 @@ def horovod() -> Lines:
         yield row.case, fast, row["95 %"].replace(" to ", ".."), f"{processor:.2g}"
 
 
-def tensor_parallel() -> Lines:
-    """Validation loss by codec of activations."""
-    yield "codec of activations", "2 ranks", "against `raw`", "4 ranks", "against `raw`"
-    for name in dict.fromkeys(row.variant for row in rows("tensor-parallel-losses")):
-        cells = []
-        for ranks in (2, 4):
-            loss = the("tensor-parallel-losses", ranks=ranks, variant=name).validation_loss
-            base = the("tensor-parallel-losses", ranks=ranks, codec="raw").validation_loss
-            cells += [f"{loss:.4f}", "" if name == "uncompressed" else f"{100 * (loss / base - 1):+.2f} %"]
-        yield name, *cells
-
-
 TABLES: dict[str, Callable[[], Lines]] = {
     function.__name__: function
-    for function in (
-        *(headline, scoreboard, training, time_to_loss, arrivals, losses),
-        *(horovod, tensor_parallel),
-    )
+    for function in (headline, scoreboard, training, time_to_loss, arrivals, losses, horovod)
 }
 
 

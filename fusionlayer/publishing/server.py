@@ -1,7 +1,8 @@
 """Versions over TCP: followers ask for what is newer than what they have, and each gets one update for it.
 
 Two threads: one serves all connections and never waits for a follower; one makes updates, one after the other. The
-thread that trains waits for neither.
+thread that trains waits for neither. Plain sockets, since ZeroMQ drops messages of slow subscribers, which breaks a
+chain of differences, and hides when a peer is gone.
 """
 
 from __future__ import annotations

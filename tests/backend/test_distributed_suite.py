@@ -34,7 +34,7 @@ DIFFER = {
     "test_send_recv_with_tag_autograd_profiler",
     "test_send_recv_with_tag_torch_profiler",
 }
-"""docs/backend.md has the reason of each."""
+"""A profiler shows a compressed message with bytes, not shapes: only works of torch may have asynchronous events."""
 
 
 @exhaustive(guarded_by="tests/backend/test_differential.py::test_500_calls_are_those_of_gloo")

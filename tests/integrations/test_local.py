@@ -696,20 +696,21 @@ def test_the_code_of_the_page_trains() -> None:
             return y.square().mean()
 
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
-    averaging, diloco, streaming, overlapped, later, one_bit, auto, loop, _ = re.findall(
-        r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
-    )
+    averaged, one_bit, loop, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    presets = re.findall(r"^\| `(fl\.Local\.\w+\(.*\))` \|", page, re.MULTILINE)
+    assert len(presets) == 9
+    wrappings = [one_bit, *(averaged.replace("fl.Local.averaging(every=4)", preset) for preset in presets)]
 
     def rank_main(rank: int) -> Tensor:
         seen: list[Tensor] = []
         data = torch.Generator().manual_seed(rank)
         loader = [torch.randn(4, 5, generator=data) for _ in range(102)]
-        for wrapping in (averaging, diloco, streaming, overlapped, later, one_bit, auto):
+        for wrapping in wrappings:
             model = Loss(nn.Linear(5, 2), nn.Linear(2, 1))
-            names = {"fl": fl, "torch": torch, "model": model, "optimizer": SGD(model.parameters(), lr=0.01)}
+            names = {"fl": fl, "torch": torch, "model": model, "optimizer": AdamW(model.parameters(), lr=0.01)}
             names |= {"loader": loader, "validate": lambda model: seen.append(weights(model))}
             exec(wrapping + loop, names)
             seen.append(weights(model))
         return torch.stack(seen)
 
-    assert same(local.run(rank_main, 2)).shape == (14, 15)
+    assert same(local.run(rank_main, 2)).shape == (20, 15)

@@ -11,34 +11,12 @@ import pytest
 import torch
 
 import fusionlayer.torch as hvd
-from fusionlayer.torch.environment import VARIABLES
 from fusionlayer.transport import local
 
 pytestmark = pytest.mark.short
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "horovod.md").read_text()
 CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-
-
-def rows(title: str) -> list[list[str]]:
-    """Return the cells of the first table below a heading, without its head."""
-    _, _, below = PAGE.partition(f"\n## {title}\n")
-    table = re.search(r"((?:^\|.*\n)+)", below, re.MULTILINE)
-    assert table is not None
-    return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in table[1].splitlines()[2:]]
-
-
-def names(cell: str) -> list[str]:
-    return re.findall(r"`(\w+)`", cell)
-
-
-def test_every_name_is_in_the_table_and_there() -> None:
-    told = [name for first, _ in rows("Every name") for name in names(first)]
-    assert len(told) == len(set(told))
-    assert sorted(told) == sorted(hvd.__all__)
-    assert all(hasattr(hvd, name) for name in told)
-    (elastic,) = [state for first, state in rows("Every name") if first == "`elastic`"]
-    assert all(hasattr(hvd.elastic, name) for name in names(elastic))
 
 
 SCALES = "prescale_factor postscale_factor"
@@ -70,12 +48,6 @@ def test_parameters_are_horovods_by_place_and_by_name() -> None:
         return [float(result[0]) for result in results]
 
     assert local.run(rank_main, 2) == [[2.0, 2.0]] * 2
-
-
-def test_variables_are_those_that_are_read() -> None:
-    assert [[names(name)[0], meaning] for name, meaning in rows("Environment")] == [
-        [*pair] for pair in VARIABLES.items()
-    ]
 
 
 def test_the_python_of_the_page_trains_on_uneven_data() -> None:
