@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -16,7 +17,8 @@ __all__ = ["Culprits", "Ends", "Processes", "is_refused"]
 
 # Seconds for which ranks go on connecting after one is gone: it may have done its part, and had nothing more to do.
 _GRACE = 0.5
-# The share of the time that looks for processes that are gone may take: each reads a file of every process of the host.
+# The share of the host's processor time that all its ranks may spend on looking for processes that are gone: each look
+# reads a file of every process of the host.
 _SHARE = 0.02
 # Seconds that a host may take to accept a connection, and between two attempts to connect to a process.
 _CONNECT, _PAUSE = 1.0, 0.5
@@ -55,9 +57,12 @@ class Processes:
 
     def look_around(self) -> list[Evidence]:
         """Return the evidence against each process that is gone or stopped."""
+        return [found for rank in self._here() if (found := self.look_at(rank))]
+
+    def _here(self) -> list[int]:
+        """Return the other ranks on this host, as far as they are known."""
         of, place = dict(self.of), self.own.place
-        near = sorted(rank for rank, process in of.items() if process.place == place and rank != self._rank)
-        return [found for rank in near if (found := self.look_at(rank))]
+        return sorted(rank for rank, process in of.items() if process.place == place and rank != self._rank)
 
     def see_gone(self) -> bool:
         """Return whether a process has been gone for a while. ``seen`` then returns which ones went first.
@@ -69,7 +74,8 @@ class Processes:
                 begun = time.thread_time()
                 self._first = [each for each in self.look_around() if each.kind == "gone"]
                 self._first_at = time.monotonic()
-                self._next_look = self._first_at + (time.thread_time() - begun) / _SHARE
+                share = _SHARE * min(1.0, len(os.sched_getaffinity(0)) / (1 + len(self._here())))
+                self._next_look = self._first_at + (time.thread_time() - begun) / share
             return bool(self._first) and time.monotonic() - self._first_at > _GRACE
 
     def see_first(self) -> list[Evidence]:

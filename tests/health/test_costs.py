@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fusionlayer.health import heartbeat, inquiry, watcher
+from fusionlayer.health import heartbeat, inquiry, processes, watcher
 from fusionlayer.health.calls import Call
 from fusionlayer.health.heartbeat import Heartbeat
 from fusionlayer.health.inquiry import Position
+from fusionlayer.health.judge import Evidence
+from fusionlayer.health.processes import Processes
 from fusionlayer.health.recorder import Recorder
 from fusionlayer.health.state import ChannelState, Finding, RankState, decode, encode
 from fusionlayer.health.watcher import Watcher
@@ -175,3 +179,32 @@ def test_a_state_has_groups_as_ranges() -> None:
     assert len(text) < 700 and decode(text.encode(), 3, 1024) == state
     many = text.replace("[3, 1027, 8]", "[0, 1000000000000, 1]").encode()
     assert decode(many, 3, 1024) is None and decode(text.encode(), 3, 1000) is None
+
+
+def test_the_ranks_of_a_host_share_the_time_of_looks_at_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Identity.own()
+    moments = {"wall": 0.0, "cpu": 0.0}
+    monkeypatch.setattr(
+        processes, "time", SimpleNamespace(monotonic=lambda: moments["wall"], thread_time=lambda: moments["cpu"])
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+
+    def waits(ranks: int) -> float:
+        """Return the seconds between two looks, each of which takes 1 ms of CPU time."""
+        moments["wall"] = 0.0
+        seen = Processes(0, ranks, dict.fromkeys(range(1, ranks), own))
+        looks = []
+
+        def look() -> list[Evidence]:
+            moments["cpu"] += 0.001
+            looks.append(moments["wall"])
+            return []
+
+        monkeypatch.setattr(seen, "look_around", look)
+        while len(looks) < 2:
+            seen.see_gone()
+            moments["wall"] += 0.01
+        return looks[1] - looks[0]
+
+    assert waits(2) == pytest.approx(0.05, abs=0.011)  # 2 % of a core
+    assert waits(100) == pytest.approx(2.5, abs=0.011)  # all ranks together 2 % of two cores
