@@ -74,7 +74,7 @@ def main() -> int:
 
 def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     methods = "\n".join(f"  {name:14} {about}" for name, about in all_methods().items())
-    sharded = "fsdp, fsdp:WEIGHTS/GRADIENTS+bf16+flat and zero:WEIGHTS/GRADIENTS: sharded training"
+    sharded = "fsdp, fsdp:WEIGHTS/GRADIENTS+bf16+flat, hsdp, hsdp:CODEC and zero:WEIGHTS/GRADIENTS: sharded training"
     parser = driver.make_parser(
         "training", __doc__, epilog=f"methods, and the words all, peers, codecs and overlap:\n{methods}\n  {sharded}"
     )

@@ -41,7 +41,7 @@ def about(method: str) -> str:
 
 
 def _is_sharded(method: str) -> bool:
-    return method.startswith(("fsdp", "zero:"))
+    return method.startswith(("fsdp", "hsdp", "zero:"))
 
 
 def all_methods() -> dict[str, str]:

@@ -164,7 +164,7 @@ def make_replica(method: str, workload: Workload) -> Replica:
         from .horovod_replica import HorovodReplica
 
         return HorovodReplica(method, workload)
-    if method.startswith(("fsdp", "zero:")):
+    if method.startswith(("fsdp", "hsdp", "zero:")):
         from .sharded_replica import ShardedReplica, Sharding
 
         return ShardedReplica(workload, Sharding.parse(method))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,16 +22,17 @@ from .workloads import Workload
 
 __all__ = ["KINDS", "ShardedReplica", "Sharding"]
 
-KINDS = ("fsdp", "zero")
+KINDS = ("fsdp", "hsdp", "zero")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a sharded model sends weights and gradients: ``fsdp``, ``fsdp:delta/zip+bf16``, ``zero:sdp4bit``.
+    """How a sharded model sends weights and gradients: ``fsdp``, ``fsdp:delta/zip+bf16``, ``hsdp:int4``, ``zero:qwd``.
 
     Attributes:
-        kind: "fsdp", or "zero" for ``fl.ShardedOptimizer``, whose ranks have whole weights.
-        weights: preset or codec; None: torch's own FSDP2.
+        kind: "fsdp"; "hsdp", whose nodes hold replicas; or "zero" for ``fl.ShardedOptimizer``, whose ranks have whole
+            weights.
+        weights: preset or codec, with "hsdp" that of sums over replicas alone; None: torch's own FSDP2.
         gradients: codec; None: by the preset.
         bf16: FSDP2 computes in bf16 and sends it.
         flat: the ranks of a node are not summed first.
@@ -49,11 +51,14 @@ class Sharding:
         kind, _, codecs = head.partition(":")
         weights, _, gradients = codecs.partition("/")
         if kind not in KINDS or {*words} - {"bf16", "flat"} or (kind == "zero" and not weights):
-            raise ValueError(f"{name!r}; expected fsdp, fsdp:WEIGHTS, fsdp:WEIGHTS/GRADIENTS+bf16+flat or zero:WEIGHTS")
+            raise ValueError(
+                f"{name!r}; expected fsdp, fsdp:WEIGHTS, fsdp:WEIGHTS/GRADIENTS+bf16+flat, "
+                "hsdp, hsdp:CODEC+bf16 or zero:WEIGHTS"
+            )
         try:
             found = both_ways(weights or None, gradients or None, default=None)
             if found[0] is not None:
-                Weights.of(found[0])
+                (make_codec(found[0], {}) if kind == "hsdp" else Weights.of(found[0]))
             if found[1] is not None:
                 make_codec(found[1], {})
         except ConfigError as error:
@@ -63,7 +68,7 @@ class Sharding:
     @property
     def about(self) -> str:
         """What it is, in words."""
-        model = "FSDP2" if self.kind == "fsdp" else "fl.ShardedOptimizer"
+        model = {"fsdp": "FSDP2", "hsdp": "HSDP"}.get(self.kind, "fl.ShardedOptimizer")
         if self.weights is None:
             return f"torch's {model}{' in bf16' if self.bf16 else ''}"
         names = f"weights {self.weights}" + (f", gradients {self.gradients}" if self.gradients else "")
@@ -75,11 +80,15 @@ class Sharding:
         lr = plain.param_groups[0]["lr"]
         if self.kind == "zero":
             return fl.ShardedOptimizer(model.parameters(), type(plain), weights=self.weights, **given, lr=lr)
+        nodes = fl.size() // fl.local_size(), fl.local_size()
+        mesh = init_device_mesh("cpu", nodes, mesh_dim_names=("nodes", "ranks")) if self.kind == "hsdp" else None
         for part in (*getattr(model, "blocks", ()), model):
             sent = torch.bfloat16 if self.bf16 else torch.float32
             policy = MixedPrecisionPolicy(sent, torch.float32, torch.float32 if part is model else None)
-            fully_shard(part, mp_policy=policy, reshard_after_forward=False if part is model else None)
-        if self.weights is not None:
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False if part is model else None)
+        if self.kind == "hsdp":
+            fl.fsdp.compress(model, None, None, replicas=self.weights)
+        elif self.weights is not None:
             fl.fsdp.compress(model, self.weights, **given, nodes=1 if self.flat else None)
         return type(plain)(model.parameters(), lr=lr)
 

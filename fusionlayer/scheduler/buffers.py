@@ -205,6 +205,7 @@ class FlatBuffer(Buffer):
         self._residual = None if isinstance(residual, PackedResidual) else residual
         self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
         self._flat: Tensor | None = None
+        self._between_slots = _between_slots(bucket)
         if not in_place:
             self._make_flat()  # here and not in ``run``: it belongs to the stream of the thread that takes the results
         self._note_work()
@@ -218,7 +219,7 @@ class FlatBuffer(Buffer):
         bucket, residual = self.bucket, self._residual
         self._flat = flat = torch.zeros(bucket.numel, dtype=self._dtype, device=self._device)
         self._slots = {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
-        self._gaps = [gap for x in (flat, residual) if x is not None for gap in _gaps(bucket, x)]
+        self._gaps = self._gaps_of(flat, residual)
         return flat
 
     def run(self, transport: Transport, seed: int) -> None:
@@ -234,6 +235,8 @@ class FlatBuffer(Buffer):
             flat = given[0].view(-1)
             if self._prescale != 1:
                 flat.mul_(self._prescale)
+            if self._between_slots:
+                torch._foreach_zero_(self._gaps_of(flat, self._residual))
         else:
             flat = self._make_flat() if self._flat is None else self._flat
             slots = [self._slots[name].view(gradient.shape) for name, gradient in gradients.items()]
@@ -271,6 +274,13 @@ class FlatBuffer(Buffer):
         if self._arrivals:
             self._end()
 
+    def _gaps_of(self, *tensors: Tensor | None) -> list[Tensor]:
+        """Return the parts between the slots, which are set to zero each step.
+
+        Otherwise the last step's rounding noise in them would enter a scale.
+        """
+        return [x[gap] for x in tensors if x is not None for gap in self._between_slots]
+
     def _pack(self, flat: Tensor, slots: list[Tensor], given: list[Tensor]) -> None:
         """Copy gradients times prescale into the slots of ``flat``, with zeros between them."""
         # On a device a launch for each tensor would take the host longer than a second pass over the memory takes the
@@ -292,12 +302,11 @@ def _plain_sum(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, 
     transport.all_reduce(x)
 
 
-def _gaps(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    """Return the parts of ``flat`` between the slots."""
-    # They are set to zero each step: the last step's rounding noise in them must not enter a scale.
-    ends = [slot.offset + slot.numel for slot in bucket.slots]
-    starts = [slot.offset for slot in bucket.slots[1:]] + [bucket.numel]
-    return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+def _between_slots(bucket: Bucket) -> list[slice]:
+    """Return the parts of a flat tensor between the slots."""
+    ends = [0, *(slot.offset + slot.numel for slot in bucket.slots)]
+    starts = [*(slot.offset for slot in bucket.slots), bucket.numel]
+    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 @contextmanager

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from .. import context
+from .. import collectives, context
 from ..base.errors import ConfigError, require
 from ..base.plan import plain_name
 from ..codecs import ChangeCodec, Codec
@@ -21,6 +19,8 @@ from ..training.codec_or_auto import CodecOrAuto
 from ..training.replicas import Replicas
 from ..training.weights import NAMES, Weights, both_ways
 from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
+from .fsdp_compression import FSDPCompression, Module
+from .fsdp_replicas import ReplicaGroup
 from .fsdp_shards import Shards
 
 __all__ = ["FSDPCompression", "compress"]
@@ -30,119 +30,6 @@ class _LeftOut(Enum):
     """Marks an argument that the user left out, since None has a meaning of its own."""
 
     NOT = "not given"
-
-
-class _Module:
-    """The collectives that replace those of torch in one sharded module."""
-
-    def __init__(self, shards: Shards, gather: AllGather | ReplicaGather | None, scatter: ReduceScatter | None) -> None:
-        self.shards = shards
-        self.gather = gather
-        self.scatter = scatter
-
-    @property
-    def replica(self) -> ReplicaGather | None:
-        return self.gather if isinstance(self.gather, ReplicaGather) else None
-
-
-class FSDPCompression:
-    """The collectives with which ``compress`` has replaced those of torch.
-
-    It is ``Stateful`` in the sense of ``torch.distributed.checkpoint``. Save it with the model and the optimizer:
-    after all three are loaded, training continues bit for bit.
-
-    Attributes:
-        weights: description of what all-gathers of weights carry; None: torch's own all-gather.
-        gradients: description of what reduce-scatters of gradients carry; None: torch's own reduce-scatter.
-    """
-
-    def __init__(self, modules: Sequence[_Module], gathering: Direction | None, reducing: Direction | None) -> None:
-        self.weights = str(gathering) if gathering else None
-        self.gradients = str(reducing) if reducing else None
-        self._modules = modules
-        self._directions = [direction for direction in (gathering, reducing) if direction]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent in these collectives so far; torch's own are not counted."""
-        return sum(direction.bytes_sent for direction in self._directions)
-
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes of this rank's copies of all weights; 0 unless weights are sent as differences."""
-        return sum(module.replica.replica.nbytes for module in self._modules if module.replica)
-
-    def weights_changed(self, whole: bool = False) -> None:
-        """Tell the collectives that something other than an optimizer's step changed weights.
-
-        All ranks call it together. Steps of torch's optimizers are noticed without it.
-
-        Args:
-            whole: send whole weights once. Set it after a large change, such as loading other weights. Otherwise the
-                difference is sent, as after a step.
-        """
-        for module in self._modules:
-            module.shards.changed()
-            module.shards.unsee()
-            if whole and module.replica:
-                module.replica.forget()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state that determines messages and that neither the model nor the optimizer saves.
-
-        It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counts from which
-        seeds are made; they are the same on all ranks.
-
-        Raises:
-            TransportError: a step has failed; the last state that was saved before it is the one to go on from.
-        """
-        for direction in self._directions:
-            direction.drain()
-        counts = torch.zeros(len(self._modules), 3, dtype=torch.int64, device="cpu")
-        parts: dict[str, Tensor] = {}
-        for row, module in zip(counts, self._modules, strict=True):
-            travelled = -1
-            if module.replica:
-                travelled, of_module = module.replica.state()
-                # Copies, as parts of one row would share a storage, which torch.save does not take in DTensors.
-                parts |= {f"replica.{name}": part.clone() for name, part in of_module.items()}
-            row.copy_(
-                torch.tensor(
-                    [module.shards.version, travelled, module.scatter.sums if module.scatter else 0], device="cpu"
-                )
-            )
-        rows = self._rows() if parts else None
-        return {"counts": counts, **({} if rows is None else {"rows": rows}), **parts}
-
-    def _rows(self) -> DTensor | None:
-        found = [rows for module in self._modules if (rows := module.shards.rows()) is not None]
-        return max(found, key=len, default=None)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` has returned in a job of the same size, before or after the weights are loaded.
-
-        Raises:
-            ConfigError: the state is of another model, of other codecs, or of another rank.
-        """
-        missing = sorted(self.state_dict().keys() - state_dict.keys())
-        if missing or len(state_dict["counts"]) != len(self._modules):
-            raise ConfigError(
-                f"the state of fsdp.compress lacks {missing[:3] or 'modules'}; load what was saved of the same model, "
-                "compressed alike"
-            )
-        rows, theirs = self._rows(), state_dict.get("rows")
-        if isinstance(theirs, DTensor) and rows is not None and not torch.equal(rows.to_local(), theirs.to_local()):
-            raise ConfigError(
-                f"the state of fsdp.compress is that of another rank: it has rows {_span(theirs)} of the longest "
-                f"weight, this rank {_span(rows)}; save with torch.distributed.checkpoint, or on every rank its own"
-            )
-        for row, module in zip(state_dict["counts"].tolist(), self._modules, strict=True):
-            module.shards.version, travelled, sums = row
-            module.shards.unsee()
-            if module.scatter:
-                module.scatter.sums = sums
-            if module.replica:
-                module.replica.load(travelled, {n: state_dict[f"replica.{n}"] for n in module.shards.names})
 
 
 def compress(
@@ -155,6 +42,9 @@ def compress(
     reduce_scatter: str | Codec | None | _LeftOut = _LeftOut.NOT,
     broadcast: bool = True,
     baseline: Literal["exact", "native"] = "exact",
+    replicas: str | Codec | None = AUTO,
+    algorithm: str | None = None,
+    error_feedback: bool | None = None,
 ) -> FSDPCompression:
     """Compress the weights and gradients that ``model`` sends, after ``fully_shard`` has been applied to it.
 
@@ -193,9 +83,15 @@ def compress(
         baseline: what zipped gradients have to beat with "auto". "exact": rows that are sent as they are and are summed
             in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
             more than two ranks torch adds in another order, so last bits depend on what was measured.
+        replicas: with HSDP, name or codec of what all-reduces between replicas carry, as for ``weights``; codecs
+            that need error feedback are allowed. All replicas get the same bits.
+        algorithm: collective between replicas; None chooses by codec and nodes.
+        error_feedback: add what ``replicas`` lost to the shard's next gradient. None: as configured, else do so if the
+            codec is biased and coarse.
 
     Raises:
-        ConfigError: unknown names, a sparsifier, both names of one argument, or a model without such modules.
+        ConfigError: unknown names, a sparsifier for weights or gradients, both names of one argument, a model without
+            such modules, or options of replicas for a model without replicas.
         PlanMismatch: from the first forward or backward, ranks disagree on codecs, or on parameters: their names,
             shapes or types.
         UsageError: from forward, something other than an optimizer's step changed weights that are sent as differences.
@@ -208,6 +104,8 @@ def compress(
     if baseline not in ("exact", "native"):
         raise ConfigError(f"fsdp.compress got baseline={baseline!r}; expected 'exact' or 'native'")
     require(model, nn.Module, "fsdp.compress", "the model, after fully_shard()")
+    if error_feedback not in (None, True, False):
+        raise ConfigError(f"fsdp.compress got error_feedback={error_feedback!r}; expected True, False or None")
     modules = _sharded_modules(model)
     weights = _one_of("weights", weights, "all_gather", all_gather)
     gradients = _one_of("gradients", gradients, "reduce_scatter", reduce_scatter)
@@ -222,24 +120,25 @@ def compress(
     if gradients is not None:
         native = baseline == "native"
         reducing = Direction("gradients", _choice("gradients", gradients), ranks_per_node=nodes, native=native)
+    between = _between(replicas, algorithm, error_feedback, nodes)
     names = {
         (m, p): plain_name(f"{n}.{p}".lstrip("."))
         for n, m in model.named_modules()
         for p, _ in m.named_parameters(recurse=False)
     }
     known: dict[int, Shards] = {}
-    by_shards: dict[Shards, _Module] = {}
-    for module in modules:
-        shards = Shards.of(module, names, known)
-        if shards is None:
-            continue
+    pairs = [(module, shards) for module in modules if (shards := Shards.of(module, names, known)) is not None]
+    if all(shards.replicas is None for _, shards in pairs):
+        _refuse_replicas(replicas=replicas, algorithm=algorithm, error_feedback=error_feedback)
+    by_shards: dict[Shards, Module] = {}
+    for module, shards in pairs:
         if shards not in by_shards:
             number = len(by_shards)
             kind = ReplicaGather if differences else AllGather
             gather = kind(gathering, shards, number) if gathering else None
             scatter = ReduceScatter(reducing, shards, number) if reducing else None
-            by_shards[shards] = _Module(shards, gather, scatter)
-            for direction in filter(None, (gathering, reducing)):
+            by_shards[shards] = Module(shards, gather, scatter, _replace_group(shards, between, number))
+            for direction in filter(None, (gathering, reducing, between)):
                 direction.parameters += map(_describe, shards.names, shards.parameters)
         ours = by_shards[shards]
         if ours.gather:
@@ -248,12 +147,54 @@ def compress(
             module.set_custom_reduce_scatter(ours.scatter)  # type: ignore[arg-type]
     if broadcast:
         _unite(by_shards)
-    return FSDPCompression(list(by_shards.values()), gathering, reducing)
+    found = list(by_shards.values())
+    return FSDPCompression(found, gathering, reducing, between if any(each.between for each in found) else None)
 
 
-def _span(rows: DTensor) -> str:
-    local = rows.to_local().tolist()
-    return f"{local[0]} to {local[-1]}" if local else "none"
+def _between(
+    replicas: str | Codec | None, algorithm: str | None, error_feedback: bool | None, nodes: int | None
+) -> Direction | None:
+    """Return what all-reduces between replicas share, or None if they stay torch's."""
+    if replicas is None:
+        return None
+    choice = CodecOrAuto.of(replicas, {})
+    if choice.auto:
+        if algorithm not in (None, "switched"):
+            raise ConfigError(
+                f"fsdp.compress got algorithm={algorithm!r} with replicas='auto'; leave it out, or name a codec"
+            )
+        algorithm = "switched"
+    collectives.choose(choice.codec, [2], algorithm, ahead=None)
+    if error_feedback is None:
+        error_feedback = context.settings().error_feedback
+    return Direction(
+        "gradients between replicas",
+        choice,
+        ranks_per_node=nodes,
+        algorithm=algorithm,
+        error_feedback=error_feedback,
+    )
+
+
+def _replace_group(shards: Shards, between: Direction | None, number: int) -> ReplicaGroup | None:
+    """Let torch sum these shards' gradients over replicas by ``between``, or again by its own group."""
+    native = shards.replicas
+    if native is None or native.size() == 1:
+        return None
+    if isinstance(native, ReplicaGroup):
+        native = native.native
+    group = None if between is None else ReplicaGroup(between, shards, number, native)
+    shards.replicas = native if group is None else group
+    return group
+
+
+def _refuse_replicas(**options: object) -> None:
+    for name, value in options.items():
+        if value not in (AUTO, None):
+            raise ConfigError(
+                f"fsdp.compress got {name}={value}, but no module has replicas; give fully_shard a mesh of two "
+                "dimensions, replicas and shards, or leave the option out"
+            )
 
 
 def _describe(name: str, parameter: Tensor) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -33,48 +35,54 @@ _SAMPLE = 4096
 _RATIO = 0.5  # of bf16 to f32: s of ZipCCL's equation 7, where values of f32 are sent zipped as bf16
 
 
+@dataclass(eq=False)
 class Direction:
     """What all modules share for one kind of collective: a codec, and transports over the groups that torch passes.
 
-    Args:
-        what: "weights" or "gradients", for error messages.
+    Attributes:
+        what: "weights", "gradients" or "sums over replicas", for error messages.
         choice: the codec.
         differences: whether the codec encodes differences.
         ranks_per_node: as ``context.transport`` takes it.
         native: whether zipping has to beat torch's own collective, and not one with the bits of the zipped form.
-
-    Attributes:
+        algorithm: name of the collective, where there is a choice; None chooses by codec and nodes.
+        error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         parameters: name, shape and type of each parameter that is sent. Ranks compare them with the codec.
+        bytes_sent: payload bytes that this rank has sent.
     """
 
-    def __init__(
-        self,
-        what: str,
-        choice: CodecOrAuto,
-        differences: bool = False,
-        ranks_per_node: int | None = None,
-        native: bool = False,
-    ) -> None:
-        self.choice = choice
-        self.differences = differences
-        self.native = native
-        self.bytes_sent = 0
-        self.parameters: list[str] = []
-        self._what = what
-        self._ranks_per_node = ranks_per_node
-        self._agreed: weakref.WeakSet[Transport] = weakref.WeakSet()
+    what: str
+    choice: CodecOrAuto
+    differences: bool = False
+    ranks_per_node: int | None = None
+    native: bool = False
+    algorithm: str | None = None
+    error_feedback: bool | None = None
+    parameters: list[str] = field(default_factory=list, init=False)
+    bytes_sent: int = field(default=0, init=False)
+    _agreed: weakref.WeakSet[Transport] = field(default_factory=weakref.WeakSet, init=False)
 
     def __str__(self) -> str:
         return f"differences, {self.choice}" if self.differences else str(self.choice)
 
-    def over(self, group: dist.ProcessGroup) -> Transport:
-        """Return the transport over ``group``; at its first use, its ranks compare codecs and parameters."""
-        transport = context.transport(group, self._ranks_per_node)
+    @property
+    def feeds_back(self) -> bool:
+        """Whether there is error feedback to be saved."""
+        codec = self.choice.codec
+        return not codec.lossless and (codec.feedback_pays if self.error_feedback is None else self.error_feedback)
+
+    @contextmanager
+    def sending(self, group: dist.ProcessGroup) -> Iterator[Transport]:
+        """Give the transport over ``group``, and count its bytes; at its first use, its ranks compare codecs."""
+        transport = context.transport(group, self.ranks_per_node)
         if transport not in self._agreed:
-            facts = (self._what, self, self.native, self._ranks_per_node, *self.parameters)
-            transport.agree(f"the codec or the parameters of FSDP's {self._what}", *facts)
+            options = self.native, self.ranks_per_node, self.algorithm, self.error_feedback
+            facts = (self.what, self, *options, *self.parameters)
+            transport.agree(f"the codec or the parameters of FSDP's {self.what}", *facts)
             self._agreed.add(transport)
-        return transport
+        before = transport.bytes_sent
+        yield transport
+        self.bytes_sent += transport.bytes_sent - before
 
     def drain(self) -> None:
         """Wait until the device has done all of these collectives that were called."""
@@ -106,19 +114,17 @@ class AllGather(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill ``output_tensor`` (size * n,) with all ranks' ``input_tensor`` (n,), a view of this rank's part."""
-        transport = self._direction.over(group)
-        before = transport.bytes_sent
         codec = self._direction.codec_for(input_tensor)
         if self._shards.regathering and not codec.lossless:
             # Forward's gather has passed these weights through the codec. Backward must use the same values.
             codec = _RAW
-        if self._direction.choice.auto and codec.zips:
-            switcher_of(transport, codec).all_gather(input_tensor, output_tensor)
-        else:
-            # The seed is the same within a step, so that stochastic rounding gives backward the weights of forward.
-            rows, seed = output_tensor.view(transport.size, -1), derive_seed(self._shards.version, self._number)
-            halves.all_gather(input_tensor, rows, codec, transport, seed=seed)
-        self._direction.bytes_sent += transport.bytes_sent - before
+        with self._direction.sending(group) as transport:
+            if self._direction.choice.auto and codec.zips:
+                switcher_of(transport, codec).all_gather(input_tensor, output_tensor)
+            else:
+                # The seed is the same within a step, so that stochastic rounding gives backward forward's weights.
+                rows, seed = output_tensor.view(transport.size, -1), derive_seed(self._shards.version, self._number)
+                halves.all_gather(input_tensor, rows, codec, transport, seed=seed)
 
 
 class ReplicaGather(_Collective):
@@ -163,20 +169,17 @@ class ReplicaGather(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fill ``output_tensor`` (size * n,) with the replica, updated with all ranks' shards."""
-        transport = self._direction.over(group)
-        before = transport.bytes_sent
-        if self._shards.regathering or input_tensor.dtype not in DTYPE_CODES:
-            transport.all_gather(
-                input_tensor.view(torch.uint8), output_tensor.view(transport.size, -1).view(torch.uint8)
-            )
-        else:
+        with self._direction.sending(group) as transport:
+            if self._shards.regathering or input_tensor.dtype not in DTYPE_CODES:
+                rows = output_tensor.view(transport.size, -1)
+                transport.all_gather(input_tensor.view(torch.uint8), rows.view(torch.uint8))
+                return
             if self._loaded is not None:
                 version, parts = self._loaded
                 self.replica.restore(self._shards.join(parts, like=input_tensor), version)
                 self._loaded = None
             self._shards.check()
             self.replica.gather(input_tensor, transport, self._shards.version)
-        self._direction.bytes_sent += transport.bytes_sent - before
 
 
 class ReduceScatter(_Collective):
@@ -199,36 +202,39 @@ class ReduceScatter(_Collective):
         The result is complete when the call returns (CPU), or is ordered on the current stream (CUDA): torch waits for
         nothing else.
         """
-        transport = self._direction.over(group)
-        before = transport.bytes_sent
         codec = self._direction.codec_for(input_tensor)
-        if self._direction.choice.auto and codec.zips:
-            nbytes = (transport.size - 1) * input_tensor.nbytes // transport.size
-
-            def native() -> None:
-                if not self._direction.native:
-                    return _reduce(input_tensor, output_tensor, _RAW, transport)
-                dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
-                transport.bytes_sent += nbytes
-
-            switcher_of(transport, codec).run(
-                "reduce_scatter",
-                nbytes,
-                native,
-                lambda: _reduce_zipped(input_tensor, output_tensor, codec, transport),
-                like=input_tensor,
-                precision=_RATIO if input_tensor.dtype is torch.float32 else 1.0,
-            )
-        elif codec.zips:
-            _reduce_zipped(input_tensor, output_tensor, codec, transport)
-        else:
-            # With HSDP, other groups hold the same shard and have made as many sums. The group's first rank is in the
-            # seed so that they do not round alike: equal errors would add up.
-            seed = derive_seed(self.sums, self._number, dist.get_process_group_ranks(group)[0])
-            _reduce(input_tensor, output_tensor, codec, transport, seed)
-        _scale(output_tensor, op, transport.size)
+        with self._direction.sending(group) as transport:
+            if self._direction.choice.auto and codec.zips:
+                self._reduce_switched(input_tensor, output_tensor, codec, group, transport)
+            elif codec.zips:
+                _reduce_zipped(input_tensor, output_tensor, codec, transport)
+            else:
+                # With HSDP, other groups hold the same shard and have made as many sums. The group's first rank is in
+                # the seed so that they do not round alike: equal errors would add up.
+                seed = derive_seed(self.sums, self._number, dist.get_process_group_ranks(group)[0])
+                _reduce(input_tensor, output_tensor, codec, transport, seed)
+            _scale(output_tensor, op, transport.size)
         self.sums += 1
-        self._direction.bytes_sent += transport.bytes_sent - before
+
+    def _reduce_switched(
+        self, x: Tensor, out: Tensor, codec: Codec, group: dist.ProcessGroup, transport: Transport
+    ) -> None:
+        nbytes = (transport.size - 1) * x.nbytes // transport.size
+
+        def native() -> None:
+            if not self._direction.native:
+                return _reduce(x, out, _RAW, transport)
+            dist.reduce_scatter_tensor(out, x, group=group)
+            transport.bytes_sent += nbytes
+
+        switcher_of(transport, codec).run(
+            "reduce_scatter",
+            nbytes,
+            native,
+            lambda: _reduce_zipped(x, out, codec, transport),
+            like=x,
+            precision=_RATIO if x.dtype is torch.float32 else 1.0,
+        )
 
 
 def _reduce(x: Tensor, out: Tensor, codec: Codec, transport: Transport, seed: int = 0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..base.errors import ConfigError, UsageError
 
-__all__ = ["Shards"]
+__all__ = ["Shards", "local", "sharded_like"]
 
 _all: weakref.WeakSet[Shards] = weakref.WeakSet()
 
@@ -69,6 +69,25 @@ class Shards:
         return [self._names[info.module, info.param_name] for info in infos]
 
     @property
+    def trained(self) -> dict[str, tuple[DTensor, int]]:
+        """The parameters that require gradients, by name, each with the elements of its shard including padding.
+
+        A reduce-scatter fills a flat tensor with their gradients, in this order.
+        """
+        pairs = zip(self.names, self._group.fsdp_params, strict=True)
+        found = {name: (each.sharded_param, each._sharded_param_data.numel()) for name, each in pairs}
+        return {name: each for name, each in found.items() if each[0].requires_grad}
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The group over which torch sums gradients of copies of these shards; None without HSDP."""
+        return getattr(self._group.mesh_info, "replicate_process_group", None)
+
+    @replicas.setter
+    def replicas(self, group: dist.ProcessGroup) -> None:
+        self._group.mesh_info.replicate_process_group = group
+
+    @property
     def replicated(self) -> dict[dist.ProcessGroup, dict[str, Tensor]]:
         """For each group of ranks that hold copies of the same shards, as HSDP's replicas do: the shards, by name."""
         found: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
@@ -113,22 +132,15 @@ class Shards:
 
         The parts are sharded as their parameters are, and share the memory of ``row``.
         """
-        parts: dict[str, Tensor] = {}
-        for name, p, start in zip(self.names, self.parameters, self._starts(), strict=True):
-            local = p.to_local()
-            part = row[start : start + local.numel()].view(local.shape)
-            parts[name] = DTensor.from_local(
-                part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-        return parts
+        rows = row.split(self._lengths())
+        return {name: sharded_like(p, row) for name, p, row in zip(self.names, self.parameters, rows, strict=True)}
 
     def join(self, parts: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Return the row that ``cut`` would split into these parts, with the length and type of ``like``."""
         row = torch.zeros_like(like)
-        for name, start in zip(self.names, self._starts(), strict=True):
-            part = parts[name]
-            local = part.to_local() if isinstance(part, DTensor) else part
-            row[start : start + local.numel()].copy_(local.flatten())
+        for name, place in zip(self.names, row.split(self._lengths()), strict=True):
+            part = local(parts[name])
+            place[: part.numel()].copy_(part.flatten())
         return row
 
     def rows(self) -> DTensor | None:
@@ -138,11 +150,11 @@ class Shards:
         """
         longest: DTensor | None = None
         for p, (of_mesh, along) in self._sharded_once():
-            local = p.to_local().shape[along]
+            count = p.to_local().shape[along]
             size, rank = p.device_mesh.size(of_mesh), p.device_mesh.get_local_rank(of_mesh)
             start = min(p.shape[along], -(-p.shape[along] // size) * rank)
             if longest is None or p.shape[along] > len(longest):
-                numbers = torch.arange(start, start + local, device=p.device_mesh.device_type)
+                numbers = torch.arange(start, start + count, device=p.device_mesh.device_type)
                 placements = [Shard(0) if each.is_shard() else each for each in p.placements]
                 longest = DTensor.from_local(
                     numbers, p.device_mesh, placements, run_check=False, shape=p.shape[along : along + 1], stride=(1,)
@@ -156,12 +168,23 @@ class Shards:
             if len(found) == 1 == sum(each.is_shard() for each in p.placements):
                 yield p, found[0]
 
-    def _starts(self) -> Sequence[int]:
-        lengths = [each._sharded_param_data.numel() for each in self._group.fsdp_params]
-        return [sum(lengths[:i]) for i in range(len(lengths))]
+    def _lengths(self) -> list[int]:
+        return [each._sharded_param_data.numel() for each in self._group.fsdp_params]
 
     def _now(self) -> tuple[int, ...]:
         return tuple(version for p in self.parameters for version in (p._version, p._local_tensor._version))
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def sharded_like(p: DTensor, row: Tensor) -> DTensor:
+    """Return the first elements of ``row`` as a tensor that is sharded as ``p`` is; it shares the memory of ``row``."""
+    part = p.to_local()
+    part = row[: part.numel()].view(part.shape)
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _listen() -> None:

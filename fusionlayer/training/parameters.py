@@ -147,8 +147,9 @@ def refuse_sharded(name: str, parameter: Tensor, group: Group) -> None:
         over = f" over ranks {ranks}" if ranks else ""
         raise ConfigError(
             f"parameter {name!r} is sharded by FSDP or tensor parallelism{over}, and gradients of its parts have no "
-            "average; with FSDP, which reduces gradients itself, use fusionlayer.fsdp.compress(model) instead; with "
-            "tensor parallelism give group= the ranks that hold the same part"
+            "average; with FSDP, which reduces gradients itself, use fusionlayer.fsdp.compress(model) instead, or for "
+            "local steps between replicas give fully_shard the mesh of the shards alone; with tensor parallelism give "
+            "group= the ranks that hold the same part"
         )
 
 
