@@ -22,7 +22,7 @@ from fusionlayer.backend.group import CompressingGroup
 from fusionlayer.base.errors import ConfigError, FusionLayerError, PlanMismatch, TransportError, UsageError
 from fusionlayer.transport import Transport
 from tests.harness import checkpoint, outcomes_of, run_ranks
-from tests.ranks import over_threads
+from tests.ranks import on_processes, on_threads
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.medium
@@ -336,23 +336,21 @@ def test_calls_that_differ_over_ranks_are_named_though_their_messages_have_equal
             assert ranks == (1,) and other in told and SAME in told, (rank, other, told)
 
 
-def test_where_asked_to_ranks_compare_calls_before_they_make_them() -> None:
+@on_threads(2)
+def test_where_asked_to_ranks_compare_calls_before_they_make_them(transport: Transport) -> None:
     """Messages of NCCL have no keys; here no call sends any."""
-
-    def body(transport: Transport) -> None:
-        queue = CallQueue("g", lambda: transport, compare=True)
-        queue.submit("a sum", lambda transport: None, [torch.zeros(1)]).wait()
-        try:
-            with pytest.raises(TransportError, match="rank 1 (is )?in a mean"):
-                what = "a mean" if transport.rank == 1 else "a sum"
-                queue.submit(what, lambda transport: None, [torch.zeros(1)]).wait()
-        finally:
-            queue.close(wait=False)
-
-    over_threads(2, body)
+    queue = CallQueue("g", lambda: transport, compare=True)
+    queue.submit("a sum", lambda transport: None, [torch.zeros(1)]).wait()
+    try:
+        with pytest.raises(TransportError, match="rank 1 (is )?in a mean"):
+            what = "a mean" if transport.rank == 1 else "a sum"
+            queue.submit(what, lambda transport: None, [torch.zeros(1)]).wait()
+    finally:
+        queue.close(wait=False)
 
 
-def fail_within(rank: int, world: int) -> None:
+@on_processes(2, backend="fusionlayer")
+def test_what_one_rank_raises_the_others_learn(rank: int, world: int) -> None:
     group = dist.new_group(None, timedelta(seconds=60), pg_options=INT8)
     dist.all_reduce(numbers(rank), group=group)
 
@@ -374,7 +372,3 @@ def fail_within(rank: int, world: int) -> None:
         with pytest.raises(TransportError, match="rank 1 closed its transport"):
             dist.all_reduce(numbers(rank), group=group)
     dist.destroy_process_group(group)
-
-
-def test_what_one_rank_raises_the_others_learn() -> None:
-    run_ranks(fail_within, 2, backend="fusionlayer")

@@ -16,6 +16,7 @@ from fusionlayer import backend
 from fusionlayer.backend.regular import Copies
 from fusionlayer.base.errors import UsageError
 from tests.harness import run_ranks
+from tests.ranks import on_processes
 
 # Sums of whole numbers are exact, and the codec is lossless: results are compared bit for bit.
 POLICY = {"min_bytes": 2048, "rules": [{"codec": "zip", "op": list(backend.OPS)}]}
@@ -118,7 +119,9 @@ def compare(rank: int, world: int) -> list[str]:
     return wrong
 
 
-def refuse(rank: int, world: int) -> None:
+@pytest.mark.medium
+@on_processes(WORLD, backend="fusionlayer")
+def test_outputs_whose_elements_share_memory_are_refused(rank: int, world: int) -> None:
     group: Any = dist.new_group(pg_options=POLICY)
     for numel in (4, 4096):
         for out in (torch.zeros(1).expand(numel), torch.zeros(numel).as_strided((numel - 1, 2), (1, 1))):
@@ -146,11 +149,6 @@ def refuse(rank: int, world: int) -> None:
 def test_irregular_tensors_give_what_contiguous_ones_give() -> None:
     wrong = run_ranks(compare, WORLD, backend="fusionlayer")
     assert wrong == [[], []]
-
-
-@pytest.mark.medium
-def test_outputs_whose_elements_share_memory_are_refused() -> None:
-    run_ranks(refuse, WORLD, backend="fusionlayer")
 
 
 @pytest.mark.short

@@ -18,6 +18,7 @@ import fusionlayer as fl
 from fusionlayer.base.errors import TransportError
 from tests.harness import run_ranks
 from tests.ports import free_port
+from tests.ranks import on_processes
 from tests.tiers import exhaustive, long
 
 pytestmark = pytest.mark.medium
@@ -152,7 +153,8 @@ def test_ranks_with_different_histories_time_out_with_a_sentence() -> None:
     run_ranks(differ, 2, backend="fusionlayer")
 
 
-def shorten(rank: int, world: int) -> None:
+@on_processes(2, backend="fusionlayer")
+def test_a_timeout_that_is_changed_holds_for_compressed_calls(rank: int, world: int) -> None:
     change: Any = getattr(dist, "set_timeout", dist.distributed_c10d.__dict__.get("_set_pg_timeout"))
     group: Any = dist.new_group(timeout=timedelta(seconds=30), pg_options=POLICY)
     change(LONG, group)
@@ -163,7 +165,3 @@ def shorten(rank: int, world: int) -> None:
         with pytest.raises(TransportError, match="rank 1 is alive but late") as late:
             group.allreduce([torch.ones(3000)]).wait()
         assert late.value.ranks == (1,)
-
-
-def test_a_timeout_that_is_changed_holds_for_compressed_calls() -> None:
-    run_ranks(shorten, 2, backend="fusionlayer")

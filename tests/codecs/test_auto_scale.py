@@ -14,18 +14,12 @@ from fusionlayer.collectives.halves import reduce_scatter
 from fusionlayer.transport import Transport
 from tests.collectives.conformance import conform, same_everywhere
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
 
-CODECS = [
-    MXFP8(scale="auto"),
-    MXFP8("e5m2", "auto"),
-    MXFP6(scale="auto"),
-    MXFP6("e3m2", "auto"),
-    MXFP4("auto"),
-]
+CODECS = [MXFP8(scale="auto"), MXFP8("e5m2", "auto"), MXFP6(scale="auto"), MXFP6("e3m2", "auto"), MXFP4("auto")]
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m3": 7.5, "e3m2": 28.0, "e2m1": 6.0}
 
 
@@ -67,52 +61,44 @@ def test_scales_are_the_largest_of_all_ranks_times_their_number(codec: Codec, wo
 
 
 @looped("codec", CODECS, ids=str)
-def test_messages_have_the_scales_that_were_agreed_on(codec: Codec) -> None:
+@on_threads(1)
+def test_messages_have_the_scales_that_were_agreed_on(transport: Transport, codec: Codec) -> None:
     """Codes are what rounding x / scale gives, saturating; the message decodes without the agreement."""
     n = 32 * 9
-
-    def body(transport: Transport) -> None:
-        x = gradient(n, 3)
-        agreed = fresh(codec).agree(4 * x.abs().clamp(min=0.3), transport)
-        assert isinstance(agreed, MXFP8 | MXFP6 | MXFP4) and agreed.scales is not None
-        for first in (0, 96):
-            part = x[first:]
-            payload = torch.zeros(agreed.wire(n - first).capacity, dtype=torch.uint8)
-            agreed.encode(part, payload, offset=first)
-            scales = agreed.wire(n - first).views(payload)[0]
-            assert torch.equal(scales, agreed.scales[first // 32 :])
-            out = torch.empty_like(part)
-            fresh(codec).decode(payload, out)
-            assert (out.abs() <= part.abs() * 1.5 + scales.float().repeat_interleave(32)).all()
-            assert vnmse(out, part.double()) < 0.2
-
-    over_threads(1, body)
+    x = gradient(n, 3)
+    agreed = fresh(codec).agree(4 * x.abs().clamp(min=0.3), transport)
+    assert isinstance(agreed, MXFP8 | MXFP6 | MXFP4) and agreed.scales is not None
+    for first in (0, 96):
+        part = x[first:]
+        payload = torch.zeros(agreed.wire(n - first).capacity, dtype=torch.uint8)
+        agreed.encode(part, payload, offset=first)
+        scales = agreed.wire(n - first).views(payload)[0]
+        assert torch.equal(scales, agreed.scales[first // 32 :])
+        out = torch.empty_like(part)
+        fresh(codec).decode(payload, out)
+        assert (out.abs() <= part.abs() * 1.5 + scales.float().repeat_interleave(32)).all()
+        assert vnmse(out, part.double()) < 0.2
 
 
 @looped("name, codec", zip(["one_shot", "two_shot"] * 3, CODECS, strict=False))
-def test_collectives_conform_with_it(name: str, codec: Codec) -> None:
-    def body(transport: Transport) -> None:
-        conform(transport, name, fresh(codec), torch.device("cpu"), (0, 1, 33, 1000), [torch.float32])
-
-    over_threads(4, body)
+@on_threads(4)
+def test_collectives_conform_with_it(transport: Transport, name: str, codec: Codec) -> None:
+    conform(transport, name, fresh(codec), torch.device("cpu"), (0, 1, 33, 1000), [torch.float32])
 
 
-def test_at_first_no_sum_overflows() -> None:
+@on_threads(8)
+def test_at_first_no_sum_overflows(transport: Transport) -> None:
     """Equal summands add up to the largest sum that there can be."""
     worst = {"mxfp8": 0.01, "mxfp6": 0.1, "mxfp4": 0.4}
-
-    def body(transport: Transport) -> None:
-        for codec in CODECS:
-            mine, x = fresh(codec), gradient(4096, 1)
-            out = x.clone()
-            collectives.get("two_shot")(out, mine, transport)
-            assert isinstance(mine, MXFP8 | MXFP6 | MXFP4) and mine.headroom.factor == 8
-            if codec.name == "mxfp8":
-                most, wanted = (each.abs().view(-1, 32).amax(1) for each in (out, 8 * x))
-                assert (most > 0.93 * wanted).all()
-            assert vnmse(out, 8 * x.double()) < worst[codec.name]
-
-    over_threads(8, body)
+    for codec in CODECS:
+        mine, x = fresh(codec), gradient(4096, 1)
+        out = x.clone()
+        collectives.get("two_shot")(out, mine, transport)
+        assert isinstance(mine, MXFP8 | MXFP6 | MXFP4) and mine.headroom.factor == 8
+        if codec.name == "mxfp8":
+            most, wanted = (each.abs().view(-1, 32).amax(1) for each in (out, 8 * x))
+            assert (most > 0.93 * wanted).all()
+        assert vnmse(out, 8 * x.double()) < worst[codec.name]
 
 
 def test_headroom_follows_what_overflows() -> None:
@@ -173,15 +159,12 @@ def test_less_headroom_is_better_where_summands_cancel() -> None:
 
 
 @looped("numel", [96, 100])
-def test_reduce_scatter_finds_the_scales_of_its_rows(numel: int) -> None:
+@on_threads(3)
+def test_reduce_scatter_finds_the_scales_of_its_rows(transport: Transport, numel: int) -> None:
     """Rows of very different size: each is scaled by its own blocks, aligned or not."""
-
-    def body(transport: Transport) -> None:
-        sizes = torch.tensor([1.0, 1000.0, 0.001])[:, None]
-        every = [gradient(3 * numel, rank).view(3, numel) * sizes for rank in range(3)]
-        out = torch.empty(numel)
-        reduce_scatter(every[transport.rank], out, MXFP8(scale="auto").bare, transport)
-        exact = torch.stack(every).double().sum(0)[transport.rank]
-        assert vnmse(out, exact) < 0.01
-
-    over_threads(3, body)
+    sizes = torch.tensor([1.0, 1000.0, 0.001])[:, None]
+    every = [gradient(3 * numel, rank).view(3, numel) * sizes for rank in range(3)]
+    out = torch.empty(numel)
+    reduce_scatter(every[transport.rank], out, MXFP8(scale="auto").bare, transport)
+    exact = torch.stack(every).double().sum(0)[transport.rank]
+    assert vnmse(out, exact) < 0.01

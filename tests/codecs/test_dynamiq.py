@@ -16,7 +16,7 @@ from fusionlayer.codecs.research.dynamiq import DynamiQ
 from fusionlayer.native import dynamiq_stats, dynamiq_widths
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -128,16 +128,13 @@ def test_values_become_neighbouring_levels_of_the_paper_without_bias(options: di
 # ---- what ranks agree on --------------------------------------------------------------------------------------------
 
 
-def test_constants_and_equal_values_need_no_bits() -> None:
+@on_threads(4)
+def test_constants_and_equal_values_need_no_bits(transport: Transport) -> None:
     """What is common to all values of a super-group travels as its mean."""
-
-    def body(transport: Transport) -> None:
-        x = (2.0 ** -torch.arange(40).remainder(9)).repeat_interleave(256)
-        given = x.clone()
-        collectives.get("ring")(x, DynamiQ(header=False), transport, seed=1)
-        assert torch.equal(x, 4 * given)
-
-    over_threads(4, body)
+    x = (2.0 ** -torch.arange(40).remainder(9)).repeat_interleave(256)
+    given = x.clone()
+    collectives.get("ring")(x, DynamiQ(header=False), transport, seed=1)
+    assert torch.equal(x, 4 * given)
 
 
 def test_the_same_bits_order_and_means_everywhere_and_messages_that_are_full() -> None:
@@ -160,15 +157,13 @@ def test_the_same_bits_order_and_means_everywhere_and_messages_that_are_full() -
     assert all(other == first for other in others)
 
 
-def test_each_chunk_may_keep_its_own() -> None:
-    def body(transport: Transport) -> None:
-        x = torch.cat([gradient(20 * 256, 1), 1000 * gradient(20 * 256, 2)])
-        agreed = DynamiQ().agree(x, transport, chunks=[20 * 256] * 2, movable=False)
-        assert isinstance(agreed, DynamiQ) and agreed.given is not None
-        assert agreed.arrangement is not None and agreed.arrangement.order is None
-        assert agreed.given[:20].sum() == agreed.given[20:].sum(), "small ones get their budget too"
-
-    over_threads(2, body)
+@on_threads(2)
+def test_each_chunk_may_keep_its_own(transport: Transport) -> None:
+    x = torch.cat([gradient(20 * 256, 1), 1000 * gradient(20 * 256, 2)])
+    agreed = DynamiQ().agree(x, transport, chunks=[20 * 256] * 2, movable=False)
+    assert isinstance(agreed, DynamiQ) and agreed.given is not None
+    assert agreed.arrangement is not None and agreed.arrangement.order is None
+    assert agreed.given[:20].sum() == agreed.given[20:].sum(), "small ones get their budget too"
 
 
 def test_arrangements_come_back() -> None:

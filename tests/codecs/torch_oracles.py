@@ -23,10 +23,7 @@ _TINY = 2.0**-100
 _NO_PIVOT = 255
 SECTION = 1024  # elements of thc that share a root mean square
 SECTION_TOKENS = 32  # of tahquant, among which coarse ones are chosen
-INTEGERS = {
-    "normal": (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30),
-    "uniform": tuple(range(16)),
-}
+INTEGERS = {"normal": (0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30), "uniform": tuple(range(16))}
 # Units of the values that are rounded, in a half step of the levels; and how many of 65536 parts of a step a unit is.
 _UNITS = {"normal": 65536 / 6, "uniform": 65536 / 2}
 _PARTS = {"normal": 3, "uniform": 1}

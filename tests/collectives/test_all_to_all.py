@@ -12,7 +12,7 @@ from fusionlayer.collectives.all_to_all import all_to_all
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
 
@@ -61,18 +61,15 @@ def test_every_part_arrives_with_the_codec_s_loss_only(codec: Codec, dtype: torc
         over_threads(world, body)
 
 
-def test_only_what_leaves_is_encoded() -> None:
+@on_threads(4)
+def test_only_what_leaves_is_encoded(transport: Transport) -> None:
     """The bytes are those of the messages to other ranks; the rank's own part stays out."""
     codec = codecs.get("int8").bare
-
-    def body(transport: Transport) -> None:
-        before = transport.bytes_sent
-        travel(transport, codec, torch.float32)
-        rank, peers = transport.rank, range(transport.size)
-        expected = [codec.wire(count(rank, to), torch.float32).capacity for to in peers if to != rank]
-        assert transport.bytes_sent - before == sum(expected)
-
-    over_threads(4, body)
+    before = transport.bytes_sent
+    travel(transport, codec, torch.float32)
+    rank, peers = transport.rank, range(transport.size)
+    expected = [codec.wire(count(rank, to), torch.float32).capacity for to in peers if to != rank]
+    assert transport.bytes_sent - before == sum(expected)
 
 
 def test_seeds_tell_messages_and_calls_apart() -> None:
@@ -91,13 +88,11 @@ def test_seeds_tell_messages_and_calls_apart() -> None:
     assert not torch.equal(second, third), "rank 0 sends the same values to both"
 
 
-def test_any_type_travels_as_it_is() -> None:
-    def body(transport: Transport) -> None:
-        size = transport.size
-        x = torch.arange(2 * size, dtype=torch.float64) + 0.1 * transport.rank
-        out = torch.empty_like(x)
-        all_to_all(x, out, [2] * size, [2] * size, codecs.get("raw").bare, transport)
-        expected = [2 * transport.rank + i + 0.1 * source for source in range(size) for i in range(2)]
-        assert out.tolist() == [float(torch.tensor(value, dtype=torch.float64)) for value in expected]
-
-    over_threads(3, body)
+@on_threads(3)
+def test_any_type_travels_as_it_is(transport: Transport) -> None:
+    size = transport.size
+    x = torch.arange(2 * size, dtype=torch.float64) + 0.1 * transport.rank
+    out = torch.empty_like(x)
+    all_to_all(x, out, [2] * size, [2] * size, codecs.get("raw").bare, transport)
+    expected = [2 * transport.rank + i + 0.1 * source for source in range(size) for i in range(2)]
+    assert out.tolist() == [float(torch.tensor(value, dtype=torch.float64)) for value in expected]

@@ -16,7 +16,7 @@ from fusionlayer.transport import Transport
 from tests import samples
 from tests.codecs.variants import defaults, every, is_kind, is_variant_of_few_bits, repeats
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 from tests.tiers import exhaustive
 
@@ -216,7 +216,8 @@ def test_unknown_names_are_refused() -> None:
 
 
 @looped("world", WORLDS)
-def test_bytes_sent_are_as_documented(world: int) -> None:
+@on_threads()
+def test_bytes_sent_are_as_documented(transport: Transport, world: int) -> None:
     codec, n = codecs.get("int4").bare, 5000
     chunk = -(-n // (world * codec.block)) * codec.block
     documented = {
@@ -224,27 +225,20 @@ def test_bytes_sent_are_as_documented(world: int) -> None:
         "two_shot": (codec, 2 * (world - 1) * codec.wire(chunk).capacity),
         "dense": (codecs.get("raw").bare, 2 * (world - 1) * 4 * n // world),
     }
-
-    def body(transport: Transport) -> None:
-        for name, (used, expected) in documented.items():
-            before = transport.bytes_sent
-            collectives.get(name)(gradient(n, transport.rank), used, transport)
-            assert transport.bytes_sent - before == expected, name
-
-    over_threads(world, body)
+    for name, (used, expected) in documented.items():
+        before = transport.bytes_sent
+        collectives.get(name)(gradient(n, transport.rank), used, transport)
+        assert transport.bytes_sent - before == expected, name
 
 
-def test_the_result_depends_on_nothing_that_was_left_behind() -> None:
+@on_threads(3)
+def test_the_result_depends_on_nothing_that_was_left_behind(transport: Transport) -> None:
     """Scratch memory of a longer call before does not show in the bytes of a shorter one."""
-
-    def body(transport: Transport) -> None:
-        for name, codec in pairs(DEFAULTS):
-            results = []
-            for _ in range(2):
-                x = given(transport.rank, 0, 129, torch.float32).clone()
-                collectives.get(name)(x, codec, transport, seed=1)
-                results.append(x)
-                collectives.get(name)(torch.full((5000,), 3.0), codec, transport, seed=2)
-            assert torch.equal(*results)
-
-    over_threads(3, body)
+    for name, codec in pairs(DEFAULTS):
+        results = []
+        for _ in range(2):
+            x = given(transport.rank, 0, 129, torch.float32).clone()
+            collectives.get(name)(x, codec, transport, seed=1)
+            results.append(x)
+            collectives.get(name)(torch.full((5000,), 3.0), codec, transport, seed=2)
+        assert torch.equal(*results)

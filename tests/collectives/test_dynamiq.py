@@ -17,7 +17,7 @@ from fusionlayer.collectives.halves import ring_reduce_scatter
 from fusionlayer.transport import Transport
 from tests import samples
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 
 from .conformance import given, same_everywhere
 
@@ -105,18 +105,16 @@ def test_the_first_phase_leaves_each_rank_its_row(codec: str, world: int) -> Non
     assert codec in ("raw", "int8", "mxfp8") or max(sent) <= (world - 1) * (message + 8 * 4 * world)
 
 
-def test_calls_take_it_by_name() -> None:
-    def body(transport: Transport) -> None:
-        x = given(transport.rank, 6, 4 * 700, torch.float32).view(4 * 7, 100)
-        exact = sum(given(rank, 6, 4 * 700, torch.float32).double() for rank in range(4)) / 4
-        out = fl.reduce_scatter(x, "dynamiq", group=transport, algorithm="ring", bits=6)
-        mine = exact.view(4, 7, 100)[transport.rank]
-        assert out.shape == (7, 100) and (out - mine).norm() < 0.15 * mine.norm()
-        with pytest.raises(ConfigError, match="expected None or 'ring'"):
-            fl.reduce_scatter(x, "dynamiq", group=transport, algorithm="butterfly")
-        with pytest.raises(ConfigError, match="encodes partial sums anew"):
-            fl.reduce_scatter(x, "topk", group=transport, algorithm="ring")
-        total = fl.all_reduce(x.clone(), codec="dynamiq", algorithm="butterfly", group=transport, bits=6)
-        assert float((total.view(-1) - exact).norm()) < 0.15 * float(exact.norm()) and same_everywhere(transport, total)
-
-    over_threads(4, body)
+@on_threads(4)
+def test_calls_take_it_by_name(transport: Transport) -> None:
+    x = given(transport.rank, 6, 4 * 700, torch.float32).view(4 * 7, 100)
+    exact = sum(given(rank, 6, 4 * 700, torch.float32).double() for rank in range(4)) / 4
+    out = fl.reduce_scatter(x, "dynamiq", group=transport, algorithm="ring", bits=6)
+    mine = exact.view(4, 7, 100)[transport.rank]
+    assert out.shape == (7, 100) and (out - mine).norm() < 0.15 * mine.norm()
+    with pytest.raises(ConfigError, match="expected None or 'ring'"):
+        fl.reduce_scatter(x, "dynamiq", group=transport, algorithm="butterfly")
+    with pytest.raises(ConfigError, match="encodes partial sums anew"):
+        fl.reduce_scatter(x, "topk", group=transport, algorithm="ring")
+    total = fl.all_reduce(x.clone(), codec="dynamiq", algorithm="butterfly", group=transport, bits=6)
+    assert float((total.view(-1) - exact).norm()) < 0.15 * float(exact.norm()) and same_everywhere(transport, total)

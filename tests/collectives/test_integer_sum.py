@@ -13,7 +13,7 @@ from fusionlayer.base.errors import ConfigError, WireError
 from fusionlayer.codecs.research.thc import THC
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 from .conformance import conform, same_everywhere
@@ -78,30 +78,26 @@ def test_bytes_sent(world: int, bits: int) -> None:
     assert over_threads(world, body) == [expected] * world
 
 
-def test_messages_with_headers_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage(transport: Transport) -> None:
-        exchange = transport.all_to_all
+@on_threads(1)
+def test_messages_with_headers_are_verified(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = transport.all_to_all
 
-        def damaged(x: Tensor, out: Tensor) -> None:
-            exchange(x, out)
-            out[0, 200] ^= 1
+    def damaged(x: Tensor, out: Tensor) -> None:
+        exchange(x, out)
+        out[0, 200] ^= 1
 
-        transport.all_to_all = damaged  # type: ignore[method-assign]
-        with pytest.raises(WireError, match="checksum"):
-            integer_sum(gradient(3000, 1), THC(), transport)
-        transport.close()
-
-    over_threads(1, damage)
+    transport.all_to_all = damaged  # type: ignore[method-assign]
+    with pytest.raises(WireError, match="checksum"):
+        integer_sum(gradient(3000, 1), THC(), transport)
+    transport.close()
 
 
-def test_other_codecs_and_too_many_ranks_are_refused() -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(ConfigError, match="'integer_sum' adds codes as integers and cannot use int"):
-            integer_sum(torch.ones(3), codecs.get("int8"), transport)
-        transport.size = 2185
-        with pytest.raises(ConfigError, match="at most 2184 ranks, these are 2185; choose another"):
-            integer_sum(torch.ones(3), THC(), transport)
-        transport.size = 1
-        assert transport.bytes_sent == 0
-
-    over_threads(1, body)
+@on_threads(1)
+def test_other_codecs_and_too_many_ranks_are_refused(transport: Transport) -> None:
+    with pytest.raises(ConfigError, match="'integer_sum' adds codes as integers and cannot use int"):
+        integer_sum(torch.ones(3), codecs.get("int8"), transport)
+    transport.size = 2185
+    with pytest.raises(ConfigError, match="at most 2184 ranks, these are 2185; choose another"):
+        integer_sum(torch.ones(3), THC(), transport)
+    transport.size = 1
+    assert transport.bytes_sent == 0

@@ -18,7 +18,7 @@ from fusionlayer.codecs.lowrank.powersgd import PowerSGD
 from fusionlayer.transport import Transport
 from tests.collectives.conformance import same_everywhere
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -128,46 +128,41 @@ def test_bytes_are_those_of_the_factors() -> None:
     over_threads(world, body)
 
 
-def test_directions_that_were_not_there_are_found_when_they_come() -> None:
+@on_threads(2)
+def test_directions_that_were_not_there_are_found_when_they_come(transport: Transport) -> None:
     """After zeros and steps of rank 1 all of a matrix of rank 3 is found; a start of zeros would never leave them."""
-
-    def body(transport: Transport) -> None:
-        codec = codecs.get("powersgd", rank=3).bare.for_parts([Part("x", (50, 30))])
-        for step, rank in enumerate((0, 1, 1, 3, 3)):
-            x = torch.zeros(50, 30)
-            if rank:
-                product(gradient(rank * 50, step).view(rank, -1), gradient(rank * 30, 20 + step).view(rank, -1), x)
-            expected = x * transport.size
-            collectives.get("low_rank")(x.view(-1), codec, transport, seed=step)
-            assert (x - expected).norm() <= 1e-4 * expected.norm(), step
-
-    over_threads(2, body)
+    codec = codecs.get("powersgd", rank=3).bare.for_parts([Part("x", (50, 30))])
+    for step, rank in enumerate((0, 1, 1, 3, 3)):
+        x = torch.zeros(50, 30)
+        if rank:
+            product(gradient(rank * 50, step).view(rank, -1), gradient(rank * 30, 20 + step).view(rank, -1), x)
+        expected = x * transport.size
+        collectives.get("low_rank")(x.view(-1), codec, transport, seed=step)
+        assert (x - expected).norm() <= 1e-4 * expected.norm(), step
 
 
 @looped("name", ["matrix", "vector"])
-def test_an_overflow_is_seen_once_and_spoils_nothing(name: str) -> None:
-    def body(transport: Transport) -> None:
-        parts = parts_of()
-        codec = codecs.get("powersgd", rank=2).bare.for_parts(parts)
-        part = next(part for part in parts if part.name == name)
-        residual = torch.zeros(parts[-1].stop + GAP)
-        for step, value in enumerate((None, torch.inf, torch.nan, None, None)):
-            x = flat(given(transport.rank, step), parts)
-            kept = {part.name: part.state.tensors["right"].clone() for part in parts if part.state.tensors}
-            if value is not None and transport.rank == 1:
-                x[part.start + 7] = value
-            collectives.get("low_rank")(x, codec, transport, seed=step, residual=residual)
-            assert same_everywhere(transport, x) and residual.isfinite().all()
-            assert x.isfinite().all() == (value is None)
-            if value is not None:
-                assert not x[part.start + 7].isfinite()
-            for each in parts:
-                if each.state.tensors:
-                    assert each.state.tensors["right"].isfinite().all()
-                    same = each.name in kept and torch.equal(kept[each.name], each.state.tensors["right"])
-                    assert same == (value is not None and name == "matrix")
-
-    over_threads(2, body)
+@on_threads(2)
+def test_an_overflow_is_seen_once_and_spoils_nothing(transport: Transport, name: str) -> None:
+    parts = parts_of()
+    codec = codecs.get("powersgd", rank=2).bare.for_parts(parts)
+    part = next(part for part in parts if part.name == name)
+    residual = torch.zeros(parts[-1].stop + GAP)
+    for step, value in enumerate((None, torch.inf, torch.nan, None, None)):
+        x = flat(given(transport.rank, step), parts)
+        kept = {part.name: part.state.tensors["right"].clone() for part in parts if part.state.tensors}
+        if value is not None and transport.rank == 1:
+            x[part.start + 7] = value
+        collectives.get("low_rank")(x, codec, transport, seed=step, residual=residual)
+        assert same_everywhere(transport, x) and residual.isfinite().all()
+        assert x.isfinite().all() == (value is None)
+        if value is not None:
+            assert not x[part.start + 7].isfinite()
+        for each in parts:
+            if each.state.tensors:
+                assert each.state.tensors["right"].isfinite().all()
+                same = each.name in kept and torch.equal(kept[each.name], each.state.tensors["right"])
+                assert same == (value is not None and name == "matrix")
 
 
 def test_what_is_kept_is_used_and_only_with_warm_start() -> None:
@@ -203,19 +198,16 @@ def test_states_of_another_rank_begin_anew() -> None:
     assert over_threads(1, body)[0].any() and part.state.tensors["right"].numel() == 4 * 64
 
 
-def test_steps_of_the_warm_up_are_sums_of_the_values() -> None:
+@on_threads(2)
+def test_steps_of_the_warm_up_are_sums_of_the_values(transport: Transport) -> None:
     codec = codecs.get("powersgd", warmup_steps=2)
     assert [codec.at_step(step).name for step in range(4)] == ["raw", "raw", "powersgd", "powersgd"]
     assert codec.at_step(5) == codec
-
-    def body(transport: Transport) -> None:
-        x = given(transport.rank, 0)["matrix"].reshape(-1).clone()
-        expected = x.clone()
-        transport.all_reduce(expected)
-        collectives.get("low_rank")(x, codec.at_step(0), transport, residual=torch.zeros_like(x))
-        assert torch.equal(x, expected)
-
-    over_threads(2, body)
+    x = given(transport.rank, 0)["matrix"].reshape(-1).clone()
+    expected = x.clone()
+    transport.all_reduce(expected)
+    collectives.get("low_rank")(x, codec.at_step(0), transport, residual=torch.zeros_like(x))
+    assert torch.equal(x, expected)
 
 
 def test_parts_are_no_options() -> None:
@@ -226,9 +218,7 @@ def test_parts_are_no_options() -> None:
 
 
 @looped("options", [{"codec": "int8"}, {"codec": "topk"}], ids=str)
-def test_other_codecs_are_refused(options: dict[str, Any]) -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(ConfigError, match="sums the factors of matrices and cannot use"):
-            collectives.get("low_rank")(torch.ones(8), codecs.get(options["codec"]).bare, transport)
-
-    over_threads(1, body)
+@on_threads(1)
+def test_other_codecs_are_refused(transport: Transport, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="sums the factors of matrices and cannot use"):
+        collectives.get("low_rank")(torch.ones(8), codecs.get(options["codec"]).bare, transport)

@@ -20,7 +20,7 @@ from fusionlayer.collectives._hops import balanced
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 
 from .conformance import DTYPES, conform, given, same_everywhere, sum_over_ranks
 
@@ -265,46 +265,40 @@ _real_cut = _hops.cut
 
 @looped("world", [2, 5])
 @looped("name", NAMES)
-def test_messages_with_headers_carry_the_same(name: str, world: int) -> None:
-    def body(transport: Transport) -> None:
-        results = []
-        for codec in (codecs.get("int8").bare, codecs.get("int8").checked):
-            x = given(transport.rank, 0, 3000, torch.float32).clone()
-            collectives.get(name)(x, codec, transport, seed=1)
-            results.append(x)
-        assert torch.equal(*results)
-
-    over_threads(world, body)
+@on_threads()
+def test_messages_with_headers_carry_the_same(transport: Transport, name: str, world: int) -> None:
+    results = []
+    for codec in (codecs.get("int8").bare, codecs.get("int8").checked):
+        x = given(transport.rank, 0, 3000, torch.float32).clone()
+        collectives.get(name)(x, codec, transport, seed=1)
+        results.append(x)
+    assert torch.equal(*results)
 
 
 @looped("hop", [0, 2])
 @looped("name", NAMES)
-def test_a_damaged_message_is_noticed(name: str, hop: int) -> None:
-    def body(transport: Transport) -> None:
-        exchange, calls = transport.exchange, [0]
+@on_threads(4)
+def test_a_damaged_message_is_noticed(transport: Transport, name: str, hop: int) -> None:
+    exchange, calls = transport.exchange, [0]
 
-        def damaging(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-            exchange(messages)
-            if calls[0] == hop and transport.rank == 1:
-                next(recv for _, recv in messages.values() if recv.numel())[200] ^= 1
-            calls[0] += 1
+    def damaging(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        exchange(messages)
+        if calls[0] == hop and transport.rank == 1:
+            next(recv for _, recv in messages.values() if recv.numel())[200] ^= 1
+        calls[0] += 1
 
-        transport.exchange = damaging  # type: ignore[method-assign]
-        error: type[Exception] = WireError if transport.rank == 1 else TransportError
-        with pytest.raises(error, match="checksum" if transport.rank == 1 else "rank 1"):
-            collectives.get(name)(torch.ones(5000), codecs.get("int8").checked, transport)
-            transport.barrier()
-        transport.close()
-
-    over_threads(4, body)
+    transport.exchange = damaging  # type: ignore[method-assign]
+    error: type[Exception] = WireError if transport.rank == 1 else TransportError
+    with pytest.raises(error, match="checksum" if transport.rank == 1 else "rank 1"):
+        collectives.get(name)(torch.ones(5000), codecs.get("int8").checked, transport)
+        transport.barrier()
+    transport.close()
 
 
 @looped("name", NAMES)
-def test_ranks_that_differ_are_named(name: str) -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(TransportError) as raised:
-            numel = 2000 if transport.rank == 1 else 1000
-            collectives.get(name)(torch.ones(numel), codecs.get("int8").bare, transport)
-        assert 1 in raised.value.ranks
-
-    over_threads(4, body)
+@on_threads(4)
+def test_ranks_that_differ_are_named(transport: Transport, name: str) -> None:
+    with pytest.raises(TransportError) as raised:
+        numel = 2000 if transport.rank == 1 else 1000
+        collectives.get(name)(torch.ones(numel), codecs.get("int8").bare, transport)
+    assert 1 in raised.value.ranks

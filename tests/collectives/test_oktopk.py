@@ -15,9 +15,8 @@ from fusionlayer.codecs import Codec, Part, PartsCodec
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
 from tests.codecs.toy_sparse import toy_sparse
-from tests.harness import run_ranks
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_processes, on_threads, over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
 
@@ -85,43 +84,36 @@ def check(transport: Transport, numel: int, dtype: torch.dtype, feedback: bool) 
 @looped("feedback", [False, True])
 @looped("dtype", DTYPES)
 @pytest.mark.parametrize("world", tiered([1, 2, 3, 4, 8], lambda world: world in (2, 3)))
-def test_sums_and_residuals_are_exact(world: int, dtype: torch.dtype, feedback: bool) -> None:
-    def body(transport: Transport) -> None:
-        for numel in LENGTHS:
-            check(transport, numel, dtype, feedback)
-
-    over_threads(world, body)
+@on_threads()
+def test_sums_and_residuals_are_exact(transport: Transport, world: int, dtype: torch.dtype, feedback: bool) -> None:
+    for numel in LENGTHS:
+        check(transport, numel, dtype, feedback)
 
 
 @pytest.mark.short
 @looped("world", [2, 5])
-def test_values_that_are_not_finite_reach_all_and_are_not_kept(world: int) -> None:
-    def body(transport: Transport) -> None:
-        x = given(transport.rank, 0, 500)
-        if transport.rank == 1:
-            x[100:200] = torch.nan
-            x[300] = torch.inf
-        residual = torch.zeros(500)
-        codec = codecs.get("toysparse", density=0.5).bare
-        collectives.get("oktopk")(x, codec, transport, residual=residual)
-        assert x[100:200].isnan().all() and x[300] == torch.inf and residual.isfinite().all()
-        assert same_everywhere(transport, x)
-
-    over_threads(world, body)
+@on_threads()
+def test_values_that_are_not_finite_reach_all_and_are_not_kept(transport: Transport, world: int) -> None:
+    x = given(transport.rank, 0, 500)
+    if transport.rank == 1:
+        x[100:200] = torch.nan
+        x[300] = torch.inf
+    residual = torch.zeros(500)
+    codec = codecs.get("toysparse", density=0.5).bare
+    collectives.get("oktopk")(x, codec, transport, residual=residual)
+    assert x[100:200].isnan().all() and x[300] == torch.inf and residual.isfinite().all()
+    assert same_everywhere(transport, x)
 
 
 @pytest.mark.short
-def test_no_value_that_is_not_finite_is_crowded_out_by_others() -> None:
+@on_threads(3)
+def test_no_value_that_is_not_finite_is_crowded_out_by_others(transport: Transport) -> None:
     """More of them than would pass, and a NaN is larger than an Inf."""
-
-    def body(transport: Transport) -> None:
-        x = given(transport.rank, 0, 500)
-        x[10 * transport.rank : 10 * transport.rank + 10] = torch.nan if transport.rank else torch.inf
-        residual = torch.zeros(500)
-        collectives.get("oktopk")(x, codecs.get("toysparse", density=0.02).bare, transport, residual=residual)
-        assert x[:10].isinf().all() and x[10:30].isnan().all() and residual.isfinite().all()
-
-    over_threads(3, body)
+    x = given(transport.rank, 0, 500)
+    x[10 * transport.rank : 10 * transport.rank + 10] = torch.nan if transport.rank else torch.inf
+    residual = torch.zeros(500)
+    collectives.get("oktopk")(x, codecs.get("toysparse", density=0.02).bare, transport, residual=residual)
+    assert x[:10].isinf().all() and x[10:30].isnan().all() and residual.isfinite().all()
 
 
 @pytest.mark.short
@@ -210,15 +202,12 @@ def test_no_rank_sends_more_than_the_bound_of_the_paper() -> None:
     assert max(first for first, _ in found) <= bound + 16 * 1024, "histograms, too"
 
 
-def check_over_gloo(rank: int, world: int) -> None:
+@pytest.mark.medium
+@pytest.mark.parametrize("world", [2, 3])
+@on_processes()
+def test_over_processes(rank: int, world: int) -> None:
     with toy_sparse():
         transport = C10dTransport(None)
         for numel in LENGTHS:
             check(transport, numel, torch.float32, True)
         transport.close()
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("world", [2, 3])
-def test_over_processes(world: int) -> None:
-    run_ranks(check_over_gloo, world)

@@ -22,7 +22,7 @@ from fusionlayer.native.wire import ALIGN
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
 
@@ -140,17 +140,15 @@ def test_the_halves_make_a_sum(codec: Codec) -> None:
 
 
 @looped("codec", [codecs.get("int8").bare, codecs.get("bf16").bare], ids=str)
-def test_what_is_not_finite_reaches_all(codec: Codec) -> None:
-    def body(transport: Transport) -> None:
-        x = gradient(2000, transport.rank)
-        x[1700] = float("inf") if transport.rank == 2 else x[1700]
-        every, part = torch.empty(4, 2000), torch.empty(500)
-        all_gather(x, every, codec, transport, piece=600)
-        assert not every[2, 1700].isfinite() and every[0].isfinite().all()
-        reduce_scatter(x.view(4, 500), part, codec, transport, piece=200)
-        assert part.isfinite().all() == (transport.rank != 3)
-
-    over_threads(4, body)
+@on_threads(4)
+def test_what_is_not_finite_reaches_all(transport: Transport, codec: Codec) -> None:
+    x = gradient(2000, transport.rank)
+    x[1700] = float("inf") if transport.rank == 2 else x[1700]
+    every, part = torch.empty(4, 2000), torch.empty(500)
+    all_gather(x, every, codec, transport, piece=600)
+    assert not every[2, 1700].isfinite() and every[0].isfinite().all()
+    reduce_scatter(x.view(4, 500), part, codec, transport, piece=200)
+    assert part.isfinite().all() == (transport.rank != 3)
 
 
 def test_while_a_piece_travels_another_is_computed() -> None:
@@ -206,23 +204,20 @@ def test_a_piece_that_fails_releases_the_other_ranks() -> None:
 
 @looped("world", [1, 2])
 @looped("reduce", [one_shot, two_shot])
-def test_pieces_draw_noise_of_their_own(reduce: Callable[..., None], world: int) -> None:
+@on_threads()
+def test_pieces_draw_noise_of_their_own(transport: Transport, reduce: Callable[..., None], world: int) -> None:
     """Equal halves, each a piece, are rounded differently: numbers of a seed are counted through all pieces.
 
     With one rank the second quantisation of ``two_shot`` changes nothing, so the first one is seen.
     """
     codec = codecs.get("int", bits=4, rounding="stochastic").bare
     half = 4 * codec.block
-
-    def body(transport: Transport) -> None:
-        x = gradient(half, transport.rank).repeat(2)
-        reduce(x, codec, transport, seed=1, piece=half)
-        assert not torch.equal(x[:half], x[half:])
-        rows, part = gradient(half, transport.rank).repeat(2).repeat(world, 1), torch.empty(2 * half)
-        reduce_scatter(rows, part, codec, transport, seed=1, piece=half)
-        assert not torch.equal(part[:half], part[half:])
-        every = torch.empty(world, 2 * half)
-        all_gather(rows[0], every, codec, transport, seed=1, piece=half)
-        assert not torch.equal(every[0, :half], every[0, half:])
-
-    over_threads(world, body)
+    x = gradient(half, transport.rank).repeat(2)
+    reduce(x, codec, transport, seed=1, piece=half)
+    assert not torch.equal(x[:half], x[half:])
+    rows, part = gradient(half, transport.rank).repeat(2).repeat(world, 1), torch.empty(2 * half)
+    reduce_scatter(rows, part, codec, transport, seed=1, piece=half)
+    assert not torch.equal(part[:half], part[half:])
+    every = torch.empty(world, 2 * half)
+    all_gather(rows[0], every, codec, transport, seed=1, piece=half)
+    assert not torch.equal(every[0, :half], every[0, half:])

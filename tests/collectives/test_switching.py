@@ -27,7 +27,7 @@ from fusionlayer.transport import Transport, local
 from tests.codecs.conformance import same_bits
 from tests.fake_device import FakeDevice
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 from .conformance import same_everywhere
@@ -338,13 +338,11 @@ def test_functions_take_auto() -> None:
         assert "all_to_all of 4000 bytes: " in told and "all_to_all of 8000 bytes" in told
 
 
-def test_other_codecs_are_refused() -> None:
-    def body(transport: Transport) -> None:
-        for name in ("raw", "bf16", "topk"):
-            with pytest.raises(ConfigError, match=f"got {name}"):
-                Switcher(transport, codecs.get(name))
-            with pytest.raises(ConfigError, match=f"'switched'.*cannot use {name}.*choose another"):
-                fl.collectives.get("switched")(torch.zeros(3), codecs.get(name), transport)
-        assert switcher_of(transport) is switcher_of(transport, codecs.get("zip").bare)
-
-    over_threads(1, body)
+@on_threads(1)
+def test_other_codecs_are_refused(transport: Transport) -> None:
+    for name in ("raw", "bf16", "topk"):
+        with pytest.raises(ConfigError, match=f"got {name}"):
+            Switcher(transport, codecs.get(name))
+        with pytest.raises(ConfigError, match=f"'switched'.*cannot use {name}.*choose another"):
+            fl.collectives.get("switched")(torch.zeros(3), codecs.get(name), transport)
+    assert switcher_of(transport) is switcher_of(transport, codecs.get("zip").bare)

@@ -18,7 +18,7 @@ from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks, takes
 
@@ -59,27 +59,24 @@ def test_shares_do_not_change_a_sum(shares: Sequence[int], codec: Codec) -> None
 
 
 @looped("codec", [codec.bare for codec in defaults() if takes("two_shot", codec)], ids=str)
-def test_every_codec_sums_by_shares(codec: Codec) -> None:
+@on_threads(3)
+def test_every_codec_sums_by_shares(transport: Transport, codec: Codec) -> None:
     """All ranks have the same bits, results and residuals are what was given, and the noise is no larger."""
-
-    def body(transport: Transport) -> None:
-        numel = 5000
-        own = given(transport.rank, 0, numel, torch.float32)
-        exact = sum_over_ranks(transport, own)
-        errors = []
-        for reduce in (two_shot, partial(two_shot_by_shares, shares=(2, 3, 0))):
-            x, residual = own.clone(), torch.zeros(numel)
-            fresh = type(codec)(**codec.options, header=False)
-            reduce(x, fresh, transport, seed=5, residual=residual)
-            assert same_everywhere(transport, x)
-            kept = sum_over_ranks(transport, residual)
-            lost = (x.double() + kept - exact).norm() / exact.norm()
-            errors.append((float((x.double() - exact).norm()), float(lost)))
-        (equal_error, equal_lost), (error, lost) = errors
-        assert error <= 1.5 * equal_error + 1e-6 * float(exact.norm())
-        assert lost <= 1.5 * equal_lost + 1e-6
-
-    over_threads(3, body)
+    numel = 5000
+    own = given(transport.rank, 0, numel, torch.float32)
+    exact = sum_over_ranks(transport, own)
+    errors = []
+    for reduce in (two_shot, partial(two_shot_by_shares, shares=(2, 3, 0))):
+        x, residual = own.clone(), torch.zeros(numel)
+        fresh = type(codec)(**codec.options, header=False)
+        reduce(x, fresh, transport, seed=5, residual=residual)
+        assert same_everywhere(transport, x)
+        kept = sum_over_ranks(transport, residual)
+        lost = (x.double() + kept - exact).norm() / exact.norm()
+        errors.append((float((x.double() - exact).norm()), float(lost)))
+    (equal_error, equal_lost), (error, lost) = errors
+    assert error <= 1.5 * equal_error + 1e-6 * float(exact.norm())
+    assert lost <= 1.5 * equal_lost + 1e-6
 
 
 def test_a_rank_sends_what_its_share_says_both_ways_at_once() -> None:

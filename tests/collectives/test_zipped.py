@@ -17,7 +17,7 @@ from fusionlayer.transport import Transport, local
 from fusionlayer.transport._sum import sum_in_rank_order
 from tests.codecs.conformance import as_bits, same_bits
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import bit_patterns, gradient
 
 from .conformance import DTYPES, WORLDS, same_everywhere
@@ -97,48 +97,42 @@ def test_all_to_all(design: int, codec: Codec, dtype: torch.dtype, world: int) -
 
 @each_codec_and_world
 @each_dtype
-def test_reduce_scatter(codec: Codec, dtype: torch.dtype, world: int) -> None:
-    def body(transport: Transport) -> None:
-        for n in (0, 1, 3000):
-            x = torch.cat([ordinary(n, 10 * transport.rank + to, dtype) for to in range(world)])
-            expected = torch.empty(n, dtype=dtype)
-            parts = [ordinary(n, 10 * source + transport.rank, dtype) for source in range(world)]
-            sum_in_rank_order(parts, expected)
-            for piece in (None, 1000):
-                out = torch.full((n,), 3.0, dtype=dtype)
-                zipped.reduce_scatter(x, out, codec, transport, piece=piece)
-                assert same_bits(out, expected)
-
-    over_threads(world, body)
+@on_threads()
+def test_reduce_scatter(transport: Transport, codec: Codec, dtype: torch.dtype, world: int) -> None:
+    for n in (0, 1, 3000):
+        x = torch.cat([ordinary(n, 10 * transport.rank + to, dtype) for to in range(world)])
+        expected = torch.empty(n, dtype=dtype)
+        parts = [ordinary(n, 10 * source + transport.rank, dtype) for source in range(world)]
+        sum_in_rank_order(parts, expected)
+        for piece in (None, 1000):
+            out = torch.full((n,), 3.0, dtype=dtype)
+            zipped.reduce_scatter(x, out, codec, transport, piece=piece)
+            assert same_bits(out, expected)
 
 
 @each_codec_and_world
 @each_dtype
-def test_all_reduce_is_both_halves(codec: Codec, dtype: torch.dtype, world: int) -> None:
-    def body(transport: Transport) -> None:
-        for n in (0, 1, world * 1000, 3001):
-            x = ordinary(n, transport.rank, dtype)
-            expected = torch.empty_like(x)
-            sum_in_rank_order([ordinary(n, rank, dtype) for rank in range(world)], expected)
-            for piece in (None, 1000):
-                out, kept = torch.full_like(x, 3.0), x.clone()
-                zipped.zipped(x, codec, transport, out=out, piece=piece)
-                assert same_bits(out, expected) and same_bits(x, kept)
-            zipped.zipped(x, codec, transport)
-            assert same_bits(x, expected)
-
-    over_threads(world, body)
+@on_threads()
+def test_all_reduce_is_both_halves(transport: Transport, codec: Codec, dtype: torch.dtype, world: int) -> None:
+    for n in (0, 1, world * 1000, 3001):
+        x = ordinary(n, transport.rank, dtype)
+        expected = torch.empty_like(x)
+        sum_in_rank_order([ordinary(n, rank, dtype) for rank in range(world)], expected)
+        for piece in (None, 1000):
+            out, kept = torch.full_like(x, 3.0), x.clone()
+            zipped.zipped(x, codec, transport, out=out, piece=piece)
+            assert same_bits(out, expected) and same_bits(x, kept)
+        zipped.zipped(x, codec, transport)
+        assert same_bits(x, expected)
 
 
-def test_a_nan_reaches_all_as_the_canonical_one() -> None:
-    def body(transport: Transport) -> None:
-        x = gradient(2000, transport.rank)
-        x[700] = bit_patterns(torch.float32)[6] if transport.rank == 1 else 1.0
-        zipped.zipped(x, ZIP.bare, transport)
-        assert int(as_bits(x)[700]) == 0x7FC00000 and x.isnan().sum() == 1
-        assert same_everywhere(transport, x)
-
-    over_threads(3, body)
+@on_threads(3)
+def test_a_nan_reaches_all_as_the_canonical_one(transport: Transport) -> None:
+    x = gradient(2000, transport.rank)
+    x[700] = bit_patterns(torch.float32)[6] if transport.rank == 1 else 1.0
+    zipped.zipped(x, ZIP.bare, transport)
+    assert int(as_bits(x)[700]) == 0x7FC00000 and x.isnan().sum() == 1
+    assert same_everywhere(transport, x)
 
 
 @looped("codec", ZIPPED, ids=str)
@@ -238,75 +232,66 @@ def test_the_static_part_does_not_wait_for_a_late_rank() -> None:
 
 
 @looped("design", [1, 2])
-def test_damage_is_noticed(design: int) -> None:
-    def body(transport: Transport) -> None:
-        exchange = transport.exchange
+@on_threads(2)
+def test_damage_is_noticed(transport: Transport, design: int) -> None:
+    exchange = transport.exchange
 
-        def damaged(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-            exchange(messages)
-            if messages[1 - transport.rank][1].numel() > 100:
-                messages[1 - transport.rank][1][-1] ^= 1
+    def damaged(messages: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        exchange(messages)
+        if messages[1 - transport.rank][1].numel() > 100:
+            messages[1 - transport.rank][1][-1] ^= 1
 
-        transport.exchange = damaged  # type: ignore[method-assign]
-        x = gradient(4000, transport.rank).bfloat16()
-        with pytest.raises(WireError, match="checksum"):
-            zipped.all_to_all(x, torch.empty_like(x), [2000] * 2, [2000] * 2, ZIP, transport, design=design)
-
-    over_threads(2, body)
+    transport.exchange = damaged  # type: ignore[method-assign]
+    x = gradient(4000, transport.rank).bfloat16()
+    with pytest.raises(WireError, match="checksum"):
+        zipped.all_to_all(x, torch.empty_like(x), [2000] * 2, [2000] * 2, ZIP, transport, design=design)
 
 
-def test_sizes_that_cannot_be_are_refused() -> None:
-    def body(transport: Transport) -> None:
-        all_to_all = transport.all_to_all
+@on_threads(2)
+def test_sizes_that_cannot_be_are_refused(transport: Transport) -> None:
+    all_to_all = transport.all_to_all
 
-        def lying(x: Tensor, out: Tensor) -> None:
-            all_to_all(x, out)
-            out[1 - transport.rank, 7] = 0x7F
+    def lying(x: Tensor, out: Tensor) -> None:
+        all_to_all(x, out)
+        out[1 - transport.rank, 7] = 0x7F
 
-        transport.all_to_all = lying  # type: ignore[method-assign]
-        x = gradient(4000, transport.rank)
-        with pytest.raises(WireError, match=f"rank {1 - transport.rank} announces"):
-            zipped.all_to_all(x, torch.empty_like(x), [2000] * 2, [2000] * 2, ZIP.bare, transport, design=1)
-
-    over_threads(2, body)
+    transport.all_to_all = lying  # type: ignore[method-assign]
+    x = gradient(4000, transport.rank)
+    with pytest.raises(WireError, match=f"rank {1 - transport.rank} announces"):
+        zipped.all_to_all(x, torch.empty_like(x), [2000] * 2, [2000] * 2, ZIP.bare, transport, design=1)
 
 
-def test_a_sum_of_16_bits_is_rounded_once() -> None:
+@on_threads(4)
+def test_a_sum_of_16_bits_is_rounded_once(transport: Transport) -> None:
     """1 + 2^-9 + 2^-9 in bf16: rounding after each sum would lose both small ones."""
     parts = [1.0, 2.0**-9, 2.0**-9, 2.0**-8]
-
-    def body(transport: Transport) -> None:
-        x = torch.full((4 * 2000,), parts[transport.rank], dtype=torch.bfloat16)
-        out = torch.empty(2000, dtype=torch.bfloat16)
-        zipped.reduce_scatter(x, out, ZIP.bare, transport)
-        assert (out == 1 + 2.0**-7).all()
-        zipped.zipped(x, ZIP.bare, transport)
-        assert (x == 1 + 2.0**-7).all()
-
-    over_threads(4, body)
+    x = torch.full((4 * 2000,), parts[transport.rank], dtype=torch.bfloat16)
+    out = torch.empty(2000, dtype=torch.bfloat16)
+    zipped.reduce_scatter(x, out, ZIP.bare, transport)
+    assert (out == 1 + 2.0**-7).all()
+    zipped.zipped(x, ZIP.bare, transport)
+    assert (x == 1 + 2.0**-7).all()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
-    def body(transport: Transport) -> None:
-        x, codec = torch.zeros(6), ZIP.bare
-        for call, message in (
-            (lambda: zipped.all_gather(x, torch.zeros(11), codec, transport), "which add up"),
-            (lambda: zipped.all_gather(x, torch.zeros(12), codec, transport, lengths=[5, 7]), "which add up"),
-            (lambda: zipped.all_gather(x, torch.zeros(12), RAW, transport), "cannot use raw"),
-            (lambda: zipped.all_gather(x.double(), torch.zeros(12), codec, transport), "float64"),
-            (lambda: zipped.all_to_all(x, x, [6], [6], codec, transport), "2 counts"),
-            (lambda: zipped.all_to_all(x, x, [2, 4], [4, 2], codec, transport), "the same for this rank"),
-            (lambda: zipped.all_to_all(x, x, [3, 2], [3, 2], codec, transport), "add up"),
-            (lambda: zipped.all_to_all(x, x, [3, 3], [3, 3], codec, transport, design=3), "design=3"),
-            (lambda: zipped.reduce_scatter(x, torch.zeros(4), codec, transport), "2 times as many"),
-            (lambda: zipped.reduce_scatter(x, torch.zeros(3), codecs.get("topk"), transport), "cannot use topk"),
-            (lambda: zipped.zipped(torch.zeros(6, 2).t(), codec, transport), "contiguous"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                call()
-        assert transport.bytes_sent == 0
-
-    over_threads(2, body)
+@on_threads(2)
+def test_wrong_arguments_are_refused_before_anything_is_sent(transport: Transport) -> None:
+    x, codec = torch.zeros(6), ZIP.bare
+    for call, message in (
+        (lambda: zipped.all_gather(x, torch.zeros(11), codec, transport), "which add up"),
+        (lambda: zipped.all_gather(x, torch.zeros(12), codec, transport, lengths=[5, 7]), "which add up"),
+        (lambda: zipped.all_gather(x, torch.zeros(12), RAW, transport), "cannot use raw"),
+        (lambda: zipped.all_gather(x.double(), torch.zeros(12), codec, transport), "float64"),
+        (lambda: zipped.all_to_all(x, x, [6], [6], codec, transport), "2 counts"),
+        (lambda: zipped.all_to_all(x, x, [2, 4], [4, 2], codec, transport), "the same for this rank"),
+        (lambda: zipped.all_to_all(x, x, [3, 2], [3, 2], codec, transport), "add up"),
+        (lambda: zipped.all_to_all(x, x, [3, 3], [3, 3], codec, transport, design=3), "design=3"),
+        (lambda: zipped.reduce_scatter(x, torch.zeros(4), codec, transport), "2 times as many"),
+        (lambda: zipped.reduce_scatter(x, torch.zeros(3), codecs.get("topk"), transport), "cannot use topk"),
+        (lambda: zipped.zipped(torch.zeros(6, 2).t(), codec, transport), "contiguous"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+    assert transport.bytes_sent == 0
 
 
 def test_it_is_what_lossless_codecs_of_variable_size_travel_by() -> None:

@@ -100,9 +100,7 @@ every_codec_and_dtype = pytest.mark.parametrize(
     ids=str,
 )
 typical_codec_and_dtype = pytest.mark.parametrize(
-    "codec, dtype",
-    tiered(product(TYPICAL, DTYPES), lambda codec, dtype: codec in KERNELS),
-    ids=str,
+    "codec, dtype", tiered(product(TYPICAL, DTYPES), lambda codec, dtype: codec in KERNELS), ids=str
 )
 typical_codec = pytest.mark.parametrize("codec", tiered(TYPICAL, lambda codec: codec in PLAIN), ids=str)
 

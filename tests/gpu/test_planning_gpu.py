@@ -31,11 +31,7 @@ def with_planning(rank: int, world: int, options: dict[str, Any]) -> tuple[int, 
     return buckets, profile.model.backward
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"codec": "raw", "planner": "safusion"}, {"codec": "auto"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"codec": "raw", "planner": "safusion"}, {"codec": "auto"}], ids=str)
 def test_plans_are_made_by_the_time_of_the_device(options: dict[str, Any]) -> None:
     first, second = run_ranks(with_planning, 2, options)
     assert first == second and first[0] >= 1 and first[1] > 0

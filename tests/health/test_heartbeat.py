@@ -357,9 +357,7 @@ GARBAGE = [
 ]
 
 
-def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_any_value_in_the_store_is_survived_and_the_last_to_leave_deletes_all(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
     watches = [
         Heartbeat(store, "w", rank, 2, 2.0, 60.0, None, is_overdue=lambda: False, interrupt=lambda: None)

@@ -72,13 +72,7 @@ def job(rank: int, world: int, store: str, backend: str = "fusionlayer") -> Iter
 
 
 def train(
-    rank: int,
-    world: int,
-    store: str,
-    *,
-    over: str = "fusionlayer",
-    command: Sequence[str] = (),
-    **given: Any,
+    rank: int, world: int, store: str, *, over: str = "fusionlayer", command: Sequence[str] = (), **given: Any
 ) -> dict[str, Any]:
     """Return what the example says of a training, with its norms, its shards' sizes and what its groups have sent.
 

@@ -39,16 +39,13 @@ def make_pair(model: nn.Module | None = None, overlap: bool = False, **options: 
 
 @looped("algorithm", [None, "gather_v"])
 @looped("world", [2, 3, 4])
-def test_at_density_one_training_is_that_of_one_process(world: int, algorithm: str | None) -> None:
+@on_ranks()
+def test_at_density_one_training_is_that_of_one_process(rank: int, world: int, algorithm: str | None) -> None:
     expected = reference(world, 3, lambda parameters: Adam(parameters, lr=0.01))
-
-    def rank_main(rank: int) -> None:
-        model, optimizer = make_pair(codec="toysparse", density=1.0, algorithm=algorithm)
-        train(model, optimizer, rank, range(3))
-        optimizer.close()
-        assert torch.equal(weights(model), expected)
-
-    local.run(rank_main, world)
+    model, optimizer = make_pair(codec="toysparse", density=1.0, algorithm=algorithm)
+    train(model, optimizer, rank, range(3))
+    optimizer.close()
+    assert torch.equal(weights(model), expected)
 
 
 @on_ranks(2)

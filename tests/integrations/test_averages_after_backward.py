@@ -27,6 +27,7 @@ from tests.integrations.training import (
     weights,
 )
 from tests.loops import looped
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.short
 
@@ -344,25 +345,22 @@ def test_a_parameter_that_one_rank_uses_counts_as_zero_on_the_others() -> None:
     torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_next_forward_updates_no_parameter_that_no_rank_uses() -> None:
+@on_ranks(2)
+def test_the_next_forward_updates_no_parameter_that_no_rank_uses(rank: int) -> None:
     """With ``overlap_forward``, and where gradients are asked for by ``synchronize``."""
-
-    def body(rank: int) -> None:
-        model = Heads()
-        optimizer: Any = fl.DistributedOptimizer(
-            AdamW(model.parameters(), lr=0.01, weight_decay=0.5), model, overlap_forward=model, planner="single"
-        )
-        for step in range(4):
-            before = weights(model.heads[1])
-            model.loss(0, rank, step).backward()
-            if step == 2:
-                optimizer.synchronize()
-                assert model.heads[1].weight.grad is None
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
+    model = Heads()
+    optimizer: Any = fl.DistributedOptimizer(
+        AdamW(model.parameters(), lr=0.01, weight_decay=0.5), model, overlap_forward=model, planner="single"
+    )
+    for step in range(4):
+        before = weights(model.heads[1])
+        model.loss(0, rank, step).backward()
+        if step == 2:
+            optimizer.synchronize()
+            assert model.heads[1].weight.grad is None
+            with optimizer.skip_synchronize():
                 optimizer.step()
-            model.state_dict()
-            assert torch.equal(weights(model.heads[1]), before)
-
-    local.run(body, 2)
+        else:
+            optimizer.step()
+        model.state_dict()
+        assert torch.equal(weights(model.heads[1]), before)

@@ -32,11 +32,7 @@ CALLS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "megatron": [
         ("core/optimizer/distrib_optimizer.py", "DistributedOptimizer.step_with_ready_grads", "self"),
-        (
-            "core/distributed/param_and_grad_buffer.py",
-            "_ParamAndGradBucketGroup.start_param_sync",
-            "self force_sync",
-        ),
+        ("core/distributed/param_and_grad_buffer.py", "_ParamAndGradBucketGroup.start_param_sync", "self force_sync"),
     ],
     "deepspeed": [
         ("__init__.py", "initialize", f"{INITIALIZE} collate_fn config mesh_param config_params"),

@@ -18,19 +18,11 @@ from tests.tiers import exhaustive
 pytestmark = pytest.mark.medium
 
 STATUS = {"exit": 7, "error": 1, "interrupt": -signal.SIGINT, "terminate": -signal.SIGTERM}
-FAST = (
-    "exit in a hook",
-    "interrupt while waiting",
-    "terminate both",
-)
+FAST = ("exit in a hook", "interrupt while waiting", "terminate both")
 OTHERS = tuple(case for case in CASES if case not in FAST)
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [FAST, pytest.param(OTHERS, marks=(exhaustive))],
-    ids=["some cases", "other cases"],
-)
+@pytest.mark.parametrize("cases", [FAST, pytest.param(OTHERS, marks=(exhaustive))], ids=["some cases", "other cases"])
 def test_a_program_ends_as_it_asks_and_leaves_nothing(cases: tuple[str, ...], tmp_path: Path) -> None:
     for start in range(0, len(cases), 5):
         folder = tmp_path / str(start)

@@ -159,11 +159,7 @@ def lose_a_peer_between_syncs(rank: int, world: int, folder: str) -> tuple[dict[
 @exhaustive(guarded_by="tests/integrations/test_failures.py::test_survivors_of_a_lost_rank_are_told_which")
 def test_a_rank_that_is_lost_between_two_syncs_is_named_at_the_next(tmp_path: Path) -> None:
     outcomes = outcomes_of(
-        lose_a_peer_between_syncs,
-        2,
-        str(tmp_path),
-        backend=None,
-        signals={(1, "between syncs"): signal.SIGKILL},
+        lose_a_peer_between_syncs, 2, str(tmp_path), backend=None, signals={(1, "between syncs"): signal.SIGKILL}
     )
     assert outcomes[1].kind == "died", outcomes[1].trace
     assert outcomes[0].kind == "returned", outcomes[0].trace or outcomes[0].kind

@@ -255,7 +255,7 @@ FAST = (  # those that reach code of ours that no other case reaches
 NOT_OF_DDP = {
     "reused layers in reentrant checkpoints, no_sync": Feature(
         in_two_segments(True), accumulated, plain=in_two_segments(False)
-    ),
+    )
 }
 OPTIMIZED = (  # those that are not of DDP alone
     "none",

@@ -26,6 +26,7 @@ from fusionlayer.transport import C10dTransport
 from tests.flips import Flips
 from tests.harness import outcomes_of, run_ranks
 from tests.integrations.training import make_model, train, weights
+from tests.ranks import on_processes
 from tests.synthetic import gradient
 from tests.tiers import exhaustive
 
@@ -213,16 +214,13 @@ def test_any_bit_of_any_message(tmp_path: Path) -> None:
     assert_told_or_harmless(run_ranks(flip_bits, WORLD, str(tmp_path), DEFAULT, cases, 2), 2)
 
 
-def differ(rank: int, world: int) -> None:
+@on_processes(2)
+def test_who_has_checksums_is_agreed(rank: int, world: int) -> None:
     with pytest.raises(fl.PlanMismatch, match=r"checksum differs over ranks .*\[1\] differ.* rank 1: true"):
         C10dTransport(timeout=20, checksum=True if rank == SENDER else None)
     for node, checksum, checked in [(0, None, False), (0, True, True), (rank, None, True), (rank, False, False)]:
         transport = C10dTransport(timeout=20, node=str(node), checksum=checksum)
         assert transport.subset(range(world)).duplicate()._checked == {r for r in range(world) if checked and r != rank}
-
-
-def test_who_has_checksums_is_agreed() -> None:
-    run_ranks(differ, 2)
 
 
 class DamagedStage(fl.pipeline.PipelineStage):

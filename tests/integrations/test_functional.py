@@ -13,7 +13,7 @@ from torch import Tensor
 import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.loops import looped
-from tests.ranks import on_processes
+from tests.ranks import on_processes, on_ranks
 from tests.synthetic import gradient
 
 # Codec, options, and a bound of the relative error of two encodings one after the other.
@@ -208,17 +208,15 @@ def test_over_threads(check: Callable[[int, int], None], world: int) -> None:
 
 
 @pytest.mark.short
-def test_one_rank() -> None:
-    def rank_main(rank: int) -> None:
-        x = of_shape((5, 7), 0)
-        assert torch.equal(fl.all_reduce(x.clone()), x)
-        assert torch.equal(fl.all_gather(x), x)
-        assert torch.equal(fl.reduce_scatter(x), x)
-        assert torch.equal(fl.all_to_all(x), x)
-        assert near(fl.all_reduce(x.clone(), "int8"), x, 0.03)
-        assert fl.broadcast_object("x") == "x"
-
-    local.run(rank_main, 1)
+@on_ranks(1)
+def test_one_rank(rank: int) -> None:
+    x = of_shape((5, 7), 0)
+    assert torch.equal(fl.all_reduce(x.clone()), x)
+    assert torch.equal(fl.all_gather(x), x)
+    assert torch.equal(fl.reduce_scatter(x), x)
+    assert torch.equal(fl.all_to_all(x), x)
+    assert near(fl.all_reduce(x.clone(), "int8"), x, 0.03)
+    assert fl.broadcast_object("x") == "x"
 
 
 def check_groups(rank: int, world: int) -> None:

@@ -101,15 +101,9 @@ def test_nobody_launched_or_the_inner_launcher_wins() -> None:
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8 and no RANK.*by torchrun"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "4"}, "srun variables say rank 4 of 4"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "x"}, "SLURM_PROCID='x'; expected a whole number, as srun sets it"),
-        (
-            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2x"},
-            "PER_NODE='2x'; expected numbers",
-        ),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2x"}, "PER_NODE='2x'; expected numbers"),
         ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"}, "PMIX_RANK=0 and no number of processes"),
-        (
-            {"PMIX_RANK": "2", "PMIX_NAMESPACE": "job"},
-            "PMIX_RANK=2 and no number of processes.*set RANK and",
-        ),
+        ({"PMIX_RANK": "2", "PMIX_NAMESPACE": "job"}, "PMIX_RANK=2 and no number of processes.*set RANK and"),
     ],
 )
 def test_variables_that_make_no_sense(environ: dict[str, str], text: str) -> None:

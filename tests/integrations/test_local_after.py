@@ -295,11 +295,7 @@ class Clipped(SGD):
 @looped(
     "make, options, told",
     [
-        (
-            one_bit_adam,
-            {"sync": fl.Local(every=2, after=2)},
-            "OneBitAdam needs averaged gradients in its first 3",
-        ),
+        (one_bit_adam, {"sync": fl.Local(every=2, after=2)}, "OneBitAdam needs averaged gradients in its first 3"),
         (sgd, {"sync": fl.Local(every=2, after=1), "plan": "plan.yaml"}, "after=1 with a plan"),
         (sgd, {"sync": fl.Local(every=9, fragments=5, after=2)}, "at most 4 fragments"),
         (one_bit_adam, {"sync": fl.Local(every=2), "op": fl.Sum}, "op=SUM with sync"),

@@ -22,6 +22,7 @@ from tests.harness import checkpoint, outcomes_of, run_ranks
 from tests.integrations.test_failures import join
 from tests.integrations.test_local import Oracle, adamw, load, make_pair, saved, sgd
 from tests.integrations.training import assert_same_on_all_ranks, loss_of, make_model, train, weights
+from tests.ranks import on_processes
 
 pytestmark = pytest.mark.medium
 
@@ -73,7 +74,8 @@ def train_nodes(mesh: DeviceMesh, shard: bool, **options: Any) -> Tensor:
     return found
 
 
-def check_shards(rank: int, world: int) -> None:
+@on_processes(4)
+def test_sharded_replicas_resume_from_within_a_fragment(rank: int, world: int) -> None:
     """Save while a fragment of a model's shards is under way, start anew, load: as if nothing had happened."""
     check_page(rank, world)
     mesh = mesh_of_nodes(world)
@@ -112,10 +114,6 @@ def check_shards(rank: int, world: int) -> None:
     assert torch.equal(full_weights(model), uninterrupted)
 
 
-def test_sharded_replicas_resume_from_within_a_fragment() -> None:
-    run_ranks(check_shards, 4)
-
-
 def check_page(rank: int, world: int) -> None:
     """The code of the page that shards a model."""
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
@@ -129,7 +127,8 @@ def check_page(rank: int, world: int) -> None:
 # ---- users of the backend -------------------------------------------------------------------------------------------
 
 
-def check_backend(rank: int, world: int) -> None:
+@on_processes(4, backend="fusionlayer")
+def test_the_backend_s_users_take_local_steps(rank: int, world: int) -> None:
     """The default group is the backend's. Local steps are between all ranks, and between nodes that share a model."""
     sync = fl.Local.diloco(every=2)
     model, optimizer = make_pair(adamw, sync=sync)
@@ -149,10 +148,6 @@ def check_backend(rank: int, world: int) -> None:
     within, between = (backend.traffic(mesh[name].get_group()).calls for name in ("ranks", "nodes"))
     assert set(within) == {"all_reduce", "reduce_scatter"}
     assert not between, "differences travel by the optimizer's codec, not by a rule"
-
-
-def test_the_backend_s_users_take_local_steps() -> None:
-    run_ranks(check_backend, 4, backend="fusionlayer")
 
 
 # ---- ranks that are killed ------------------------------------------------------------------------------------------

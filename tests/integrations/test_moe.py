@@ -14,7 +14,7 @@ from fusionlayer.base.errors import ConfigError, PlanMismatch
 from fusionlayer.parallel.moe import Dispatcher, Experts
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 pytestmark = pytest.mark.short
@@ -98,28 +98,25 @@ def test_without_loss_values_and_gradients_are_those_of_one_process(world: int, 
 @looped("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @looped("codec", ["zip", "auto"])
 @looped("world", WORLDS)
-def test_zipped_has_the_bits_of_raw(codec: str, world: int, dtype: torch.dtype) -> None:
+@on_threads()
+def test_zipped_has_the_bits_of_raw(transport: Transport, codec: str, world: int, dtype: torch.dtype) -> None:
     count = world * PER_RANK
-
-    def body(transport: Transport) -> None:
-        results = []
-        for name in ("raw", codec):
-            mine = range(transport.rank * PER_RANK, (transport.rank + 1) * PER_RANK)
-            layer = Experts([make_expert(n, dtype) for n in mine], Dispatcher(transport, name))
-            x, weights, indices = inputs(transport.rank, count, dtype)
-            x.requires_grad_()
-            weights.requires_grad_()
-            for _ in range(8 if name == "auto" else 1):  # both forms, and the one that is chosen
-                for leaf in (x, weights, *layer.parameters()):
-                    leaf.grad = None
-                y = layer(x, weights, indices)
-                y.backward(values(4000 + transport.rank, *y.shape, dtype=dtype))
-                results.append([y.detach(), x.grad, weights.grad, *(p.grad for p in layer.parameters())])
-        for other in results[1:]:
-            for one, two in zip(results[0], other, strict=True):
-                assert one is not None and two is not None and torch.equal(one, two)
-
-    over_threads(world, body)
+    results = []
+    for name in ("raw", codec):
+        mine = range(transport.rank * PER_RANK, (transport.rank + 1) * PER_RANK)
+        layer = Experts([make_expert(n, dtype) for n in mine], Dispatcher(transport, name))
+        x, weights, indices = inputs(transport.rank, count, dtype)
+        x.requires_grad_()
+        weights.requires_grad_()
+        for _ in range(8 if name == "auto" else 1):  # both forms, and the one that is chosen
+            for leaf in (x, weights, *layer.parameters()):
+                leaf.grad = None
+            y = layer(x, weights, indices)
+            y.backward(values(4000 + transport.rank, *y.shape, dtype=dtype))
+            results.append([y.detach(), x.grad, weights.grad, *(p.grad for p in layer.parameters())])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert one is not None and two is not None and torch.equal(one, two)
 
 
 def test_gradcheck() -> None:

@@ -23,7 +23,7 @@ from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
 from tests.harness import run_ranks
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
 
@@ -141,17 +141,14 @@ CASES = [case for case in product(THREADED, defaults(), WORLDS) if case[-1] < 4 
 
 @pytest.mark.short
 @looped("front, codec, world", tiered([case for case in CASES if (case[0], case[1].name) not in EXCEPTIONS], is_fast))
-def test_every_front_gives_the_same_bits(front: str, codec: Codec, world: int) -> None:
+@on_threads()
+def test_every_front_gives_the_same_bits(transport: Transport, front: str, codec: Codec, world: int) -> None:
     call, seeds = THREADED[front]
-
-    def body(transport: Transport) -> None:
-        for dtype, average in CALLED:
-            x = mine(transport.rank, dtype)
-            got = call(transport.duplicate(), codec, x, average=average)
-            assert is_by_hand(transport, codec, x, got, seeds, average=average), (dtype, average)
-            assert not average or got.isfinite().all(), "an average that is in range has overflowed"
-
-    over_threads(world, body)
+    for dtype, average in CALLED:
+        x = mine(transport.rank, dtype)
+        got = call(transport.duplicate(), codec, x, average=average)
+        assert is_by_hand(transport, codec, x, got, seeds, average=average), (dtype, average)
+        assert not average or got.isfinite().all(), "an average that is in range has overflowed"
 
 
 def group_call(codec: Codec, x: Tensor, *, average: bool) -> Tensor:

@@ -81,11 +81,7 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (sharded, {"weights": "qq"}, "unknown codec 'qq'"),
     (sharded, {"gradients": "int44"}, "unknown codec 'int44'"),
     (Channel, {"codec": "int44"}, "unknown codec 'int44'"),
-    (
-        Channel,
-        {"codec": "int8", "peice_bytes": 4},
-        "Channel.. has no argument 'peice_bytes'.* mean 'piece_bytes'",
-    ),
+    (Channel, {"codec": "int8", "peice_bytes": 4}, "Channel.. has no argument 'peice_bytes'.* mean 'piece_bytes'"),
     (Dispatcher, {"gradient_codecs": "int8"}, "no argument 'gradient_codecs'.* did you mean 'gradient_codec'"),
 ]
 

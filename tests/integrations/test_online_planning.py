@@ -27,7 +27,7 @@ from tests.integrations.test_optimizer_results import assert_same_bits, sgd, tra
 from tests.integrations.training import assert_same_on_all_ranks, make_model, reference, train, weights
 from tests.loops import looped
 from tests.planning.measured import costs_measured
-from tests.ranks import on_processes
+from tests.ranks import on_processes, on_ranks
 from tests.scheduler.engines import MODEL
 
 STEPS = 10  # the switch comes after the eighth
@@ -165,13 +165,11 @@ def test_rules_hold_from_the_first_step(tmp_path: Path) -> None:
         ({"planner": "safusion", "profile": "no_such.yaml"}, "profile no_such.yaml cannot be read"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    def rank_main(rank: int) -> None:
-        model = make_model()
-        with pytest.raises(ConfigError, match=message):
-            fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
-
-    local.run(rank_main, 2)
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int, options: dict[str, Any], message: str) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=message):
+        fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
 
 
 @pytest.mark.short
@@ -227,10 +225,7 @@ def test_training(rank: int, world: int) -> None:
     """With costs that are measured in earnest."""
     dense, plain = deep(rank, codec="raw")
     plain.close()
-    for options in (
-        {"codec": "raw", "planner": "safusion"},
-        {"codec": "auto", "planner": "cupcake"},
-    ):
+    for options in ({"codec": "raw", "planner": "safusion"}, {"codec": "auto", "planner": "cupcake"}):
         mine, optimizer = deep(rank, **options)
         assert_same_on_all_ranks(mine)
         assert optimizer.cost_profile is not None and optimizer.fusion_plan is not None

@@ -260,10 +260,7 @@ def test_each_way_to_make_gradients_is_training_of_one_process(make: Any, losses
     def rank_main(rank: int) -> Tensor:
         model = make()
         return steps(
-            model,
-            fl.DistributedOptimizer(sgd(model.parameters()), model, backward_passes_per_step=passes),
-            [rank],
-            1.0,
+            model, fl.DistributedOptimizer(sgd(model.parameters()), model, backward_passes_per_step=passes), [rank], 1.0
         )
 
     model = make()

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import fusionlayer as fl
-from tests.harness import run_ranks
 from tests.integrations.training import assert_same_on_all_ranks, fill, make_model, train, weights
-from tests.ranks import on_ranks
+from tests.ranks import on_processes, on_ranks
 
 POWERSGD: dict[str, Any] = {"codec": "powersgd", "rank": 2}
 
@@ -57,7 +56,9 @@ def test_results_do_not_depend_on_what_travels_together(rank: int) -> None:
     assert torch.equal(*found) and torch.equal(weights(model), found[0])
 
 
-def hold_many_buckets(rank: int, world: int) -> None:
+@pytest.mark.medium
+@on_processes(2)
+def test_many_buckets_over_processes(rank: int, world: int) -> None:
     """What aborts torch's own hook over gloo: a bucket for each tensor, several of them under way at once."""
     fl.init()
 
@@ -90,8 +91,3 @@ def hold_many_buckets(rank: int, world: int) -> None:
         assert_same_on_all_ranks(found)
         assert (found - raw).norm() < 0.5 * (raw - start).norm(), trained
     fl.shutdown()
-
-
-@pytest.mark.medium
-def test_many_buckets_over_processes() -> None:
-    run_ranks(hold_many_buckets, 2)

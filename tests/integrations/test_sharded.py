@@ -18,7 +18,7 @@ from fusionlayer.sharded.sharded import ShardedOptimizer
 from fusionlayer.training.weights import Weights
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 SDP4BIT = {"weights": "sdp4bit"}
@@ -42,10 +42,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def train(
-    transport: Transport,
-    steps: int,
-    options: dict[str, Any],
-    dtype: torch.dtype = torch.float32,
+    transport: Transport, steps: int, options: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[ShardedOptimizer, nn.Module]:
     model = make_model(dtype)
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, group=transport, **options)
@@ -55,17 +52,14 @@ def train(
     return optimizer, model
 
 
-def test_padding_stays_zero() -> None:
+@on_threads(3)
+def test_padding_stays_zero(transport: Transport) -> None:
     """A rotation spreads gradients into the padding of the last part; as weights they would widen its blocks."""
-
-    def body(transport: Transport) -> None:
-        optimizer, _ = train(transport, 2, {"weights": "qwd", "gradients": "tlq_hs"})
-        (part,) = optimizer._parts
-        filled = min(max(0, len(flat(make_model())) - transport.rank * len(part.main)), len(part.main))
-        assert (filled < len(part.main)) is (transport.rank == 2)
-        assert part.main[:filled].count_nonzero() == filled and not part.main[filled:].any()
-
-    over_threads(3, body)
+    optimizer, _ = train(transport, 2, {"weights": "qwd", "gradients": "tlq_hs"})
+    (part,) = optimizer._parts
+    filled = min(max(0, len(flat(make_model())) - transport.rank * len(part.main)), len(part.main))
+    assert (filled < len(part.main)) is (transport.rank == 2)
+    assert part.main[:filled].count_nonzero() == filled and not part.main[filled:].any()
 
 
 @looped("world", [1, 2, 5])
@@ -274,67 +268,61 @@ def test_sgd_skips_unused_parameters_as_on_one_process(options: dict[str, Any], 
 @looped("world, frozen", [(2, False), (3, True)])
 @looped("weights, gradients", [("raw", "raw"), ("qwd", "tlq_hs"), ("qw", "int8")])
 @looped("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@on_threads()
 def test_a_parameter_that_no_rank_uses_keeps_values_and_state(
-    kind: Any, weights: str, gradients: str, frozen: bool, world: int
+    transport: Transport, kind: Any, weights: str, gradients: str, frozen: bool, world: int
 ) -> None:
     """To the bit, also where codecs lose some, on the rank that owns it and in the copies of others."""
-
-    def body(transport: Transport) -> None:
-        model = make_model()
-        options: dict[str, Any] = {"weights": weights, "gradients": gradients, "lr": 1e-2, "weight_decay": 0.5}
-        optimizer = ShardedOptimizer(model.parameters(), kind, group=transport, **options)
-        (part,) = optimizer._parts
-        marks = [torch.zeros_like(part._replica) for _ in model.parameters()]  # 1 where a parameter has its elements
-        for mark, view in zip(marks, part._views, strict=True):
-            mark[view.storage_offset() : view.storage_offset() + view.numel()] = 1
-        for step in range(4):
-            unused = [2, 3] if step == 1 else [0, 4] if step else [1, 2]
-            for i, p in enumerate(model.parameters()):
-                p.requires_grad_(not (frozen and i in unused))
-            optimizer.zero_grad()
-            give_gradients(model, transport.rank, step)
-            for i, p in enumerate(model.parameters()):
-                p.grad = None if i in unused else p.grad
-            mine = torch.stack([marks[i].view_as(part._rows)[transport.rank] for i in unused]).sum(0).bool()
-            state = optimizer._inner.state[part.main]
-            kept = {"main": part.main.detach(), **{key: x for key, x in state.items() if x.shape == part.main.shape}}
-            before = {key: x[mine].clone() for key, x in kept.items()}
-            copies = [p.detach().clone() for p in model.parameters()]
-            optimizer.step()
-            for key, x in kept.items():
-                assert torch.equal(x[mine], before[key]), (step, key)
-            if step == 0:  # states that begin in this step hold nothing of weight decay
-                begun = [x for key, x in state.items() if x.shape == part.main.shape and key not in kept]
-                assert not any(x[mine].any() for x in begun)
-            moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), copies, strict=True)]
-            assert not any(moved[i] for i in unused), (step, moved)
-            assert weights != "raw" or sum(moved) == 4  # codes that are coarse beside an update may hold a weight
-
-    over_threads(world, body)
+    model = make_model()
+    options: dict[str, Any] = {"weights": weights, "gradients": gradients, "lr": 1e-2, "weight_decay": 0.5}
+    optimizer = ShardedOptimizer(model.parameters(), kind, group=transport, **options)
+    (part,) = optimizer._parts
+    marks = [torch.zeros_like(part._replica) for _ in model.parameters()]  # 1 where a parameter has its elements
+    for mark, view in zip(marks, part._views, strict=True):
+        mark[view.storage_offset() : view.storage_offset() + view.numel()] = 1
+    for step in range(4):
+        unused = [2, 3] if step == 1 else [0, 4] if step else [1, 2]
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(not (frozen and i in unused))
+        optimizer.zero_grad()
+        give_gradients(model, transport.rank, step)
+        for i, p in enumerate(model.parameters()):
+            p.grad = None if i in unused else p.grad
+        mine = torch.stack([marks[i].view_as(part._rows)[transport.rank] for i in unused]).sum(0).bool()
+        state = optimizer._inner.state[part.main]
+        kept = {"main": part.main.detach(), **{key: x for key, x in state.items() if x.shape == part.main.shape}}
+        before = {key: x[mine].clone() for key, x in kept.items()}
+        copies = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        for key, x in kept.items():
+            assert torch.equal(x[mine], before[key]), (step, key)
+        if step == 0:  # states that begin in this step hold nothing of weight decay
+            begun = [x for key, x in state.items() if x.shape == part.main.shape and key not in kept]
+            assert not any(x[mine].any() for x in begun)
+        moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), copies, strict=True)]
+        assert not any(moved[i] for i in unused), (step, moved)
+        assert weights != "raw" or sum(moved) == 4  # codes that are coarse beside an update may hold a weight
 
 
-def test_a_rank_without_gradients_uses_none_for_the_look_for_overflows() -> None:
+@on_threads(2)
+def test_a_rank_without_gradients_uses_none_for_the_look_for_overflows(transport: Transport) -> None:
     """What GradScaler needs to see there is no gradient of the step, and is gone after it."""
+    model = make_model()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.5, group=transport)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))  # a scaler that has scaled nothing refuses to unscale
+    last = [*model.parameters()][-1]
+    last.grad = torch.ones_like(last) if transport.rank else None
+    before = [p.detach().clone() for p in model.parameters()]
 
-    def body(transport: Transport) -> None:
-        model = make_model()
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.5, group=transport)
-        scaler = GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))  # a scaler that has scaled nothing refuses to unscale
-        last = [*model.parameters()][-1]
-        last.grad = torch.ones_like(last) if transport.rank else None
-        before = [p.detach().clone() for p in model.parameters()]
+    def _unscale_grads_() -> int:
+        return len(optimizer.param_groups)  # not a scaler's, so it is no call of all ranks
 
-        def _unscale_grads_() -> int:
-            return len(optimizer.param_groups)  # not a scaler's, so it is no call of all ranks
-
-        assert transport.rank or _unscale_grads_() == 1
-        scaler.step(optimizer)
-        moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
-        assert moved == [False] * 5 + [True]
-        assert all(p.grad is None for p in [*model.parameters()][:-1])
-
-    over_threads(2, body)
+    assert transport.rank or _unscale_grads_() == 1
+    scaler.step(optimizer)
+    moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+    assert moved == [False] * 5 + [True]
+    assert all(p.grad is None for p in [*model.parameters()][:-1])
 
 
 def test_bits_on_the_wire() -> None:
@@ -406,31 +394,26 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         optimizer.step()
 
 
-def test_parameters_that_are_frozen_later_do_not_move() -> None:
+@on_threads(3)
+def test_parameters_that_are_frozen_later_do_not_move(transport: Transport) -> None:
     """Neither by weight decay nor by moments, on no rank; the others move on."""
-
-    def body(transport: Transport) -> None:
-        optimizer, model = train(transport, 2, {})
-        frozen = [model[0].bias, model[2].weight]
-        before = [p.detach().clone() for p in model.parameters()]
-        give_gradients(model, transport.rank, 2)
-        for p in frozen:
-            p.requires_grad_(False)
-            p.grad = None
-        optimizer.step()
-        moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
-        assert moved == [True, False, False, True, True, True]
-
-    over_threads(3, body)
+    optimizer, model = train(transport, 2, {})
+    frozen = [model[0].bias, model[2].weight]
+    before = [p.detach().clone() for p in model.parameters()]
+    give_gradients(model, transport.rank, 2)
+    for p in frozen:
+        p.requires_grad_(False)
+        p.grad = None
+    optimizer.step()
+    moved = [not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
+    assert moved == [True, False, False, True, True, True]
 
 
-def test_ranks_that_disagree_are_told() -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(fl.PlanMismatch, match="parameters or codecs of a ShardedOptimizer"):
-            weights = "qwd" if transport.rank else "qw"
-            ShardedOptimizer(make_model().parameters(), torch.optim.SGD, weights=weights, group=transport)
-
-    over_threads(2, body)
+@on_threads(2)
+def test_ranks_that_disagree_are_told(transport: Transport) -> None:
+    with pytest.raises(fl.PlanMismatch, match="parameters or codecs of a ShardedOptimizer"):
+        weights = "qwd" if transport.rank else "qw"
+        ShardedOptimizer(make_model().parameters(), torch.optim.SGD, weights=weights, group=transport)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -475,45 +458,39 @@ def test_clipping_is_that_of_averaged_gradients(world: int, norm_type: float, sc
 
 @looped("scaled", [False, True])
 @looped("wrong", ["clip", "clip one", "noise"])
-def test_a_gradient_that_was_changed_after_backward_is_refused(wrong: str, scaled: bool) -> None:
-    def body(transport: Transport) -> None:
-        model = make_model()
-        optimizer, scaler = sgd(model, transport), GradScaler("cpu", init_scale=4.0, enabled=scaled)
-        scaler.scale(loss_of(model, transport.rank, 0)).backward()
-        scaler.unscale_(optimizer)
-        if wrong == "noise":
-            assert model[2].weight.grad is not None
-            model[2].weight.grad += 0.1
-        else:
-            nn.utils.clip_grad_norm_(model.parameters() if wrong == "clip" else model[2].weight, 1e9)
-        name = "group 0, parameter 0" if wrong == "clip" else "group 0, parameter 2"
-        for call in (lambda: scaler.step(optimizer), lambda: optimizer.clip_grad_norm_(1.0)):
-            with pytest.raises(fl.UsageError, match=rf"{name}, .*clip_grad_norm_\(\) of the ShardedOptimizer"):
-                call()
-        for p in model.parameters():
-            p.grad = None if p.grad is None else p.grad * 0.5  # a new tensor: the user's own gradient
+@on_threads(2)
+def test_a_gradient_that_was_changed_after_backward_is_refused(transport: Transport, wrong: str, scaled: bool) -> None:
+    model = make_model()
+    optimizer, scaler = sgd(model, transport), GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    scaler.scale(loss_of(model, transport.rank, 0)).backward()
+    scaler.unscale_(optimizer)
+    if wrong == "noise":
+        assert model[2].weight.grad is not None
+        model[2].weight.grad += 0.1
+    else:
+        nn.utils.clip_grad_norm_(model.parameters() if wrong == "clip" else model[2].weight, 1e9)
+    name = "group 0, parameter 0" if wrong == "clip" else "group 0, parameter 2"
+    for call in (lambda: scaler.step(optimizer), lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(fl.UsageError, match=rf"{name}, .*clip_grad_norm_\(\) of the ShardedOptimizer"):
+            call()
+    for p in model.parameters():
+        p.grad = None if p.grad is None else p.grad * 0.5  # a new tensor: the user's own gradient
+    optimizer.step()
+
+
+@on_threads(2)
+def test_backward_after_clipping_is_refused(transport: Transport) -> None:
+    model = make_model()
+    optimizer = sgd(model, transport)
+    for step in range(2):
+        loss_of(model, transport.rank, step).backward()
+        optimizer.clip_grad_norm_(1.0)
+    loss_of(model, transport.rank, 2).backward()
+    with pytest.raises(fl.UsageError, match=r"parameter \d: backward has changed its gradient after clip_grad_norm_"):
         optimizer.step()
-
-    over_threads(2, body)
-
-
-def test_backward_after_clipping_is_refused() -> None:
-    def body(transport: Transport) -> None:
-        model = make_model()
-        optimizer = sgd(model, transport)
-        for step in range(2):
-            loss_of(model, transport.rank, step).backward()
-            optimizer.clip_grad_norm_(1.0)
-        loss_of(model, transport.rank, 2).backward()
-        with pytest.raises(
-            fl.UsageError, match=r"parameter \d: backward has changed its gradient after clip_grad_norm_"
-        ):
-            optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, transport.rank, 2).backward()
-        optimizer.step()
-
-    over_threads(2, body)
+    optimizer.zero_grad()
+    loss_of(model, transport.rank, 2).backward()
+    optimizer.step()
 
 
 @looped("clip", [False, True])

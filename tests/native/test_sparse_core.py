@@ -58,7 +58,7 @@ HOST_KERNELS = {"cuda on host": "plain", "cuda on host, sanitized": "sanitized"}
         *tiered(ISAS, lambda name: name in (ISAS[0], ISAS[-1])),
         "cuda on host",
         pytest.param("cuda on host, sanitized", marks=long),
-    ],
+    ]
 )
 def library(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes.CDLL]) -> Iterator[ctypes.CDLL]:
     """Return one library after the other, the CPU's once for each instruction set."""

@@ -23,7 +23,7 @@ from fusionlayer.scheduler import StepSeconds, planners
 from fusionlayer.scheduler.fusing import fuse
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.scheduler.engines import MODEL, exact_sum, gradients, make_engine, run_step
 
 from .measured import costs_measured
@@ -278,11 +278,9 @@ def test_auto_chooses_the_collective_by_the_links_inside_and_between_nodes(insid
     assert {bucket.algorithm for bucket in plan.buckets if bucket.codec != "raw"} == expected
 
 
-def test_ranks_that_plan_otherwise_are_refused() -> None:
-    def body(transport: Transport) -> None:
-        planner = make_planner(transport, "cupcake" if transport.rank else "mg_wfbp")
-        engine = make_engine(transport, codec=RAW, plan_controller=planner)
-        with pytest.raises(PlanMismatch, match="codec, options"):
-            run_step(engine, gradients(transport.rank, 0))
-
-    over_threads(2, body)
+@on_threads(2)
+def test_ranks_that_plan_otherwise_are_refused(transport: Transport) -> None:
+    planner = make_planner(transport, "cupcake" if transport.rank else "mg_wfbp")
+    engine = make_engine(transport, codec=RAW, plan_controller=planner)
+    with pytest.raises(PlanMismatch, match="codec, options"):
+        run_step(engine, gradients(transport.rank, 0))

@@ -14,7 +14,7 @@ from fusionlayer.planning import rates
 from fusionlayer.planning.rates import least_time, measure_rates, shares_by, shares_of
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 
 pytestmark = pytest.mark.short
 
@@ -87,9 +87,7 @@ def test_one_host_has_equal_shares() -> None:
         (["100mbit", "100mbit", "fast"], r"rate 'fast'; expected a number above 0 with bit, kbit, mbit or gbit"),
     ],
 )
-def test_wrong_rates_are_refused(given: list[str], text: str) -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(ConfigError, match=text):
-            shares_by(given, transport)
-
-    over_threads(3, body)
+@on_threads(3)
+def test_wrong_rates_are_refused(transport: Transport, given: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        shares_by(given, transport)

@@ -22,9 +22,8 @@ from fusionlayer.scheduler import Engine, Memory, Scaling, planners
 from fusionlayer.transport import Transport
 from fusionlayer.transport.c10d import C10dTransport
 from tests.codecs.toy_sparse import toy_sparse
-from tests.harness import run_ranks
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_processes, on_threads, over_threads
 from tests.spans import spans_of
 
 from .engines import MODEL, exact_sum, gradients, make_engine, run_step
@@ -94,35 +93,31 @@ def test_the_result_is_the_sum_of_what_each_rank_sends(world: int, algorithm: st
 
 @pytest.mark.short
 @looped("world", [2, 3, 4])
-def test_density_one_equals_the_dense_sum(world: int) -> None:
-    def body(transport: Transport) -> None:
-        sparse = make_engine(transport.duplicate(), codec=codecs.get("toysparse", density=1.0))
-        dense = make_engine(transport.duplicate(), codec=codecs.get("raw"))
-        for step in range(2):
-            ours, theirs = (run_step(engine, gradients(transport.rank, step)) for engine in (sparse, dense))
-            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        sparse.close()
-        dense.close()
-
-    over_threads(world, body)
+@on_threads()
+def test_density_one_equals_the_dense_sum(transport: Transport, world: int) -> None:
+    sparse = make_engine(transport.duplicate(), codec=codecs.get("toysparse", density=1.0))
+    dense = make_engine(transport.duplicate(), codec=codecs.get("raw"))
+    for step in range(2):
+        ours, theirs = (run_step(engine, gradients(transport.rank, step)) for engine in (sparse, dense))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    sparse.close()
+    dense.close()
 
 
 @pytest.mark.short
-def test_fusion_changes_no_bit() -> None:
-    def body(transport: Transport) -> None:
-        stochastic = codecs.get("int4", rounding="stochastic")
-        for codec in (codecs.get("toysparse"), stochastic):
-            engines = [
-                make_engine(transport.duplicate(), codec=codec, ahead=True, planner=planners.get(planner))
-                for planner in ("wfbp", "horovod")
-            ]
-            for step in range(3):
-                one, all_ = (run_step(engine, gradients(transport.rank, step)) for engine in engines)
-                assert all(torch.equal(one[name], all_[name]) for name in one)
-            for engine in engines:
-                engine.close()
-
-    over_threads(3, body)
+@on_threads(3)
+def test_fusion_changes_no_bit(transport: Transport) -> None:
+    stochastic = codecs.get("int4", rounding="stochastic")
+    for codec in (codecs.get("toysparse"), stochastic):
+        engines = [
+            make_engine(transport.duplicate(), codec=codec, ahead=True, planner=planners.get(planner))
+            for planner in ("wfbp", "horovod")
+        ]
+        for step in range(3):
+            one, all_ = (run_step(engine, gradients(transport.rank, step)) for engine in engines)
+            assert all(torch.equal(one[name], all_[name]) for name in one)
+        for engine in engines:
+            engine.close()
 
 
 @pytest.mark.short
@@ -214,7 +209,11 @@ def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
     over_threads(2, body)
 
 
-def check_over_gloo(rank: int, world: int, algorithm: str) -> None:
+@pytest.mark.medium
+@pytest.mark.parametrize("algorithm", ["gather", "gather_v"])
+@pytest.mark.parametrize("world", [2, 3])
+@on_processes()
+def test_over_processes(rank: int, world: int, algorithm: str) -> None:
     with toy_sparse():
         residuals: list[dict[str, Tensor]] = [{} for _ in range(world)]
         codec = codecs.get("toysparse", threshold=0.01)
@@ -224,13 +223,6 @@ def check_over_gloo(rank: int, world: int, algorithm: str) -> None:
             expected = sparse_sum(world, step, residuals, 1.0)
             assert all(torch.equal(results[name], expected[name]) for name in expected)
         engine.close()
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("algorithm", ["gather", "gather_v"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_over_processes(world: int, algorithm: str) -> None:
-    run_ranks(check_over_gloo, world, algorithm)
 
 
 # ---- cost -----------------------------------------------------------------------------------------------------------
@@ -346,35 +338,33 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
         ("raw", None, None, (False, "dense")),
     ],
 )
-def test_who_goes_ahead(codec: str, ahead: bool | None, algorithm: str | None, expected: tuple[bool, str]) -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, codec=codecs.get(codec), ahead=ahead, algorithm=algorithm)
-        run_step(engine, gradients(transport.rank, 0))
-        assert engine.plan is not None
-        assert {(bucket.ahead, bucket.algorithm) for bucket in engine.plan.buckets} == {expected}
-        engine.close()
-
-    over_threads(3, body)
+@on_threads(3)
+def test_who_goes_ahead(
+    transport: Transport, codec: str, ahead: bool | None, algorithm: str | None, expected: tuple[bool, str]
+) -> None:
+    engine = make_engine(transport, codec=codecs.get(codec), ahead=ahead, algorithm=algorithm)
+    run_step(engine, gradients(transport.rank, 0))
+    assert engine.plan is not None
+    assert {(bucket.ahead, bucket.algorithm) for bucket in engine.plan.buckets} == {expected}
+    engine.close()
 
 
 @pytest.mark.short
-def test_combinations_that_cannot_be_are_refused() -> None:
-    def body(transport: Transport) -> None:
-        for options, message in [
-            ({"ahead": True, "algorithm": "two_shot"}, "'two_shot' sums a flat tensor.*use ahead=False.*gather"),
-            ({"ahead": False, "algorithm": "gather"}, "'gather' carries tensors.*use ahead=True.*two_shot"),
-            ({"algorithm": "gather_vv"}, "unknown collective 'gather_vv'"),
-            ({"ahead": True, "algorithm": "gather_vv"}, "did you mean 'gather_v'"),
-            ({"plan": with_algorithm(plan_of("012345", world=1), "two_shot")}, "use ahead=False"),
-        ]:
-            with pytest.raises(ConfigError, match=message):
-                make_engine(transport, **options)  # type: ignore[arg-type]
-        engine = make_engine(transport, [TensorInfo("d", 3, "float64", 8)], codec=codecs.get("toysparse"))
-        engine.submit("d", torch.zeros(3, dtype=torch.float64))
-        with pytest.raises(ConfigError, match="cannot encode torch.float64"):
-            engine.synchronize()
-
-    over_threads(1, body)
+@on_threads(1)
+def test_combinations_that_cannot_be_are_refused(transport: Transport) -> None:
+    for options, message in [
+        ({"ahead": True, "algorithm": "two_shot"}, "'two_shot' sums a flat tensor.*use ahead=False.*gather"),
+        ({"ahead": False, "algorithm": "gather"}, "'gather' carries tensors.*use ahead=True.*two_shot"),
+        ({"algorithm": "gather_vv"}, "unknown collective 'gather_vv'"),
+        ({"ahead": True, "algorithm": "gather_vv"}, "did you mean 'gather_v'"),
+        ({"plan": with_algorithm(plan_of("012345", world=1), "two_shot")}, "use ahead=False"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            make_engine(transport, **options)  # type: ignore[arg-type]
+    engine = make_engine(transport, [TensorInfo("d", 3, "float64", 8)], codec=codecs.get("toysparse"))
+    engine.submit("d", torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="cannot encode torch.float64"):
+        engine.synchronize()
 
 
 def with_algorithm(plan: FusionPlan, algorithm: str) -> FusionPlan:
@@ -382,17 +372,15 @@ def with_algorithm(plan: FusionPlan, algorithm: str) -> FusionPlan:
 
 
 @pytest.mark.short
-def test_ranks_must_agree_on_ahead_and_step() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport.duplicate(), ahead=transport.rank == 1, algorithm=None)
-        with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
-            run_step(engine, gradients(transport.rank, 0))
-        engine = make_engine(transport.duplicate(), codec=codecs.get("toysparse"))
-        engine.step = 5 * transport.rank
-        with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
-            run_step(engine, gradients(transport.rank, 0))
-
-    over_threads(2, body)
+@on_threads(2)
+def test_ranks_must_agree_on_ahead_and_step(transport: Transport) -> None:
+    engine = make_engine(transport.duplicate(), ahead=transport.rank == 1, algorithm=None)
+    with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
+        run_step(engine, gradients(transport.rank, 0))
+    engine = make_engine(transport.duplicate(), codec=codecs.get("toysparse"))
+    engine.step = 5 * transport.rank
+    with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
+        run_step(engine, gradients(transport.rank, 0))
 
 
 # ---- plans and codecs that change -----------------------------------------------------------------------------------
@@ -402,28 +390,25 @@ SCHEDULE = {0: ("012", "345"), 3: ("5", "4", "0123"), 5: ("012345",), 8: ("54", 
 
 @pytest.mark.short
 @looped("overlap_forward", [False, True])
-def test_switching_plans_changes_no_bit(overlap_forward: bool) -> None:
+@on_threads(2)
+def test_switching_plans_changes_no_bit(transport: Transport, overlap_forward: bool) -> None:
     """Results ahead of fusion do not depend on the buckets, so neither on when they change."""
-
-    def body(transport: Transport) -> None:
-        fixed = make_engine(transport.duplicate(), plan=plan_of("012345", world=2))
-        plan = plan_of(*SCHEDULE[0], world=2)
-        moving = make_engine(transport.duplicate(), plan=plan, overlap_forward=overlap_forward, lanes=2)
-        for step in range(10):
-            if step in SCHEDULE and step:
-                moving.switch(plan_of(*SCHEDULE[step], world=2))
-            expected = run_step(fixed, gradients(transport.rank, step))
-            results = steps_of(moving, gradients(transport.rank, step))
-            assert all(torch.equal(results[name], expected[name]) for name in expected), step
-        assert moving.plan == plan_of(*SCHEDULE[8], world=2)
-        states = [engine.memory.state_dict() for engine in (fixed, moving)]
-        for name, residual in states[0]["residuals"].items():
-            assert torch.equal(residual, states[1]["residuals"][name])
-        assert states[0]["numbers"] == states[1]["numbers"]
-        fixed.close()
-        moving.close()
-
-    over_threads(2, body)
+    fixed = make_engine(transport.duplicate(), plan=plan_of("012345", world=2))
+    plan = plan_of(*SCHEDULE[0], world=2)
+    moving = make_engine(transport.duplicate(), plan=plan, overlap_forward=overlap_forward, lanes=2)
+    for step in range(10):
+        if step in SCHEDULE and step:
+            moving.switch(plan_of(*SCHEDULE[step], world=2))
+        expected = run_step(fixed, gradients(transport.rank, step))
+        results = steps_of(moving, gradients(transport.rank, step))
+        assert all(torch.equal(results[name], expected[name]) for name in expected), step
+    assert moving.plan == plan_of(*SCHEDULE[8], world=2)
+    states = [engine.memory.state_dict() for engine in (fixed, moving)]
+    for name, residual in states[0]["residuals"].items():
+        assert torch.equal(residual, states[1]["residuals"][name])
+    assert states[0]["numbers"] == states[1]["numbers"]
+    fixed.close()
+    moving.close()
 
 
 def steps_of(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -438,135 +423,122 @@ def steps_of(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.short
-def test_nothing_is_lost_between_ahead_and_behind() -> None:
+@on_threads(3)
+def test_nothing_is_lost_between_ahead_and_behind(transport: Transport) -> None:
     """What was given is what came out and what is still kept, whatever the plans."""
-
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport.duplicate(), plan=plan_of("012", "345"))
-        balance = {tensor.name: torch.zeros(tensor.numel, dtype=torch.float64) for tensor in MODEL}
-        for step in range(6):
-            if step:
-                engine.switch(plan_of("01", "2345", ahead=step % 2 == 0))
-            for name, value in run_step(engine, gradients(transport.rank, step)).items():
-                balance[name] += value - exact_sum(3, step)[name]
-        engine.close()
-        for name, residual in sorted(engine.memory.state_dict()["residuals"].items()):
-            transport.all_reduce(residual)
-            assert (balance[name] + residual).abs().max() < 1e-5
-
-    over_threads(3, body)
+    engine = make_engine(transport.duplicate(), plan=plan_of("012", "345"))
+    balance = {tensor.name: torch.zeros(tensor.numel, dtype=torch.float64) for tensor in MODEL}
+    for step in range(6):
+        if step:
+            engine.switch(plan_of("01", "2345", ahead=step % 2 == 0))
+        for name, value in run_step(engine, gradients(transport.rank, step)).items():
+            balance[name] += value - exact_sum(3, step)[name]
+    engine.close()
+    for name, residual in sorted(engine.memory.state_dict()["residuals"].items()):
+        transport.all_reduce(residual)
+        assert (balance[name] + residual).abs().max() < 1e-5
 
 
 @pytest.mark.short
-def test_a_switch_is_checked_here_and_over_ranks() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, plan=plan_of("012345", world=2))
-        with pytest.raises(ConfigError, match="the first is 'w5'"):
-            engine.switch(plan_of("01234", world=2))
-        run_step(engine, gradients(transport.rank, 0))
-        engine.switch(plan_of("012", "345", world=2) if transport.rank else plan_of("345", "012", world=2))
-        with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
-            run_step(engine, gradients(transport.rank, 1))
-
-    over_threads(2, body)
+@on_threads(2)
+def test_a_switch_is_checked_here_and_over_ranks(transport: Transport) -> None:
+    engine = make_engine(transport, plan=plan_of("012345", world=2))
+    with pytest.raises(ConfigError, match="the first is 'w5'"):
+        engine.switch(plan_of("01234", world=2))
+    run_step(engine, gradients(transport.rank, 0))
+    engine.switch(plan_of("012", "345", world=2) if transport.rank else plan_of("345", "012", world=2))
+    with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
+        run_step(engine, gradients(transport.rank, 1))
 
 
 @pytest.mark.short
-def test_a_plan_can_be_switched_while_results_of_the_last_step_are_untaken() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, plan=plan_of("012", "345", world=2), overlap_forward=True)
-        for name, value in gradients(transport.rank, 0).items():
-            engine.submit(name, value)
-        engine.end_step()
-        assert engine.bucket_of("w5") == 1
-        first = engine.take(0)
-        kept = {name: value.clone() for name, value in first.items()}
-        engine.switch(plan_of("05", "1234", world=2))
-        values = gradients(transport.rank, 1)
-        engine.submit("w0", values["w0"])
-        assert engine.awaits("w5") and engine.bucket_of("w5") == 1 and engine.untaken == {1}
-        late = engine.take(1)
-        assert set(late) == {"w3", "w4", "w5"} and all(torch.equal(first[name], kept[name]) for name in first)
-        for name in ("w1", "w2", "w3", "w4", "w5"):
-            engine.submit(name, values[name])
-        engine.end_step()
-        assert engine.bucket_of("w5") == 0 and engine.bucket_of("w1") == 1 and engine.untaken == {0, 1}
-        engine.close()
-
-    over_threads(2, body)
+@on_threads(2)
+def test_a_plan_can_be_switched_while_results_of_the_last_step_are_untaken(transport: Transport) -> None:
+    engine = make_engine(transport, plan=plan_of("012", "345", world=2), overlap_forward=True)
+    for name, value in gradients(transport.rank, 0).items():
+        engine.submit(name, value)
+    engine.end_step()
+    assert engine.bucket_of("w5") == 1
+    first = engine.take(0)
+    kept = {name: value.clone() for name, value in first.items()}
+    engine.switch(plan_of("05", "1234", world=2))
+    values = gradients(transport.rank, 1)
+    engine.submit("w0", values["w0"])
+    assert engine.awaits("w5") and engine.bucket_of("w5") == 1 and engine.untaken == {1}
+    late = engine.take(1)
+    assert set(late) == {"w3", "w4", "w5"} and all(torch.equal(first[name], kept[name]) for name in first)
+    for name in ("w1", "w2", "w3", "w4", "w5"):
+        engine.submit(name, values[name])
+    engine.end_step()
+    assert engine.bucket_of("w5") == 0 and engine.bucket_of("w1") == 1 and engine.untaken == {0, 1}
+    engine.close()
 
 
 @pytest.mark.short
 @looped("ahead", [False, True])
-def test_codecs_follow_their_schedule_and_checkpoints_resume_it(ahead: bool) -> None:
+@on_threads(2)
+def test_codecs_follow_their_schedule_and_checkpoints_resume_it(transport: Transport, ahead: bool) -> None:
     """Stopping after any step and going on in a new engine changes no bit."""
     steps, codec = 5, codecs.get("toysparse", warmup=3)
 
-    def body(transport: Transport) -> None:
-        def make(memory: Memory | None = None, step: int = 0) -> Engine:
-            engine = make_engine(transport.duplicate(), codec=codec, ahead=ahead, memory=memory)
-            engine.step = step
-            return engine
+    def make(memory: Memory | None = None, step: int = 0) -> Engine:
+        engine = make_engine(transport.duplicate(), codec=codec, ahead=ahead, memory=memory)
+        engine.step = step
+        return engine
 
-        whole = make()
-        expected = []
-        for step in range(steps):
-            expected.append(run_step(whole, gradients(transport.rank, step)))
-            assert all(buffer.codec == codec.bare.at_step(step) for buffer in whole._plans.buffers)
-        own = whole.lanes.all[0].transport
-        assert codec.at_step(2).density * 2 == codec.at_step(3).density  # type: ignore[attr-defined]
-        assert own.bytes_sent > 0
-        whole.close()
-        for stop in range(1, steps):
-            first = make()
-            for step in range(stop):
-                run_step(first, gradients(transport.rank, step))
-            saved = first.memory.state_dict()
-            first.close()
-            memory = Memory()
-            memory.load_state_dict(saved)
-            second = make(memory, stop)
-            for step in range(stop, steps):
-                results = run_step(second, gradients(transport.rank, step))
-                assert all(torch.equal(results[name], expected[step][name]) for name in results), (stop, step)
-            state = second.memory.state_dict()
-            if ahead:
-                assert state["numbers"] == {tensor.name: {"steps": steps} for tensor in MODEL}
-                assert set(state["tensors"]["w0"]) == {"total"}
-            second.close()
-
-    over_threads(2, body)
+    whole = make()
+    expected = []
+    for step in range(steps):
+        expected.append(run_step(whole, gradients(transport.rank, step)))
+        assert all(buffer.codec == codec.bare.at_step(step) for buffer in whole._plans.buffers)
+    own = whole.lanes.all[0].transport
+    assert codec.at_step(2).density * 2 == codec.at_step(3).density  # type: ignore[attr-defined]
+    assert own.bytes_sent > 0
+    whole.close()
+    for stop in range(1, steps):
+        first = make()
+        for step in range(stop):
+            run_step(first, gradients(transport.rank, step))
+        saved = first.memory.state_dict()
+        first.close()
+        memory = Memory()
+        memory.load_state_dict(saved)
+        second = make(memory, stop)
+        for step in range(stop, steps):
+            results = run_step(second, gradients(transport.rank, step))
+            assert all(torch.equal(results[name], expected[step][name]) for name in results), (stop, step)
+        state = second.memory.state_dict()
+        if ahead:
+            assert state["numbers"] == {tensor.name: {"steps": steps} for tensor in MODEL}
+            assert set(state["tensors"]["w0"]) == {"total"}
+        second.close()
 
 
 @pytest.mark.short
-def test_without_feedback_nothing_is_kept_but_what_codecs_remember() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, codec=codecs.get("toysparse"), error_feedback=False)
-        for step in range(2):
-            results = run_step(engine, gradients(transport.rank, step))
-            codec = codecs.get("toysparse")
-            for name, value in results.items():
-                parts = [gradients(rank, step)[name] for rank in range(2)]
-                sent = [codec.decompress(codec.compress(part), part.shape) for part in parts]
-                assert torch.equal(value, sent[0] + sent[1])
-        state = engine.memory.state_dict()
-        assert not state["residuals"] and state["numbers"]["w0"] == {"steps": 2}
-        engine.close()
-
-    over_threads(2, body)
+@on_threads(2)
+def test_without_feedback_nothing_is_kept_but_what_codecs_remember(transport: Transport) -> None:
+    engine = make_engine(transport, codec=codecs.get("toysparse"), error_feedback=False)
+    for step in range(2):
+        results = run_step(engine, gradients(transport.rank, step))
+        codec = codecs.get("toysparse")
+        for name, value in results.items():
+            parts = [gradients(rank, step)[name] for rank in range(2)]
+            sent = [codec.decompress(codec.compress(part), part.shape) for part in parts]
+            assert torch.equal(value, sent[0] + sent[1])
+    state = engine.memory.state_dict()
+    assert not state["residuals"] and state["numbers"]["w0"] == {"steps": 2}
+    engine.close()
 
 
 @pytest.mark.short
-def test_an_overflow_reaches_every_rank_and_does_not_live_on() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, codec=codecs.get("toysparse"))
-        for step in range(3):
-            values = gradients(transport.rank, step)
-            if step == 1 and transport.rank == 0:
-                values["w3"][17] = float("nan")
-            results = run_step(engine, values)
-            assert results["w3"].isfinite().all() == (step != 1)
-        engine.close()
-        assert all(kept.isfinite().all() for kept in engine.memory.state_dict()["residuals"].values())
-
-    over_threads(2, body)
+@on_threads(2)
+def test_an_overflow_reaches_every_rank_and_does_not_live_on(transport: Transport) -> None:
+    engine = make_engine(transport, codec=codecs.get("toysparse"))
+    for step in range(3):
+        values = gradients(transport.rank, step)
+        if step == 1 and transport.rank == 0:
+            values["w3"][17] = float("nan")
+        results = run_step(engine, values)
+        assert results["w3"].isfinite().all() == (step != 1)
+    engine.close()
+    assert all(kept.isfinite().all() for kept in engine.memory.state_dict()["residuals"].values())

@@ -21,7 +21,7 @@ from fusionlayer.transport import Transport
 from tests.codecs.conformance import coarsest
 from tests.codecs.variants import defaults
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.spans import spans_of
 from tests.tiers import tiered
 
@@ -276,14 +276,12 @@ def test_a_given_plan_names_codec_and_collective() -> None:
     assert all(sent == payload + agreed for sent in over_threads(2, body))
 
 
-def test_a_plan_that_does_not_fit_is_refused_at_once() -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(ConfigError, match="plan is for 3 ranks, this job has 1"):
-            make_engine(transport, plan=plan_of("012345"))
-        with pytest.raises(ConfigError, match="the first is 'w5'"):
-            make_engine(transport, plan=plan_of("01234", world=1))
-
-    over_threads(1, body)
+@on_threads(1)
+def test_a_plan_that_does_not_fit_is_refused_at_once(transport: Transport) -> None:
+    with pytest.raises(ConfigError, match="plan is for 3 ranks, this job has 1"):
+        make_engine(transport, plan=plan_of("012345"))
+    with pytest.raises(ConfigError, match="the first is 'w5'"):
+        make_engine(transport, plan=plan_of("01234", world=1))
 
 
 def test_agreement_costs_little_and_only_once() -> None:
@@ -327,25 +325,22 @@ def test_error_feedback_where_it_pays(name: str, options: dict[str, Any], wanted
     assert over_threads(2, body) == [{tensor.name for tensor in MODEL} if used else set()] * 2
 
 
-def test_memory_outlives_its_engine() -> None:
+@on_threads(2)
+def test_memory_outlives_its_engine(transport: Transport) -> None:
     """A second engine with other buckets goes on where the first ended."""
-
-    def body(transport: Transport) -> None:
-        memory = Memory()
-        balance = {tensor.name: torch.zeros(tensor.numel, dtype=torch.float64) for tensor in MODEL}
-        for step, planner in enumerate(("wfbp", "horovod")):
-            engine = make_engine(
-                transport.duplicate(), codec=codecs.get("int4"), planner=planners.get(planner), memory=memory
-            )
-            for name, value in run_step(engine, gradients(transport.rank, step)).items():
-                balance[name] += value - exact_sum(2, step)[name]
-            engine.close()
-        for name, residual in sorted(memory.state_dict()["residuals"].items()):
-            assert residual.any() or residual.numel() == 1
-            transport.all_reduce(residual)
-            assert (balance[name] + residual).abs().max() < 1e-5
-
-    over_threads(2, body)
+    memory = Memory()
+    balance = {tensor.name: torch.zeros(tensor.numel, dtype=torch.float64) for tensor in MODEL}
+    for step, planner in enumerate(("wfbp", "horovod")):
+        engine = make_engine(
+            transport.duplicate(), codec=codecs.get("int4"), planner=planners.get(planner), memory=memory
+        )
+        for name, value in run_step(engine, gradients(transport.rank, step)).items():
+            balance[name] += value - exact_sum(2, step)[name]
+        engine.close()
+    for name, residual in sorted(memory.state_dict()["residuals"].items()):
+        assert residual.any() or residual.numel() == 1
+        transport.all_reduce(residual)
+        assert (balance[name] + residual).abs().max() < 1e-5
 
 
 def test_noise_differs_between_steps_and_buckets() -> None:
@@ -405,22 +400,18 @@ def test_the_timeline_shows_every_bucket_of_every_step(tmp_path: Path) -> None:
             assert previous["ts"] + previous["dur"] <= span["ts"]
 
 
-def test_a_model_without_tensors() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, [])
-        for _ in range(2):
-            engine.synchronize()
-        assert engine.plan == FusionPlan((), 2)
-        engine.close()
-
-    over_threads(2, body)
+@on_threads(2)
+def test_a_model_without_tensors(transport: Transport) -> None:
+    engine = make_engine(transport, [])
+    for _ in range(2):
+        engine.synchronize()
+    assert engine.plan == FusionPlan((), 2)
+    engine.close()
 
 
-def test_a_planner_that_needs_costs_says_so() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, planner=planners.get("safusion"))
-        with pytest.raises(ConfigError, match="`fusionlayer profile`"):
-            run_step(engine, gradients(transport.rank, 0))
-        engine.close()
-
-    over_threads(2, body)
+@on_threads(2)
+def test_a_planner_that_needs_costs_says_so(transport: Transport) -> None:
+    engine = make_engine(transport, planner=planners.get("safusion"))
+    with pytest.raises(ConfigError, match="`fusionlayer profile`"):
+        run_step(engine, gradients(transport.rank, 0))
+    engine.close()

@@ -17,7 +17,7 @@ from fusionlayer.codecs import Codec
 from fusionlayer.scheduler import Scaling, planners
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
 
@@ -30,75 +30,67 @@ PLAN = FusionPlan.build([MODEL[:3], MODEL[3:]], WORLD, "int", {}, "two_shot", 12
 # ---- calls in an order that has no meaning --------------------------------------------------------------------------
 
 
-def test_a_gradient_twice_is_refused_and_the_step_goes_on() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, codec=codecs.get("raw"))
-        for step in range(2):
-            values = gradients(transport.rank, step)
+@on_threads(WORLD)
+def test_a_gradient_twice_is_refused_and_the_step_goes_on(transport: Transport) -> None:
+    engine = make_engine(transport, codec=codecs.get("raw"))
+    for step in range(2):
+        values = gradients(transport.rank, step)
+        engine.submit("w2", values["w2"])
+        with pytest.raises(UsageError, match=f"'w2' was submitted twice in step {step}"):
             engine.submit("w2", values["w2"])
-            with pytest.raises(UsageError, match=f"'w2' was submitted twice in step {step}"):
-                engine.submit("w2", values["w2"])
-            assert engine.pending == {"w2"}
-            for name in values.keys() - {"w2"}:
-                engine.submit(name, values[name])
+        assert engine.pending == {"w2"}
+        for name in values.keys() - {"w2"}:
+            engine.submit(name, values[name])
+        engine.synchronize()
+        assert all(torch.allclose(values[n].double(), exact_sum(WORLD, step)[n], atol=1e-6) for n in values)
+    engine.close()
+
+
+@on_threads(WORLD)
+def test_a_missing_gradient_is_named_and_can_still_come(transport: Transport) -> None:
+    engine = make_engine(transport, codec=codecs.get("raw"))
+    for step in range(2):
+        values = gradients(transport.rank, step)
+        for name in values.keys() - {"w1", "w4"}:
+            engine.submit(name, values[name])
+        with pytest.raises(UsageError, match=f"2 of .* have not come in step {step}, the first is that of 'w1'"):
             engine.synchronize()
-            assert all(torch.allclose(values[n].double(), exact_sum(WORLD, step)[n], atol=1e-6) for n in values)
-        engine.close()
-
-    over_threads(WORLD, body)
-
-
-def test_a_missing_gradient_is_named_and_can_still_come() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, codec=codecs.get("raw"))
-        for step in range(2):
-            values = gradients(transport.rank, step)
-            for name in values.keys() - {"w1", "w4"}:
-                engine.submit(name, values[name])
-            with pytest.raises(UsageError, match=f"2 of .* have not come in step {step}, the first is that of 'w1'"):
-                engine.synchronize()
-            for name in ("w1", "w4"):
-                engine.submit(name, values[name])
-            engine.synchronize()
-            assert all(torch.allclose(values[n].double(), exact_sum(WORLD, step)[n], atol=1e-6) for n in values)
-        engine.close()
-
-    over_threads(WORLD, body)
+        for name in ("w1", "w4"):
+            engine.submit(name, values[name])
+        engine.synchronize()
+        assert all(torch.allclose(values[n].double(), exact_sum(WORLD, step)[n], atol=1e-6) for n in values)
+    engine.close()
 
 
 @pytest.mark.parametrize("plan", [None, PLAN], ids=["learned plan", "given plan"])
-def test_a_gradient_that_is_unknown_or_of_another_size_is_refused(plan: FusionPlan | None) -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, plan=plan)
-        with pytest.raises(UsageError, match="gradient 'head' is not one of this engine's 6 tensors"):
-            engine.submit("head", torch.ones(3))
-        with pytest.raises(UsageError, match="gradient 'w2' has 3 elements, expected "):
-            engine.submit("w2", torch.ones(3))
-        assert not engine.pending
-        run_step(engine, gradients(transport.rank, 0))
-        engine.close()
-
-    over_threads(WORLD, body)
-
-
-def test_unknown_names_are_refused_when_the_engine_is_made() -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(ConfigError, match="unknown collective 'rign'"):
-            make_engine(transport, algorithm="rign")
-
-    over_threads(1, body)
+@on_threads(WORLD)
+def test_a_gradient_that_is_unknown_or_of_another_size_is_refused(
+    transport: Transport, plan: FusionPlan | None
+) -> None:
+    engine = make_engine(transport, plan=plan)
+    with pytest.raises(UsageError, match="gradient 'head' is not one of this engine's 6 tensors"):
+        engine.submit("head", torch.ones(3))
+    with pytest.raises(UsageError, match="gradient 'w2' has 3 elements, expected "):
+        engine.submit("w2", torch.ones(3))
+    assert not engine.pending
+    run_step(engine, gradients(transport.rank, 0))
+    engine.close()
 
 
-def test_a_closed_engine_takes_no_more() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport)
-        run_step(engine, gradients(0, 0))
-        engine.close()
-        engine.close()
-        with pytest.raises(FusionLayerError, match="closed"):
-            run_step(engine, gradients(0, 1))
+@on_threads(1)
+def test_unknown_names_are_refused_when_the_engine_is_made(transport: Transport) -> None:
+    with pytest.raises(ConfigError, match="unknown collective 'rign'"):
+        make_engine(transport, algorithm="rign")
 
-    over_threads(1, body)
+
+@on_threads(1)
+def test_a_closed_engine_takes_no_more(transport: Transport) -> None:
+    engine = make_engine(transport)
+    run_step(engine, gradients(0, 0))
+    engine.close()
+    engine.close()
+    with pytest.raises(FusionLayerError, match="closed"):
+        run_step(engine, gradients(0, 1))
 
 
 # ---- ranks that disagree --------------------------------------------------------------------------------------------
@@ -210,19 +202,17 @@ def test_an_error_in_one_collective_ends_the_step_everywhere(error: type[Excepti
     assert calls[ODD] == failing_step * buckets + 2, "a bucket was sent after the failure"
 
 
-def test_a_rank_that_leaves_is_named() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport)
-        run_step(engine, gradients(transport.rank, 0))
-        if transport.rank == ODD:
-            engine.close()
-            return
-        with pytest.raises(TransportError, match="rank 1 left") as raised:
-            run_step(engine, gradients(transport.rank, 1))
-        assert raised.value.ranks == (ODD,)
-        assert raised.value.bucket == 0
-
-    over_threads(WORLD, body)
+@on_threads(WORLD)
+def test_a_rank_that_leaves_is_named(transport: Transport) -> None:
+    engine = make_engine(transport)
+    run_step(engine, gradients(transport.rank, 0))
+    if transport.rank == ODD:
+        engine.close()
+        return
+    with pytest.raises(TransportError, match="rank 1 left") as raised:
+        run_step(engine, gradients(transport.rank, 1))
+    assert raised.value.ranks == (ODD,)
+    assert raised.value.bucket == 0
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -15,7 +15,7 @@ from fusionlayer.scheduler import Engine, planners
 from fusionlayer.scheduler.order import MEASURED, WARM_UP
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 
 from .engines import collective_named, exact_sum, gradients, make_engine, run_step
 
@@ -39,23 +39,20 @@ def take_all(engine: Engine, values: dict[str, Tensor], shift: int = 0) -> dict[
 @looped("codec", ["raw", "int4"])
 @looped("overlap_forward", [False, True])
 @looped("lanes", [1, 2, 3, 5])
-def test_lanes_and_order_change_no_bit(lanes: int, overlap_forward: bool, codec: str) -> None:
+@on_threads(WORLD)
+def test_lanes_and_order_change_no_bit(transport: Transport, lanes: int, overlap_forward: bool, codec: str) -> None:
     steps = WARM_UP + MEASURED + 3
-
-    def body(transport: Transport) -> None:
-        options = {"codec": codecs.get(codec), "planner": planners.get("wfbp")}
-        plain = make_engine(transport.duplicate(), **options)
-        other = make_engine(transport.duplicate(), lanes=lanes, overlap_forward=overlap_forward, **options)
-        for step in range(steps):
-            expected = run_step(plain, gradients(transport.rank, step))
-            run = take_all if overlap_forward else run_step
-            results = run(other, gradients(transport.rank, step), shift=transport.rank)
-            for name in expected:
-                assert torch.equal(results[name], expected[name]), (step, name)
-        plain.close()
-        other.close()
-
-    over_threads(WORLD, body)
+    options = {"codec": codecs.get(codec), "planner": planners.get("wfbp")}
+    plain = make_engine(transport.duplicate(), **options)
+    other = make_engine(transport.duplicate(), lanes=lanes, overlap_forward=overlap_forward, **options)
+    for step in range(steps):
+        expected = run_step(plain, gradients(transport.rank, step))
+        run = take_all if overlap_forward else run_step
+        results = run(other, gradients(transport.rank, step), shift=transport.rank)
+        for name in expected:
+            assert torch.equal(results[name], expected[name]), (step, name)
+    plain.close()
+    other.close()
 
 
 def test_lanes_are_under_way_at_once() -> None:
@@ -77,38 +74,34 @@ def test_lanes_are_under_way_at_once() -> None:
         over_threads(WORLD, body)
 
 
-def test_gradients_are_left_alone_and_let_go_of() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, codec=codecs.get("raw"), overlap_forward=True)
-        for step in range(2):
-            values = gradients(transport.rank, step)
-            results = take_all(engine, values)
-            before = gradients(transport.rank, step)
-            assert all(torch.equal(values[name], before[name]) for name in values)
-            assert all(torch.allclose(results[n].double(), exact_sum(WORLD, step)[n], atol=1e-6) for n in values)
-        engine.close()
-
-    over_threads(WORLD, body)
+@on_threads(WORLD)
+def test_gradients_are_left_alone_and_let_go_of(transport: Transport) -> None:
+    engine = make_engine(transport, codec=codecs.get("raw"), overlap_forward=True)
+    for step in range(2):
+        values = gradients(transport.rank, step)
+        results = take_all(engine, values)
+        before = gradients(transport.rank, step)
+        assert all(torch.equal(values[name], before[name]) for name in values)
+        assert all(torch.allclose(results[n].double(), exact_sum(WORLD, step)[n], atol=1e-6) for n in values)
+    engine.close()
 
 
-def test_a_result_that_nobody_took_is_not_overwritten() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, codec=codecs.get("raw"), overlap_forward=True)
-        take_all(engine, gradients(transport.rank, 0))
-        for name, value in gradients(transport.rank, 1).items():
-            engine.submit(name, value)
-        engine.end_step()
-        assert engine.untaken and engine.awaits("w0")
-        with pytest.raises(UsageError, match="'w0' was submitted before its result of the last step was taken"):
-            engine.submit("w0", gradients(transport.rank, 2)["w0"])
-        for index in sorted(engine.untaken):
-            engine.take(index)
-        assert not engine.untaken and not engine.awaits("w0")
-        results = take_all(engine, gradients(transport.rank, 2))
-        assert all(torch.allclose(results[n].double(), exact_sum(WORLD, 2)[n], atol=1e-6) for n in results)
-        engine.close()
-
-    over_threads(WORLD, body)
+@on_threads(WORLD)
+def test_a_result_that_nobody_took_is_not_overwritten(transport: Transport) -> None:
+    engine = make_engine(transport, codec=codecs.get("raw"), overlap_forward=True)
+    take_all(engine, gradients(transport.rank, 0))
+    for name, value in gradients(transport.rank, 1).items():
+        engine.submit(name, value)
+    engine.end_step()
+    assert engine.untaken and engine.awaits("w0")
+    with pytest.raises(UsageError, match="'w0' was submitted before its result of the last step was taken"):
+        engine.submit("w0", gradients(transport.rank, 2)["w0"])
+    for index in sorted(engine.untaken):
+        engine.take(index)
+    assert not engine.untaken and not engine.awaits("w0")
+    results = take_all(engine, gradients(transport.rank, 2))
+    assert all(torch.allclose(results[n].double(), exact_sum(WORLD, 2)[n], atol=1e-6) for n in results)
+    engine.close()
 
 
 def test_what_is_under_way_does_not_leave_again() -> None:
@@ -174,20 +167,16 @@ def test_a_failure_in_one_lane_ends_all_lanes_on_all_ranks(failing_bucket: int) 
         over_threads(WORLD, body)
 
 
-def test_ranks_must_agree_on_overlap() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport, overlap_forward=transport.rank == 1, lanes=2)
-        for name, value in gradients(transport.rank, 0).items():
-            engine.submit(name, value)
-        with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
-            engine.end_step()
-
-    over_threads(WORLD, body)
+@on_threads(WORLD)
+def test_ranks_must_agree_on_overlap(transport: Transport) -> None:
+    engine = make_engine(transport, overlap_forward=transport.rank == 1, lanes=2)
+    for name, value in gradients(transport.rank, 0).items():
+        engine.submit(name, value)
+    with pytest.raises(PlanMismatch, match=r"\[1\] differ from rank 0"):
+        engine.end_step()
 
 
-def test_ranks_must_agree_on_lanes() -> None:
-    def body(transport: Transport) -> None:
-        with pytest.raises(PlanMismatch, match=r"number of lanes .* \[1\] differ from rank 0"):
-            make_engine(transport, lanes=3 if transport.rank == 1 else 2)
-
-    over_threads(WORLD, body)
+@on_threads(WORLD)
+def test_ranks_must_agree_on_lanes(transport: Transport) -> None:
+    with pytest.raises(PlanMismatch, match=r"number of lanes .* \[1\] differ from rank 0"):
+        make_engine(transport, lanes=3 if transport.rank == 1 else 2)

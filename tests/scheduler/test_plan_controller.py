@@ -17,7 +17,7 @@ from fusionlayer.scheduler.plan_controller import _UNREAD, StepTimer
 from fusionlayer.transport import Transport
 from tests.fake_device import FakeDevice, streams_joined
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
 
@@ -143,26 +143,22 @@ def held(memory: Memory) -> int:
     return sum(storages.values())
 
 
-def test_other_plans_on_other_ranks_are_refused() -> None:
-    def body(transport: Transport) -> None:
-        plan = plan_of("wfbp" if transport.rank else "single", 2)
-        engine = make_engine(transport, codec=codecs.get("raw"), plan_controller=Script({0: plan}))
+@on_threads(2)
+def test_other_plans_on_other_ranks_are_refused(transport: Transport) -> None:
+    plan = plan_of("wfbp" if transport.rank else "single", 2)
+    engine = make_engine(transport, codec=codecs.get("raw"), plan_controller=Script({0: plan}))
+    run_step(engine, gradients(transport.rank, 0))
+    with pytest.raises(PlanMismatch, match="fusion plan"):
+        run_step(engine, gradients(transport.rank, 1))
+
+
+@on_threads(2)
+def test_a_plan_for_another_model_ends_the_engine(transport: Transport) -> None:
+    plan = FusionPlan.build([MODEL[:2]], 2, "raw", {}, "dense", 128)
+    engine = make_engine(transport, codec=codecs.get("raw"), plan_controller=Script({0: plan}))
+    with pytest.raises(ConfigError, match="does not fit"):
         run_step(engine, gradients(transport.rank, 0))
-        with pytest.raises(PlanMismatch, match="fusion plan"):
-            run_step(engine, gradients(transport.rank, 1))
-
-    over_threads(2, body)
-
-
-def test_a_plan_for_another_model_ends_the_engine() -> None:
-    def body(transport: Transport) -> None:
-        plan = FusionPlan.build([MODEL[:2]], 2, "raw", {}, "dense", 128)
-        engine = make_engine(transport, codec=codecs.get("raw"), plan_controller=Script({0: plan}))
-        with pytest.raises(ConfigError, match="does not fit"):
-            run_step(engine, gradients(transport.rank, 0))
-        assert isinstance(engine.failure, ConfigError)
-
-    over_threads(2, body)
+    assert isinstance(engine.failure, ConfigError)
 
 
 def test_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

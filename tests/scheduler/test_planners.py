@@ -310,10 +310,7 @@ class TestSAFusion:
 
     @pytest.mark.parametrize(
         ("options", "message"),
-        [
-            ({"scheme": "intra"}, "scheme='intra'; expected one of"),
-            ({"buffers": 0}, "buffers=0; expected a whole"),
-        ],
+        [({"scheme": "intra"}, "scheme='intra'; expected one of"), ({"buffers": 0}, "buffers=0; expected a whole")],
     )
     def test_options_that_make_no_sense_are_refused(self, options: dict[str, object], message: str) -> None:
         with pytest.raises(ConfigError, match=message):

@@ -12,7 +12,7 @@ from fusionlayer import codecs
 from fusionlayer.scheduler import Engine, Memory
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads
 from tests.tiers import tiered
 
 from .engines import MODEL, gradients, make_engine, run_step
@@ -47,68 +47,66 @@ def flattened(state: Any, path: str = "") -> dict[str, Any]:
         lambda codec, options, bits: codec != "dgc" and not (codec == "topk" and bits == 8),
     ),
 )
-def test_a_step_is_taken_back_and_made_once_more(codec: str, options: dict[str, Any], bits: int) -> None:
-    def body(transport: Transport) -> None:
-        def engine_with(memory: Memory, step: int, plan: Any = None) -> Engine:
-            made = make_engine(
-                transport.duplicate(),
-                MATRICES,
-                codec=codecs.get(codec, **options),
-                plan=plan,
-                memory=memory,
-                error_feedback=None if codec in ("raw", "mxfp8") else True,
-                hold_results=True,
-                undoable=True,
-                lanes=2,
-            )
-            made.step = step
-            return made
+@on_threads(WORLD)
+def test_a_step_is_taken_back_and_made_once_more(
+    transport: Transport, codec: str, options: dict[str, Any], bits: int
+) -> None:
+    def engine_with(memory: Memory, step: int, plan: Any = None) -> Engine:
+        made = make_engine(
+            transport.duplicate(),
+            MATRICES,
+            codec=codecs.get(codec, **options),
+            plan=plan,
+            memory=memory,
+            error_feedback=None if codec in ("raw", "mxfp8") else True,
+            hold_results=True,
+            undoable=True,
+            lanes=2,
+        )
+        made.step = step
+        return made
 
-        def make_step(engine: Engine, step: int) -> dict[str, Any]:
-            given = gradients(transport.rank, step)
-            before = flattened(given)
-            for name, values in given.items():
-                engine.submit(name, values)
-            engine.end_step()
-            results = {name: x.clone() for index in sorted(engine.untaken) for name, x in engine.take(index).items()}
-            assert flattened(given) == before, "gradients stay as they were"
-            return flattened(results)
+    def make_step(engine: Engine, step: int) -> dict[str, Any]:
+        given = gradients(transport.rank, step)
+        before = flattened(given)
+        for name, values in given.items():
+            engine.submit(name, values)
+        engine.end_step()
+        results = {name: x.clone() for index in sorted(engine.untaken) for name, x in engine.take(index).items()}
+        assert flattened(given) == before, "gradients stay as they were"
+        return flattened(results)
 
-        memory = Memory(bits)
-        engine = engine_with(memory, 0)
-        for step in range(STEPS):
-            make_step(engine, step)
-            memory.forget()
-        saved = flattened(memory.state_dict())
-        assert flattened(memory.state_before()) == saved
-        results = make_step(engine, STEPS)
-        after = flattened(memory.state_dict())
-        assert flattened(memory.state_before()) == saved
-        assert (after == saved) == (codec == "raw"), "the step has changed what is kept"
+    memory = Memory(bits)
+    engine = engine_with(memory, 0)
+    for step in range(STEPS):
+        make_step(engine, step)
+        memory.forget()
+    saved = flattened(memory.state_dict())
+    assert flattened(memory.state_before()) == saved
+    results = make_step(engine, STEPS)
+    after = flattened(memory.state_dict())
+    assert flattened(memory.state_before()) == saved
+    assert (after == saved) == (codec == "raw"), "the step has changed what is kept"
 
-        again = Memory(bits)
-        again.load_state_dict(memory.state_before())
-        engine.close()
-        second = engine_with(again, STEPS, engine.plan)
-        assert make_step(second, STEPS) == results
-        assert flattened(again.state_dict()) == after
+    again = Memory(bits)
+    again.load_state_dict(memory.state_before())
+    engine.close()
+    second = engine_with(again, STEPS, engine.plan)
+    assert make_step(second, STEPS) == results
+    assert flattened(again.state_dict()) == after
 
-        # In the middle of a step, too: a half of its gradients has arrived.
-        again.forget()
-        for name, values in list(gradients(transport.rank, STEPS + 1).items())[-3:]:
-            second.submit(name, values)
-        transport.barrier()
-        second.abandon()
-        assert flattened(again.state_before()) == after
-
-    over_threads(WORLD, body)
+    # In the middle of a step, too: a half of its gradients has arrived.
+    again.forget()
+    for name, values in list(gradients(transport.rank, STEPS + 1).items())[-3:]:
+        second.submit(name, values)
+    transport.barrier()
+    second.abandon()
+    assert flattened(again.state_before()) == after
 
 
-def test_an_engine_that_need_not_take_back_keeps_no_copies() -> None:
-    def body(transport: Transport) -> None:
-        engine = make_engine(transport.duplicate(), codec=codecs.get("int4"), error_feedback=True)
-        run_step(engine, gradients(transport.rank, 0))
-        assert not engine.memory._before and not engine.memory._spare
-        engine.close()
-
-    over_threads(2, body)
+@on_threads(2)
+def test_an_engine_that_need_not_take_back_keeps_no_copies(transport: Transport) -> None:
+    engine = make_engine(transport.duplicate(), codec=codecs.get("int4"), error_feedback=True)
+    run_step(engine, gradients(transport.rank, 0))
+    assert not engine.memory._before and not engine.memory._spare
+    engine.close()

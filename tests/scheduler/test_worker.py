@@ -15,7 +15,7 @@ from fusionlayer.scheduler import Worker, located
 from fusionlayer.scheduler.lanes import Lane
 from fusionlayer.transport import Transport
 from tests.loops import looped
-from tests.ranks import over_threads
+from tests.ranks import on_threads
 
 pytestmark = pytest.mark.short
 
@@ -90,14 +90,12 @@ def test_a_forked_child_does_not_wait_for_a_job_of_its_parent() -> None:
     worker.close()
 
 
-def test_lanes_record_no_gradients() -> None:
-    def body(transport: Transport) -> None:
-        lane, seen = Lane(transport, torch.device("cpu"), "a lane"), []
-        lane.put(lambda _: seen.append(torch.is_grad_enabled())).wait()
-        lane.close()
-        assert seen == [False]
-
-    over_threads(1, body)
+@on_threads(1)
+def test_lanes_record_no_gradients(transport: Transport) -> None:
+    lane, seen = Lane(transport, torch.device("cpu"), "a lane"), []
+    lane.put(lambda _: seen.append(torch.is_grad_enabled())).wait()
+    lane.close()
+    assert seen == [False]
 
 
 # A job of the first worker is in C++ when the program ends, and comes back soon; one of the second never comes back.
@@ -140,22 +138,20 @@ def test_a_program_that_ends_waits_for_a_job_that_is_in_torch(how: str) -> None:
 BUCKET = Bucket(tuple(Slot(name, 1, i) for i, name in enumerate("abcde")), 5, "float32", "raw")
 
 
-def test_errors_say_where_they_belong() -> None:
-    def body(transport: Transport) -> None:
-        transport.barrier()
-        with pytest.raises(TransportError) as lost, located(7, 2, BUCKET, transport):
-            raise TransportError("rank 1 left", ranks=[1])
-        assert str(lost.value) == "step 7, bucket 2 (a, b, c and 2 more): rank 1 left"
-        assert (lost.value.ranks, lost.value.bucket, lost.value.tensors) == ((1,), 2, tuple("abcde"))
-        assert lost.value.sequence == transport.sequence == 1
-        with pytest.raises(TransportError) as lost, located(7, 2, BUCKET, transport):
-            raise TransportError("rank 1 left", sequence=5)
-        assert lost.value.sequence == 5
-        for kind in (WireError, PlanMismatch):
-            where = r"step 0, bucket 1 \(a, b, c and 2 more\): damaged"
-            with pytest.raises(kind, match=where), located(0, 1, BUCKET, transport):
-                raise kind("damaged")
-        with pytest.raises(ZeroDivisionError), located(0, 1, BUCKET, transport):
-            raise ZeroDivisionError
-
-    over_threads(1, body)
+@on_threads(1)
+def test_errors_say_where_they_belong(transport: Transport) -> None:
+    transport.barrier()
+    with pytest.raises(TransportError) as lost, located(7, 2, BUCKET, transport):
+        raise TransportError("rank 1 left", ranks=[1])
+    assert str(lost.value) == "step 7, bucket 2 (a, b, c and 2 more): rank 1 left"
+    assert (lost.value.ranks, lost.value.bucket, lost.value.tensors) == ((1,), 2, tuple("abcde"))
+    assert lost.value.sequence == transport.sequence == 1
+    with pytest.raises(TransportError) as lost, located(7, 2, BUCKET, transport):
+        raise TransportError("rank 1 left", sequence=5)
+    assert lost.value.sequence == 5
+    for kind in (WireError, PlanMismatch):
+        where = r"step 0, bucket 1 \(a, b, c and 2 more\): damaged"
+        with pytest.raises(kind, match=where), located(0, 1, BUCKET, transport):
+            raise kind("damaged")
+    with pytest.raises(ZeroDivisionError), located(0, 1, BUCKET, transport):
+        raise ZeroDivisionError

@@ -9,8 +9,8 @@ import pytest
 
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
-from tests.harness import run_ranks
 from tests.loops import looped
+from tests.ranks import on_processes
 from tests.torch.behaviours import CHECKS
 
 
@@ -33,11 +33,8 @@ def test_behaviour(name: str, size: int) -> None:
     local.run(on_this_rank([name]), size)
 
 
-def all_in_processes(rank: int, world: int) -> None:
+@pytest.mark.medium
+@on_processes(3)
+def test_processes(rank: int, world: int) -> None:
     os.environ["HOROVOD_FUSION_THRESHOLD"] = "100000"
     on_this_rank(list(CHECKS))(rank)
-
-
-@pytest.mark.medium
-def test_processes() -> None:
-    run_ranks(all_in_processes, 3)

@@ -19,12 +19,7 @@ from .test_sockets import swap
 
 pytestmark = pytest.mark.short
 
-HERE = {
-    "lo": ("127.0.0.1", "::1"),
-    "eth0": ("10.0.0.1", "fd00::1"),
-    "eth1": ("fe80::1%eth1",),
-    "eth2": ("fd02::1",),
-}
+HERE = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fd00::1"), "eth1": ("fe80::1%eth1",), "eth2": ("fd02::1",)}
 
 
 @looped(

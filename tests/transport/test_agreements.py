@@ -10,7 +10,7 @@ import torch
 
 from fusionlayer.base.errors import PlanMismatch
 from fusionlayer.transport import Transport
-from tests.ranks import over_threads
+from tests.ranks import on_threads, over_threads
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.short
@@ -34,26 +34,24 @@ def test_an_agreement_of_many_takes_each_rank_log2_messages(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 8, 9, 13, 16])
-def test_all_ranks_get_what_one_exchange_with_all_would_give(world: int) -> None:
-    def combine(transport: Transport) -> None:
-        rank = transport.rank
-        transport.barrier()
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            every = torch.stack([((torch.arange(5) * (3 * r + 1)) % 97 - 50).to(dtype) for r in range(world)])
-            x = every[rank].clone()
-            transport.all_reduce_max(x)
-            assert torch.equal(x, every.amax(0))
-        bits = torch.zeros(world, dtype=torch.uint8)
-        bits[rank] = 1 << rank % 8
-        transport.spread(bits, torch.bitwise_or)
-        assert bits.tolist() == [1 << r % 8 for r in range(world)]
-        assert transport.all_equal(b"ab") and not transport.all_equal(b"ab" if rank else b"aa")
-        assert not transport.all_equal(bytes([rank % 2, 255 - rank % 2]))
-        assert transport.all_equal(b"x" if rank else b"y", present=rank != 0), "who is absent has no say"
-        assert transport.all_equal(bytes([rank]), present=False)
-        odd = world // 2
-        with pytest.raises(PlanMismatch, match="the plan differs") as caught:
-            transport.agree("the plan", "int4" if rank != odd else "int8")
-        assert caught.value.ranks == (odd,)
-
-    over_threads(world, combine)
+@on_threads()
+def test_all_ranks_get_what_one_exchange_with_all_would_give(transport: Transport, world: int) -> None:
+    rank = transport.rank
+    transport.barrier()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        every = torch.stack([((torch.arange(5) * (3 * r + 1)) % 97 - 50).to(dtype) for r in range(world)])
+        x = every[rank].clone()
+        transport.all_reduce_max(x)
+        assert torch.equal(x, every.amax(0))
+    bits = torch.zeros(world, dtype=torch.uint8)
+    bits[rank] = 1 << rank % 8
+    transport.spread(bits, torch.bitwise_or)
+    assert bits.tolist() == [1 << r % 8 for r in range(world)]
+    assert transport.all_equal(b"ab") and not transport.all_equal(b"ab" if rank else b"aa")
+    assert not transport.all_equal(bytes([rank % 2, 255 - rank % 2]))
+    assert transport.all_equal(b"x" if rank else b"y", present=rank != 0), "who is absent has no say"
+    assert transport.all_equal(bytes([rank]), present=False)
+    odd = world // 2
+    with pytest.raises(PlanMismatch, match="the plan differs") as caught:
+        transport.agree("the plan", "int4" if rank != odd else "int8")
+    assert caught.value.ranks == (odd,)

@@ -28,6 +28,7 @@ from fusionlayer.health.store import StatusKeys
 from fusionlayer.launch import stores
 from fusionlayer.transport import C10dTransport, Transport, linked
 from tests.harness import run_ranks
+from tests.ranks import on_processes
 from tests.tiers import tiered
 
 from . import conformance, relays
@@ -46,14 +47,14 @@ def conform(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "world, store",
-    tiered([(1, "file"), (2, "file"), (3, "tcp"), (4, "file")], lambda world, store: world < 4),
+    "world, store", tiered([(1, "file"), (2, "file"), (3, "tcp"), (4, "file")], lambda world, store: world < 4)
 )
 def test_conformance(world: int, store: str) -> None:
     run_ranks(conform, world, store=store)
 
 
-def conform_from_afar(rank: int, world: int) -> None:
+@on_processes(3)
+def test_conformance_with_tensors_out_of_the_links_reach(rank: int, world: int) -> None:
     """As if all tensors were where the link cannot reach them: it gets copies, and room that holds anything."""
 
     def copies(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -66,10 +67,6 @@ def conform_from_afar(rank: int, world: int) -> None:
         patch.setattr(linked, "bring", copies)
         patch.setattr(linked, "space", room)
         conform(rank, world)
-
-
-def test_conformance_with_tensors_out_of_the_links_reach() -> None:
-    run_ranks(conform_from_afar, 3)
 
 
 KEEPER = """
@@ -196,7 +193,8 @@ def test_without_a_process_group() -> None:
         C10dTransport()
 
 
-def gloo_sums(rank: int, world: int) -> None:
+@on_processes(3)
+def test_the_sum_is_gloos_within_rounding(rank: int, world: int) -> None:
     transport = C10dTransport(timeout=TIMEOUT)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(50_000, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -206,11 +204,9 @@ def gloo_sums(rank: int, world: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)  # gloo rounds at every step
 
 
-def test_the_sum_is_gloos_within_rounding() -> None:
-    run_ranks(gloo_sums, 3)
-
-
-def sum_large(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_processes()
+def test_large_sums_through_memory_and_without(rank: int, world: int) -> None:
     """Sums of 1 MiB and more, by ranks that see each other's memory and by ranks that do not."""
 
     def refuse(name: str) -> int:
@@ -242,12 +238,8 @@ def sum_large(rank: int, world: int) -> None:
         transport.close()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_large_sums_through_memory_and_without(world: int) -> None:
-    run_ranks(sum_large, world)
-
-
-def drop_it(rank: int, world: int) -> None:
+@on_processes(2)
+def test_a_transport_that_nobody_holds_is_closed(rank: int, world: int) -> None:
     transport: Transport | None = C10dTransport(timeout=60)
     assert transport is not None
     transport.barrier()
@@ -260,11 +252,8 @@ def drop_it(rank: int, world: int) -> None:
     assert caught.value.ranks == (0,)
 
 
-def test_a_transport_that_nobody_holds_is_closed() -> None:
-    run_ranks(drop_it, 2)
-
-
-def drop_while_others_connect(rank: int, world: int) -> None:
+@on_processes(3)
+def test_a_transport_can_be_dropped_as_soon_as_it_is_made(rank: int, world: int) -> None:
     store, get = dist.distributed_c10d._get_default_store(), stores.EndingStore.get
 
     def late(self: stores.EndingStore, key: str) -> bytes:
@@ -279,10 +268,6 @@ def drop_while_others_connect(rank: int, world: int) -> None:
         assert C10dTransport(timeout=20).size == world
         gc.collect()
     store.set("dropped", "")
-
-
-def test_a_transport_can_be_dropped_as_soon_as_it_is_made() -> None:
-    run_ranks(drop_while_others_connect, 3)
 
 
 def file_size(rank: int, world: int) -> tuple[int, int]:
@@ -332,7 +317,8 @@ def test_a_stall_is_warned_of_once_and_waited_out() -> None:
         assert re.search("rank 1 is alive but late: at collective 1 while rank [02] is at 2", text), "one asks for both"
 
 
-def close_from_another_thread(rank: int, world: int) -> None:
+@on_processes(2)
+def test_closing_ends_a_call_in_flight(rank: int, world: int) -> None:
     transport = C10dTransport(timeout=60)
     transport.barrier()
     if rank == 0:
@@ -344,11 +330,8 @@ def close_from_another_thread(rank: int, world: int) -> None:
             transport.recv(torch.empty(5), 0)
 
 
-def test_closing_ends_a_call_in_flight() -> None:
-    run_ranks(close_from_another_thread, 2)
-
-
-def come_late(rank: int, world: int) -> None:
+@on_processes(3)
+def test_a_rank_that_does_not_make_the_transport_is_named_also_to_itself(rank: int, world: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 knows", "rank 2 knows"])
@@ -358,21 +341,15 @@ def come_late(rank: int, world: int) -> None:
     assert caught.value.ranks == (1,)
 
 
-def test_a_rank_that_does_not_make_the_transport_is_named_also_to_itself() -> None:
-    run_ranks(come_late, 3)
-
-
-def bad_tag(rank: int, world: int) -> None:
+@on_processes(2)
+def test_a_rank_does_not_send_to_itself(rank: int, world: int) -> None:
     transport = C10dTransport(timeout=TIMEOUT)
     with pytest.raises(ConfigError, match="not this rank"):
         transport.send(torch.zeros(1), rank)
 
 
-def test_a_rank_does_not_send_to_itself() -> None:
-    run_ranks(bad_tag, 2)
-
-
-def come_and_go(rank: int, world: int) -> None:
+@on_processes(2, store="tcp")
+def test_transports_that_come_and_go_leave_no_keys_in_the_store(rank: int, world: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     keeper = C10dTransport(timeout=TIMEOUT)
     keeper.barrier()
@@ -388,7 +365,3 @@ def come_and_go(rank: int, world: int) -> None:
         assert time.monotonic() < deadline, f"{store.num_keys() - before} keys are left"
         time.sleep(0.05)
     keeper.barrier()
-
-
-def test_transports_that_come_and_go_leave_no_keys_in_the_store() -> None:
-    run_ranks(come_and_go, 2, store="tcp")

@@ -134,10 +134,7 @@ def bad_job(rank: int, world: int, problem: str) -> None:
 @pytest.mark.parametrize(
     "problem, error",
     [
-        (
-            "shared",
-            r"PlanMismatch.*ranks 0 and 2 use one GPU \(cuda:0 and cuda:0, GPU-0\).*set_device\(",
-        ),
+        ("shared", r"PlanMismatch.*ranks 0 and 2 use one GPU \(cuda:0 and cuda:0, GPU-0\).*set_device\("),
         ("slices", r"PlanMismatch.*ranks 0 and 1 have slices of one GPU \(MIG: GPU-0 and MIG-1\).*transport: sockets"),
         ("no GPU", r"PlanMismatch.*setting sees_cuda differs over ranks.*CUDA_VISIBLE_DEVICES"),
         ("old", r"ConfigError.*rank 1: Tesla T4 has compute capability 7.5; expected at least 8.0"),

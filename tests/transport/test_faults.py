@@ -94,8 +94,7 @@ LOST = [(1, "file", "gloo"), (2, "tcp", "gloo"), (0, "tcp", "gloo"), (0, "tcp", 
 
 
 @pytest.mark.parametrize(
-    "lost, store, link",
-    tiered([*LOST, (1, "file", "sockets"), (2, "tcp", "sockets")], lambda *case: case in LOST),
+    "lost, store, link", tiered([*LOST, (1, "file", "sockets"), (2, "tcp", "sockets")], lambda *case: case in LOST)
 )
 def test_a_killed_rank_is_gone(lost: int, store: str, link: str) -> None:
     signals = {(lost, "exchange"): signal.SIGKILL}

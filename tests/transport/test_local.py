@@ -10,6 +10,7 @@ from fusionlayer.base.errors import TransportError, WireError
 from fusionlayer.transport import LocalTransport, Transport, local
 from fusionlayer.transport.composed import by_rank
 from tests.loops import looped
+from tests.ranks import on_ranks
 from tests.tiers import tiered
 
 from .conformance import CHECKS
@@ -117,15 +118,13 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
     assert [(error.ranks, error.sequence) for error in errors] == [((1,), 1)] * 2
 
 
-def test_a_rank_that_leaves_is_not_waited_for() -> None:
-    def body(rank: int) -> None:
-        if rank == 1:
-            return
-        with pytest.raises(TransportError, match="rank 1 left") as caught:
-            mine().barrier()
-        assert caught.value.ranks == (1,)
-
-    local.run(body, 3)
+@on_ranks(3)
+def test_a_rank_that_leaves_is_not_waited_for(rank: int) -> None:
+    if rank == 1:
+        return
+    with pytest.raises(TransportError, match="rank 1 left") as caught:
+        mine().barrier()
+    assert caught.value.ranks == (1,)
 
 
 def test_what_was_sent_before_leaving_arrives() -> None:
@@ -157,20 +156,16 @@ def test_lengths_that_differ_raise_on_both_ranks_and_name_both() -> None:
         assert "rank 1 sends 5 bytes to rank 0, which expects 7 bytes" in text
 
 
-def test_shapes_of_all_reduce_that_differ_raise_on_all_ranks() -> None:
-    def body(rank: int) -> None:
-        with pytest.raises(TransportError, match=r"all_reduce of \d x float32"):
-            mine().all_reduce(torch.ones(3 + (rank == 1)))
-
-    local.run(body, 3)
+@on_ranks(3)
+def test_shapes_of_all_reduce_that_differ_raise_on_all_ranks(rank: int) -> None:
+    with pytest.raises(TransportError, match=r"all_reduce of \d x float32"):
+        mine().all_reduce(torch.ones(3 + (rank == 1)))
 
 
-def test_a_message_of_another_length_is_refused() -> None:
-    def body(rank: int) -> None:
-        if rank == 0:
-            mine().send(torch.zeros(5), 1)
-            return
-        with pytest.raises(TransportError, match="rank 0 sends 20 bytes to rank 1, which expects 24 bytes"):
-            mine().recv(torch.zeros(6), 0)
-
-    local.run(body, 2)
+@on_ranks(2)
+def test_a_message_of_another_length_is_refused(rank: int) -> None:
+    if rank == 0:
+        mine().send(torch.zeros(5), 1)
+        return
+    with pytest.raises(TransportError, match="rank 0 sends 20 bytes to rank 1, which expects 24 bytes"):
+        mine().recv(torch.zeros(6), 0)

@@ -19,6 +19,7 @@ from fusionlayer.transport.links.gloo import GlooLink
 from fusionlayer.transport.links.socket_options import SocketOptions
 from fusionlayer.transport.links.sockets import SocketLink
 from tests.harness import outcomes_of, run_ranks
+from tests.ranks import on_processes
 from tests.tiers import tiered
 
 from . import conformance
@@ -83,7 +84,8 @@ def test_a_process_that_ends_right_after_its_last_call_delivers_it() -> None:
     assert run_ranks(leave_at_once, 3) == [6.0 * (1 << 20)] * 3
 
 
-def use_in_a_child(rank: int, world: int) -> None:
+@on_processes(2)
+def test_a_forked_child_leaves_the_connections_to_its_parent(rank: int, world: int) -> None:
     transport = own()
     transport.barrier()
     child = os.fork()
@@ -95,10 +97,6 @@ def use_in_a_child(rank: int, world: int) -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     transport.barrier()
-
-
-def test_a_forked_child_leaves_the_connections_to_its_parent() -> None:
-    run_ranks(use_in_a_child, 2)
 
 
 def sums(rank: int, world: int, transport: str) -> list[bytes]:
@@ -157,12 +155,9 @@ def test_auto_takes_the_faster_link_on_all_ranks(slow: str, link: str) -> None:
     assert run_ranks(choose, 2, slow) == [[link, link]] * 2
 
 
-def differ(rank: int, world: int) -> None:
+@on_processes(3)
+def test_settings_that_differ_over_ranks_are_told(rank: int, world: int) -> None:
     with pytest.raises(PlanMismatch, match=r"setting transport differs over ranks .*\[1\] differ.*rank 1: \"c10d\""):
         C10dTransport(timeout=TIMEOUT, sockets=None if rank == 1 else SocketOptions(2))
     with pytest.raises(PlanMismatch, match=r"setting connections differs over ranks .*rank 1: 3"):
         own(3 if rank == 1 else 2)
-
-
-def test_settings_that_differ_over_ranks_are_told() -> None:
-    run_ranks(differ, 3)
