@@ -12,8 +12,6 @@ import pytest
 from benchmarks.collective import __main__ as command
 from benchmarks.collective.cell import Cell, Row
 from benchmarks.collective.operations import YARDSTICK
-from tests.examples.places import needs_namespaces
-from tests.tiers import exhaustive, long
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -65,41 +63,6 @@ class TestCommand:
         assert "interrupted" in capsys.readouterr().err
         (path,) = tmp_path.glob("collective_*.json")
         assert [r["rate"] for r in json.loads(path.read_text())["rows"]] == [None]
-
-
-@pytest.mark.medium
-@pytest.mark.netns
-@needs_namespaces
-@pytest.mark.parametrize("rate", [None, pytest.param("1gbit", marks=long)])
-@exhaustive(guarded_by="tests/benchmarks/test_collective.py::test_workers_that_fail_are_told_of")
-def test_workers_count_the_bytes_of_each_operation(rate: str | None) -> None:
-    """On a network of their own nothing else is counted, so what is sent is known to a few percent: headers."""
-    mpi = rate is not None and command.why_no_mpi() is None
-    where = cell(rate, codecs=("raw", "int8"), mpi=mpi, functions=("all_gather",), connections=("2",))
-    rows = command.run(where, isolated=True, timeout=180)
-    assert rows is not None
-    sent = {row.name: min(row.sent) / (64 * KB) for row in rows}
-    workers_per_device = where.workers
-    expected = {
-        "gloo all_reduce": 1.0,
-        "gloo all_reduce again": 1.0,
-        "gloo all_to_all": 0.5,
-        "gloo all_gather": 0.5,
-        **({"MPI Allreduce": 1.0, "MPI Alltoall": 0.5, "MPI Allgather": 0.5} if mpi else {}),
-        "dense raw": 1.0,  # no "dense int8": that collective does not take it
-        "one_shot raw": 1.0,
-        "one_shot int8": 0.25,
-        "two_shot raw": 1.0,
-        "two_shot int8": 0.25,
-        "all_gather over gloo raw": 0.5,
-        "all_gather over 2 connections raw": 0.5,
-        "all_gather over gloo int8": 0.125,
-        "all_gather over 2 connections int8": 0.125,
-    }
-    assert list(sent) == list(expected)
-    for name, share in expected.items():
-        assert workers_per_device * share <= sent[name] <= workers_per_device * share * 1.15, (name, sent)
-    assert all(len(row.seconds) == where.rounds and min(row.seconds) > 0 for row in rows)
 
 
 @pytest.mark.medium

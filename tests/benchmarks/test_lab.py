@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.lab import Flap, Network, launch
+from benchmarks.lab import Network
 from tests.loops import looped
 from tests.tiers import exhaustive
 
-from .labs import needs_switch, netns, run, thorough
+from .labs import netns, run, thorough
 
 GREET = """
 import os, socket, subprocess
@@ -39,39 +38,6 @@ print(subprocess.run(["tc", "class", "show", "dev", "eth0"], capture_output=True
 NOT_SHAPED = 200e6
 """Bits per second. A link that is not shaped has ten times more; one that is may seem to have twice as many as asked,
 where the process that counts them does not run while they come."""
-
-WATCH = """
-import os, pathlib, socket, subprocess, time
-def is_up():
-    told = subprocess.run(["ip", "link", "show", "eth1"], capture_output=True, text=True).stdout
-    return "UP" in told.partition("<")[2].partition(">")[0].split(",")
-def wait(up):
-    end = time.monotonic() + 180
-    while is_up() != up:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-def hello(interface):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
-        listener.bind((f"10.77.{interface}.2", 4000))
-        listener.settimeout(180)
-        print(f"over eth{interface}:", listener.recv(100).decode())
-if os.environ["RANK"] == "1":
-    assert is_up()
-    pathlib.Path(os.environ["LAB_EVENTS"], "now").touch()
-    wait(False)
-    print("eth1 is down after now")
-    hello(0)
-    wait(True)
-    print("eth1 is up again")
-    hello(1)
-    pathlib.Path(os.environ["LAB_EVENTS"], "end").touch()
-else:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as speaker:
-        while not pathlib.Path(os.environ["LAB_EVENTS"], "end").exists():
-            for interface in (0, 1):
-                speaker.sendto(b"hello", (f"10.77.{interface}.2", 4000))
-            time.sleep(0.05)
-"""
 
 
 def links() -> str:
@@ -100,25 +66,6 @@ class TestLink:
         addresses = sorted(re.findall(r"10\.77\.\d\.\d/24", output))
         assert addresses == [f"10.77.{interface}.{host}/24" for interface in (0, 1) for host in (1, 2)]
         assert (output.count("rate 30Mbit"), output.count("rate 90Mbit")) == (2, 2)
-
-    @thorough
-    @pytest.mark.parametrize("delay", [None, pytest.param("1ms", marks=[needs_switch])])
-    def test_an_interface_is_down_for_as_long_as_it_was_said(self, delay: str | None) -> None:
-        network = Network(2, delay=delay, interfaces=("100mbit", "100mbit"))
-        with launch(
-            [sys.executable, "-c", WATCH],
-            network,
-            timeout=180,
-            flaps=[Flap.parse("1:eth1:0s-1s:now")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as process:
-            assert process.stdout is not None
-            output = process.stdout.read()
-            assert process.wait() == 0, output
-        changes = ["eth1 is down after now", "over eth0: hello", "eth1 is up again", "over eth1: hello"]
-        assert [line for line in output.splitlines() if "node1:" not in line] == changes
-        assert output.count("node1: eth1 is down") == output.count("node1: eth1 is up") == 1
 
 
 @pytest.mark.short

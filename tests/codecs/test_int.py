@@ -7,11 +7,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fusionlayer import codecs
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.codecs.quantized.integer import FullRangeInt, Int
 from tests.loops import looped
-from tests.synthetic import awkward, gradient, noise
+from tests.synthetic import awkward, noise
 
 from . import int_reference as reference
 from .arithmetic import halves
@@ -47,23 +46,6 @@ def test_bytes_are_those_of_the_reference(codec: Int, dtype: torch.dtype) -> Non
             assert same_bits(out.nan_to_num(1.0, 2.0, 3.0), expected.nan_to_num(1.0, 2.0, 3.0))
 
 
-@looped("codec", VARIANTS, ids=str)
-def test_error_is_half_a_step_or_below_a_step(codec: Int) -> None:
-    n = 4 * codec.group_size
-    x = gradient(n, 61)
-    payload = encoded(codec, x, seed=2)
-    scales = codec.wire(n).views(payload)[0].double().repeat_interleave(codec.group_size)
-    domain = reference.hadamard32 if codec.hadamard else np.asarray
-    before, after = (torch.from_numpy(domain(v.double().numpy())) for v in (x, decoded(codec, payload, n, x.dtype)))
-    units, span, top = reference.sizes(codec)
-    steps = scales * (units / span)
-    error = (before - after).abs() / steps
-    beyond = before.abs() / steps - top  # the outermost level
-    bound = 0.5 if codec.rounding == "nearest" else 1.0
-    assert (error <= beyond.clamp(min=bound) * (1 + 1e-4)).all()
-    assert error.max() > 0.45
-
-
 def test_known_answers() -> None:
     x = torch.arange(-8.0, 8.0)
     narrow = decoded(Int(4, 32), encoded(Int(4, 32), x), 16, torch.float32)
@@ -90,16 +72,6 @@ def test_known_answers_of_levels_beside_zero() -> None:
         assert decoded(Int(bits, 32), encoded(Int(bits, 32), x), len(x), torch.float32).tolist() == [*answers.values()]
 
 
-@looped("bits, bound", [(2, 0.125), (3, 0.04)])
-@looped("group", [32, 128, 512, 4096])
-def test_few_bits_lose_no_more_than_the_best_even_levels(bits: int, bound: float, group: int) -> None:
-    """Of normal values, whatever the group: the best levels at even distances lose 0.119 and 0.037 of the energy."""
-    x = torch.randn(1 << 17, generator=torch.Generator().manual_seed(bits))
-    codec = Int(bits, group)
-    lost = (codec.decompress(codec.compress(x), x.shape) - x).square().sum() / x.square().sum()
-    assert lost < bound
-
-
 def test_planes_of_nothing_are_zeros_and_of_broken_groups_canonical() -> None:
     for codec in VARIANTS:
         n = 3 * codec.group_size
@@ -110,14 +82,6 @@ def test_planes_of_nothing_are_zeros_and_of_broken_groups_canonical() -> None:
         scales, codes = codec.wire(n).views(codec.compress(tiny, seed=3))
         assert scales.view(torch.int32).tolist() == [0, 0x7FC00000, 0]
         assert not codes.any()
-
-
-def test_outliers_are_spread_by_the_rotation() -> None:
-    x = gradient(1 << 14, 62)
-    x[::64] *= 60
-    plain, rotated = (codecs.get("int4", hadamard=flag) for flag in (False, True))
-    error = [(codec.decompress(codec.compress(x), x.shape) - x).square().sum().item() for codec in (plain, rotated)]
-    assert error[1] < 0.7 * error[0]
 
 
 # ---- stochastic rounding --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.ranks import over_threads
 from tests.synthetic import gradient
 
 from .arithmetic import halves
-from .torch_oracles import TorchTHC, random_words, section_rms
+from .torch_oracles import TorchTHC, section_rms
 
 pytestmark = pytest.mark.short
 
@@ -44,35 +44,6 @@ def test_levels_are_the_published_ones() -> None:
     levels = TorchTHC().grid(HOST)
     assert ((levels + 30) / 2).tolist() == [0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30]
     assert torch.equal(levels, -levels.flip(0))
-
-
-@looped("levels", ["normal", "uniform"])
-def test_of_all_random_bits_rounding_has_no_bias(levels: str) -> None:
-    """The mean over the 65,536 numbers that an element may draw is the value, to a third of a unit."""
-    codec = TorchTHC(codec=THC(levels=levels))
-    grid = codec.grid(HOST).double() * (65536 / 6 if levels == "normal" else 65536 / 2)
-    value = torch.linspace(float(grid[0]), float(grid[-1]), 99991).round()
-    places = codec.places(value).long()
-    below, parts = places // 65536, places % 65536  # as many of the numbers reach the next level
-    mean = grid[below] + torch.where(parts > 0, grid[(below + 1).clamp(max=15)] - grid[below], 0.0) * parts / 65536
-    assert (mean - value).abs().max() <= (1 / 3 + 1e-6 if levels == "normal" else 0)
-
-
-def test_signs_are_random_and_independent() -> None:
-    """Bits of a word, of words that follow each other, and of two seeds."""
-    runs = 1 << 14
-
-    def bits(seed: int) -> Tensor:
-        words = random_words(seed, 32 * runs)
-        return 2 * (words[:, None] >> torch.arange(32) & 1).double() - 1
-
-    for seed in (0, 1, 0xFFFF_FFF1):
-        x, y = bits(seed), bits(seed ^ 0x1234)
-        assert x.mean(0).abs().max() * runs**0.5 < 5, "one bit is set more often than not"
-        within = (x.t() @ x).fill_diagonal_(0).abs().max() / runs**0.5
-        following = max((x[:-lag].t() @ x[lag:]).abs().max() / runs**0.5 for lag in (1, 2, 16, 32))
-        assert within < 5 and following < 5.5 and (x.t() @ y).abs().max() / runs**0.5 < 5
-        assert x.sum(1).var() == pytest.approx(32, rel=0.06)  # that of 32 bits that know nothing of each other
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -7,8 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fusionlayer import codecs
@@ -23,13 +21,9 @@ from . import threshold_oracle
 from .threshold_oracle import (
     INFINITE,
     between,
-    bisect,
     bits_of,
     exponential_tail,
-    gaussian_threshold,
     pareto_tail,
-    stage_ratios,
-    trim,
     value_of,
 )
 
@@ -72,11 +66,6 @@ def test_bits_and_values() -> None:
 # ---- gaussiank ------------------------------------------------------------------------------------------------------
 
 
-def test_gaussian_quantiles() -> None:
-    assert gaussian_threshold(1.0, 0.01) == pytest.approx(2.5758293)
-    assert gaussian_threshold(3.0, 0.3173105) == pytest.approx(3.0)
-
-
 def test_gaussiank_on_what_it_was_made_for_and_on_longer_tails() -> None:
     raw, refined = sent("gaussiank", "normal")
     assert abs(raw - 1) < 0.03 and refined == raw
@@ -86,23 +75,6 @@ def test_gaussiank_on_what_it_was_made_for_and_on_longer_tails() -> None:
 
 
 # ---- redsync --------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 1000), min_size=7, max_size=7), st.integers(1, 500))
-def test_bisection_ends_between_k_and_2k_or_after_three_steps(counts: list[int], k: int) -> None:
-    shares = (4, 1, 2, 3, 5, 6, 7)
-    descending = dict(zip(sorted(shares), sorted(counts, reverse=True), strict=True))
-    end = bisect([descending[share] for share in shares], k)
-    visited, low, high = [], 0, 8
-    while shares[end] not in visited:
-        visited.append((low + high) // 2)
-        low, high = (low, visited[-1]) if descending[visited[-1]] <= k else (visited[-1], high)
-    assert len(visited) <= 3
-    assert len(visited) == 3 or k < descending[shares[end]] < 2 * k
-
-
-def test_trimming_stops_as_soon_as_enough_are_above() -> None:
-    assert [trim([0, 3, 9, 50, 400], k) for k in (1, 3, 4, 50, 51, 1000)] == [1, 1, 2, 3, 4, 4]
 
 
 def test_redsync_estimates() -> None:
@@ -153,14 +125,6 @@ def test_tails() -> None:
     assert gamma_tail(1.0, 0.0, 0.01) == pytest.approx(1.0, rel=0.01), "all values are the same"
 
 
-@looped("stages", [1, 2, 3, 7])
-def test_stages_multiply_to_the_ratio(stages: int) -> None:
-    ratios = stage_ratios(0.01, stages)
-    assert math.prod(ratios) == pytest.approx(0.01) and len(ratios) == stages
-    assert stages == 1 or ratios[0] == 0.25
-    assert stage_ratios(0.3, stages) == [0.3]
-
-
 @looped(
     "shape, distribution, expected",
     [
@@ -181,20 +145,3 @@ def test_sidco_sends_what_its_distribution_makes_of_the_values(
     for stages, share in enumerate(expected, 1):
         tolerance = 0.02 if shape == "laplace" and distribution == "exponential" else 0.06
         assert sent("sidco", shape, distribution=distribution, stages=stages)[0] == pytest.approx(share, abs=tolerance)
-
-
-def test_sidco_finds_its_number_of_stages() -> None:
-    codec = codecs.get("sidco", stages=1)
-    assert isinstance(codec, ThresholdSparsifier)
-    how, _ = codec._chooser(values("laplace"), 1000, TensorState(), 0)
-    memory = torch.zeros(5)
-
-    def estimates_send(share: float) -> list[float]:
-        """Return the number of stages after each of 25 estimates."""
-        return [threshold_oracle.adapt(how, round(share * 1000), memory) or int(memory[2]) or 1 for _ in range(25)]
-
-    assert estimates_send(0.5) == [1] * 4 + [2] * 5 + [3] * 5 + [4] * 5 + [5] * 5 + [6]
-    assert estimates_send(0.1)[-1] == 7, "no more than the logarithm of the density to base 1/2"
-    assert estimates_send(1.1) == [7] * 25
-    assert estimates_send(3.0)[-1] == 2
-    assert estimates_send(3.0)[-1] == 1

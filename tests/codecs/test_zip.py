@@ -123,13 +123,6 @@ def test_the_sample_finds_the_sigma_that_is_given() -> None:
             assert max(covered) - np.isin(exponents(x), row).mean() < 0.02
 
 
-def test_coverage_of_a_gaussian() -> None:
-    """The shares of the most frequent 1 to 7 exponents of N(0, 1): ZipCCL, table 1."""
-    counts = np.sort(np.bincount(exponents(gaussian(1 << 22)), minlength=256))[::-1]
-    shares = 100 * np.cumsum(counts[:7]) / counts.sum()
-    assert np.abs(shares - [29.9, 57.2, 75.7, 85.5, 90.4, 95.0, 97.5]).max() < 0.15
-
-
 @looped("exponent_choice", ["auto", "window", "table"])
 def test_bits_of_a_gaussian_are_those_of_theory(exponent_choice: str) -> None:
     codec = Zip(exponents=exponent_choice)  # type: ignore[arg-type]

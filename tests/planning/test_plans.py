@@ -1,3 +1,0 @@
-"""Costs and plans from profiles."""
-
-from __future__ import annotations
