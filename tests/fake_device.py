@@ -25,12 +25,7 @@ class Moment(NamedTuple):
 
 
 class FakeDevice(Clock):
-    """A device of one rank. Each of the rank's threads has a stream, which does its work in order.
-
-    Attributes:
-        now: the host's time, which the test moves on. The device has reached what lies before it.
-        waits: how often the host has waited for the device.
-    """
+    """A device of one rank. Each of the rank's threads has a stream, which does its work in order."""
 
     device = torch.device("cpu")
     lags = True
@@ -77,10 +72,7 @@ class FakeDevice(Clock):
 
 @contextmanager
 def streams_joined() -> Iterator[None]:
-    """Let buffers order the streams of their engine's ``FakeDevice`` as they order those of CUDA.
-
-    A bucket's lane waits for its gradients, and who takes its results waits for its lane.
-    """
+    """Let buffers order the streams of their engine's ``FakeDevice`` as they order those of CUDA."""
 
     def after(name: str, more: Callable[[Any, Any], object], buffers: type[Buffer] = Buffer) -> Any:
         real = getattr(buffers, name)

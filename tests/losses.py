@@ -21,12 +21,7 @@ def stop_here(folder: str, name: str) -> None:
 
 
 def lose(pid: int) -> None:
-    """Let nothing more be written to a stopped process, as if it were gone already.
-
-    So this process finds it gone when it writes next, before the end of what it reads from there tells it. That is a
-    matter of microseconds on a host that has time, and of much longer where threads wait for a processor. The caller
-    kills it afterwards.
-    """
+    """Let nothing more be written to a stopped process, as if it were gone already."""
     theirs = _ports(pid)
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -26,12 +26,7 @@ def gaussian(workers: int, numel: int) -> list[Tensor]:
 
 
 def skewed(workers: int, numel: int) -> list[Tensor]:
-    """Return each worker's (numel,) like gradients of a trained model, in bf16's precision.
-
-    Values have tails (Student's t, 6 degrees). Their size wanders over runs of 256, jitters over groups of 16, and is
-    orders of magnitude smaller in three tenths of the runs, which lie together. Half of the variance is common to all
-    workers, and each run has a small mean of its own.
-    """
+    """Return each worker's (numel,) like gradients of a trained model, in bf16's precision."""
     rng = torch.Generator().manual_seed(2)
     runs = numel // RUN
     cold = _wandering(runs, 0.995, rng)
@@ -50,10 +45,7 @@ def skewed(workers: int, numel: int) -> list[Tensor]:
 
 
 def tensor_parallel(numel: int, channels: int = 1024) -> Tensor:
-    """Return (numel,) like what a row-parallel layer sums: most values near zero, few channels far out.
-
-    Laplace, tokens and channels of log-normal size, 0.4 % of the channels 40 larger, in bf16's precision.
-    """
+    """Return (numel,) like what a row-parallel layer sums: most values near zero, few channels far out."""
     rng, tokens = torch.Generator().manual_seed(0), numel // channels
     sizes = torch.exp(0.7 * torch.randn(1, channels, generator=rng))
     sizes = sizes + 40 * (torch.rand(1, channels, generator=rng) < 0.004)
@@ -64,13 +56,7 @@ def tensor_parallel(numel: int, channels: int = 1024) -> Tensor:
 
 
 def sum_error(algorithm: str, codec: Codec | Sequence[Codec], inputs: Sequence[Tensor]) -> float:
-    """Return the squared error of the sum of each worker's (n,) f32 by a collective, over its squared norm.
-
-    Args:
-        algorithm: name of the collective.
-        codec: of all workers, or one for each.
-        inputs: of each worker.
-    """
+    """Return the squared error of the sum of each worker's (n,) f32 by a collective, over its squared norm."""
     reduce = collectives.get(algorithm)
     each = [codec] * len(inputs) if isinstance(codec, Codec) else codec
 

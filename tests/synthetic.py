@@ -23,11 +23,7 @@ def mixed(numbers: np.ndarray) -> np.ndarray:
 def gradient(
     numel: int, stream: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return (numel,) bell-shaped values around 0, below 1; their size changes from one run of 32 to the next.
-
-    Args:
-        stream: another number gives other values.
-    """
+    """Return (numel,) bell-shaped values around 0, below 1; their size changes from one run of 32 to the next."""
     start = np.uint64(stream << 40)
     bits = mixed(start + np.arange(numel, dtype=np.uint64))
     quarters = [(bits >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)]

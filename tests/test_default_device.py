@@ -79,10 +79,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 @contextmanager
 def default_device() -> Iterator[None]:
-    """Have a default device whose tensors have no numbers: whoever reads one is noticed.
-
-    It is that of threads too, which torch does not do: over NCCL the caller's thread does the work of all of them.
-    """
+    """Have a default device whose tensors have no numbers: whoever reads one is noticed."""
     run = threading.Thread.run
 
     def run_within(thread: threading.Thread) -> None:

@@ -41,18 +41,7 @@ _context = mp.get_context("spawn")
 def verdicts(
     backend: str, ranks: int, parts: Sequence[str] = ("",), without: Sequence[str] = (), seconds: int = 60
 ) -> Iterator[tuple[str, Verdict]]:
-    """Run torch's tests in the order of their names; yield the name and the verdict of each.
-
-    Args:
-        backend: PEER or OURS.
-        ranks: number of processes.
-        parts: a test runs if its name contains one of them.
-        without: names of tests that do not run.
-        seconds: after which a test fails.
-
-    Raises:
-        RuntimeError: the process that starts the tests has died.
-    """
+    """Run torch's tests in the order of their names; yield the name and the verdict of each."""
     told, tells = _context.Pipe(duplex=False)
     process = _context.Process(target=_main, args=(backend, ranks, parts, without, seconds, tells))
     process.start()

@@ -91,10 +91,7 @@ def command_of(process: int) -> str:
 
 
 def state_of_machine(lab: str = "") -> dict[str, str]:
-    """Return what a lab could leave behind in the network of this machine itself, and who answers by its name.
-
-    Other tests have labs of other names up at the same time.
-    """
+    """Return what a lab could leave behind in the network of this machine itself, and who answers by its name."""
     commands = {"links": ("ip", "-brief", "link"), "shapers": ("tc", "qdisc"), "namespaces": ("ip", "netns")}
     told = {
         name: subprocess.run(command, capture_output=True, text=True, check=True).stdout

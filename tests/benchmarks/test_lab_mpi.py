@@ -28,10 +28,7 @@ fl.shutdown()
 
 
 def said_by_workers(output: str) -> list[str]:
-    """Return the workers' lines in order, without mpirun's remark on a process group of its own.
-
-    It makes it, without harm, whenever a daemon has started its program before mpirun could give it a group.
-    """
+    """Return the workers' lines in order, without mpirun's remark on a process group of its own."""
     return sorted(line for line in output.splitlines() if not re.match(r"\[\w+:\d+\] plm:rsh: Warning: setpgid", line))
 
 

@@ -1,9 +1,4 @@
-"""Every codec passes every check of ``conformance.py``.
-
-The default of each name passes each check in f32; one codec of each kind does so in all types. A variant has one
-option changed. It passes every second check, with types by turns, so that each pair of an option's value and a type,
-and of a check and a type, is tried. The exhaustive tier has all checks, and the other types.
-"""
+"""Every codec passes every check of ``conformance.py``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How threshold sparsifiers choose, written down a second time in Python: the formulas as they were published.
-
-``fusionlayer/csrc/codecs/sparse/thresholds.h`` has them for the codec core. A state here is the (5,) f32 that it keeps:
-the last threshold and its age; the number of stages, the estimates since it changed and what they sent, in shares of k.
-"""
+"""How threshold sparsifiers choose, written down a second time in Python: the formulas as they were published."""
 
 from __future__ import annotations
 

@@ -132,10 +132,7 @@ def _of_each(of_sections: Tensor, numel: int) -> Tensor:
 
 
 def section_rms(x: Tensor) -> Tensor:
-    """Return (sections,) f32: NaN where a value is not finite, 0 where the mean square is of no use.
-
-    Values become whole numbers of the power of two of which the largest magnitude has 256 to 512, so sums are exact.
-    """
+    """Return (sections,) f32: NaN where a value is not finite, 0 where the mean square is of no use."""
     each = torch.nn.functional.pad(x.float(), (0, -x.numel() % SECTION)).view(-1, SECTION).double()
     amax = each.abs().amax(1)
     usual = amax.isfinite() & (amax >= _TINY)

@@ -22,10 +22,7 @@ def toy_sparse() -> Iterator[None]:
 
     @dataclass(frozen=True)
     class ToySparse(VariableSizeCodec, TorchCodec, name="toysparse"):
-        """Sends elements of at least ``threshold``, the first of them up to the ``density``; the rest is kept.
-
-        Half of the density in the first ``warmup`` steps. Counts its steps in the state.
-        """
+        """Sends elements of at least ``threshold``, the first of them up to the ``density``; the rest is kept."""
 
         ahead = True
         align = 16

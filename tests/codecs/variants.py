@@ -58,11 +58,7 @@ def is_variant_of_few_bits(codec: Codec) -> bool:
 
 @cache
 def repeats() -> frozenset[Codec]:
-    """Return the variants that make, of a set of inputs, the bytes of an earlier variant of their class.
-
-    The default of a name is no repeat. What an option does in a collective, over steps or with other ranks, these
-    bytes do not show.
-    """
+    """Return the variants that make, of a set of inputs, the bytes of an earlier variant of their class."""
     first: dict[tuple[type[Codec], bytes], Codec] = {}
     every_codec = [*defaults(), *every()]
     for codec in every_codec:

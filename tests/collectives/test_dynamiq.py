@@ -53,11 +53,7 @@ def test_each_ingredient_lowers_the_error() -> None:
 
 @looped("algorithm", WAYS)
 def test_the_mean_of_many_sums_is_the_sum(algorithm: str) -> None:
-    """Exactly so where ranks round independently.
-
-    Where they do not, a partial sum depends on how the ranks before rounded, and so does where the next one rounds:
-    sums of the same values again and again keep a small part of the error of one.
-    """
+    """Exactly so where ranks round independently."""
     assert mean_error(algorithm, correlated=False) < 1.3
     assert mean_error(algorithm, correlated=True) < 20
 

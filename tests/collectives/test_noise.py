@@ -85,10 +85,7 @@ def squared(x: Tensor) -> float:
 @looped("alike", [True, False], ids=["equal inputs", "different inputs"])
 @looped("codec", NOISY, ids=str)
 def test_ranks_and_roundings_draw_noise_of_their_own(codec: Codec, alike: bool) -> None:
-    """Errors are as large as with independent noise; noise that two of them share makes them larger.
-
-    Equal inputs show it in most places. Where they hide it, as the sum of equal codes has no error, others show it.
-    """
+    """Errors are as large as with independent noise; noise that two of them share makes them larger."""
     inputs = [gradient(NUMEL, 70 + (0 if alike else rank)) for rank in range(WORLD)]
     exact = torch.stack(inputs).double().sum(0)
     for name in names_for(codec):
@@ -111,10 +108,7 @@ def test_chunks_draw_noise_of_their_own(codec: Codec) -> None:
 
 
 def test_pieces_draw_noise_of_their_own() -> None:
-    """In two_shot with ``piece=`` the second rounding, too, is another for each piece.
-
-    Values of whole numbers, seven the largest, survive the first rounding. Only the second can lose something.
-    """
+    """In two_shot with ``piece=`` the second rounding, too, is another for each piece."""
     codec = codecs.get("int", bits=4, rounding="stochastic", group_size=32, hadamard=False).bare
     pieces, size = 4, 4096
     numbers = torch.arange(size) % 15 - 7.0

@@ -122,10 +122,7 @@ def the_halves_are_close(world: int, codec: Codec, piece: int | None) -> None:
 
 @looped("codec", BLOCKWISE, ids=str)
 def test_the_halves_make_a_sum(codec: Codec) -> None:
-    """A reduce-scatter and an all-gather are the all-reduce, if pieces are whole blocks.
-
-    Values are rotated back between the two; so this is the all-reduce of messages with headers, which does that too.
-    """
+    """A reduce-scatter and an all-gather are the all-reduce, if pieces are whole blocks."""
     world, numel = 4, 4 * 1024
 
     def body(transport: Transport) -> None:
@@ -206,10 +203,7 @@ def test_a_piece_that_fails_releases_the_other_ranks() -> None:
 @looped("reduce", [one_shot, two_shot])
 @on_threads()
 def test_pieces_draw_noise_of_their_own(transport: Transport, reduce: Callable[..., None], world: int) -> None:
-    """Equal halves, each a piece, are rounded differently: numbers of a seed are counted through all pieces.
-
-    With one rank the second quantisation of ``two_shot`` changes nothing, so the first one is seen.
-    """
+    """Equal halves, each a piece, are rounded differently: numbers of a seed are counted through all pieces."""
     codec = codecs.get("int", bits=4, rounding="stochastic").bare
     half = 4 * codec.block
     x = gradient(half, transport.rank).repeat(2)

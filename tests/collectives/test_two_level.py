@@ -314,8 +314,7 @@ def test_zero_plus_plus_rounds_to_the_nearest() -> None:
 
 
 def test_the_domain_in_which_sums_are_made_does_not_matter() -> None:
-    """Messages with headers are decoded to values at every level; without, values stay rotated to the end. Rounded to
-    the nearest that is the same up to f32's rounding, but for the few codes that this moves."""
+    """Messages with headers are decoded to values at every level; without, values stay rotated to the end."""
     codec, x = codecs.get("tlq_hs", rounding="nearest"), [gradient(8192, rank) for rank in range(4)]
     checked, bare = (sums(4, 2, form, x)[0] for form in (codec, codec.bare))
     assert float((checked - bare).norm() / bare.norm()) < 0.01

@@ -1,7 +1,4 @@
-"""A newcomer is lost at each point of its life, alone or with another: the others go on, long before a time-out.
-
-The time-out is far beyond the tests' deadlines: a wait that does not look at who is gone hangs here.
-"""
+"""A newcomer is lost at each point of its life, alone or with another: the others go on, long before a time-out."""
 
 from __future__ import annotations
 

@@ -25,11 +25,7 @@ pytestmark = pytest.mark.medium
 
 
 def join(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Train with AdamW until the last rank has joined, as if from another host; return what it has got, and how.
-
-    Part of the model is frozen, and the same on all ranks from the beginning. The first message of some size that the
-    newcomer gets is damaged.
-    """
+    """Train with AdamW until the last rank has joined, as if from another host; return what it has got, and how."""
     os.environ["FUSIONLAYER_RANKS_PER_NODE"] = "1"
     while rank == world - 1 and not Path(folder, "begun").exists():
         time.sleep(0.01)

@@ -20,12 +20,7 @@ __all__ = ["ended", "torchrun"]
 def torchrun(
     workers: int, script: str, *options: str, folder: Path | None = None, variables: dict[str, str] | None = None
 ) -> str:
-    """Return what an example prints on all ranks, which must end well.
-
-    Args:
-        folder: where ranks are; as it is, if None.
-        variables: of the environment, besides those that torchrun sets.
-    """
+    """Return what an example prints on all ranks, which must end well."""
     outcomes = ended(workers, script, *options, folder=folder, variables=variables)
     bad = {rank: outcome.trace or outcome for rank, outcome in enumerate(outcomes) if outcome.kind != "returned"}
     assert not bad, "\n".join(f"rank {rank}: {why}" for rank, why in bad.items())

@@ -1,7 +1,4 @@
-"""The program of docs/frameworks.md for Lightning, as a script that Lightning starts, where it is installed.
-
-Last run: Lightning 2.6.6.
-"""
+"""The program of docs/frameworks.md for Lightning, as a script that Lightning starts, where it is installed."""
 
 from __future__ import annotations
 

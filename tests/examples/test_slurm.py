@@ -1,8 +1,4 @@
-"""The page about Slurm on Slurm itself: its daemons run here, as four nodes of one machine. Else a stand-in does.
-
-Where Debian's slurm-wlm and munge are not installed these tests are skipped, and tests/examples/test_start.py runs the
-scripts of the page with a stand-in for srun. Last run for real: Slurm 22.05.8.
-"""
+"""The page about Slurm on Slurm itself: its daemons run here, as four nodes of one machine. Else a stand-in does."""
 
 from __future__ import annotations
 

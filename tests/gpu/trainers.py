@@ -227,10 +227,7 @@ class _Summed(torch.autograd.Function):
 
 
 def beside_others(rank: int, world: int, device: str, codec: str) -> list[float]:
-    """FSDP2 of torch, sums of torch, a channel and an optimizer of ours, each with a communicator of its own.
-
-    While backward calls torch's, buckets of ours leave. NCCL ends the process where two threads launch at once.
-    """
+    """FSDP2 of torch, sums of torch, a channel and an optimizer of ours, each with a communicator of its own."""
     on = place(rank, device)
     mesh = init_device_mesh(device, (world,))
     other: Any = dist.new_group()

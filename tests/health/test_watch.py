@@ -96,11 +96,7 @@ def _names(told: Sequence[str], case: str) -> bool:
 
 
 def _await_write(watcher: Any, line: str, there: Path | None) -> None:
-    """Return when the watcher has written that this rank is at a line, or anywhere; then say so by a file.
-
-    The others wait for the rank only from then on: where it was before is told, too, and on a busy machine it may take
-    seconds to come to its line.
-    """
+    """Return when the watcher has written that this rank is at a line, or anywhere; then say so by a file."""
     while line not in (watcher._state.where or ""):
         time.sleep(0.05)
     written = watcher._state.serial

@@ -74,16 +74,7 @@ def job(rank: int, world: int, store: str, backend: str = "fusionlayer") -> Iter
 def train(
     rank: int, world: int, store: str, *, over: str = "fusionlayer", command: Sequence[str] = (), **given: Any
 ) -> dict[str, Any]:
-    """Return what the example says of a training, with its norms, its shards' sizes and what its groups have sent.
-
-    Args:
-        rank: of this process.
-        world: number of processes.
-        store: a file by which they meet.
-        over: the backend.
-        command: options of the example, in place of ``given``.
-        given: options that differ from small ones without codecs; ``overlap``, of Megatron.
-    """
+    """Return what the example says of a training, with its norms, its shards' sizes and what its groups have sent."""
     import train_megatron
 
     given = {**SMALL, **RAW, **given}

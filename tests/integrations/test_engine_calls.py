@@ -1,7 +1,4 @@
-"""What engines are called by, and what of theirs is replaced: their sources still have it, with these arguments.
-
-Read, not imported, which takes seconds; so a new version of an engine is noticed without its long tests.
-"""
+"""What engines are called by, and what of theirs is replaced: their sources still have it, with these arguments."""
 
 from __future__ import annotations
 

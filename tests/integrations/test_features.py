@@ -176,15 +176,7 @@ def clipped(model: Any, rank: int) -> Iterator[None]:
 
 @dataclass
 class Feature:
-    """A feature: layers, arguments of DDP, what is done.
-
-    Attributes:
-        in_full: whether gradients add up, so that nothing that codecs hold back is lost.
-        types: of the three layers.
-        compiled: whether the model is compiled.
-        set_to_none: of ``zero_grad``.
-        plain: other layers with the same gradients, where plain DDP refuses ``run``.
-    """
+    """A feature: layers, arguments of DDP, what is done."""
 
     run: Callable[..., Tensor] = straight
     steps: Steps = ordinary

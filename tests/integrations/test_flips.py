@@ -162,11 +162,7 @@ def flip_bits(rank: int, world: int, folder: str, settings: str, cases: list[str
 
 
 def assert_told_or_harmless(found: list[dict[str, list[Any]]], rounds: int) -> dict[str, int]:
-    """See that every flip was an error that names the same two ranks on every rank, or changed nothing.
-
-    Returns:
-        The number of errors for each case.
-    """
+    """See that every flip was an error that names the same two ranks on every rank, or changed nothing."""
     told = dict.fromkeys(found[0], 0)
     for case in found[0]:
         ends = [each[case] for each in found]

@@ -1,7 +1,4 @@
-"""What docs/frameworks.md says of Accelerate, Hugging Face's Trainer, Lightning and meshes, in one start.
-
-Scripts that import Lightning and PEFT are in ``tests/examples``.
-"""
+"""What docs/frameworks.md says of Accelerate, Hugging Face's Trainer, Lightning and meshes, in one start."""
 
 from __future__ import annotations
 

@@ -48,11 +48,7 @@ def same(results: list[Tensor]) -> Tensor:
 
 
 class Oracle:
-    """What ``world`` ranks compute, in one thread and without fusionlayer.
-
-    Args:
-        fragments: numbers of the parameters of each fragment; None: all are one.
-    """
+    """What ``world`` ranks compute, in one thread and without fusionlayer."""
 
     def __init__(
         self,

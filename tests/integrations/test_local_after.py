@@ -82,12 +82,7 @@ def test_gradients_are_averaged_first(world: int, make: Any, sync: fl.Local) -> 
 
 
 class ZeroOneAdam:
-    """Algorithm 1 of 0/1 Adam after the variance is frozen, for all ranks at once: momenta times rates add up.
-
-    What is sent is the sum of a rank's momenta, each times its rate. Their average moves the parameters of all ranks
-    from where they were together, and divided by the rates it is the next momentum. A fragment may arrive later: what
-    its ranks have learned meanwhile is added.
-    """
+    """Algorithm 1 of 0/1 Adam after the variance is frozen, for all ranks at once: momenta times rates add up."""
 
     def __init__(self, world: int, every: int, fragments: int, delay: int) -> None:
         self.model, self.world, self.every, self.fragments, self.delay = make_model(), world, every, fragments, delay

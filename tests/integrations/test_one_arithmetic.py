@@ -50,11 +50,7 @@ def fresh(codec: Codec) -> Codec:
 
 
 def by_hand(transport: Transport, codec: Codec, x: Tensor, seed: int, *, average: bool, told: bool = True) -> Tensor:
-    """Return the reduction as docs/architecture.md says it: floats are divided before the sum.
-
-    Args:
-        told: whether the codec is told the tensor's shape.
-    """
+    """Return the reduction as docs/architecture.md says it: floats are divided before the sum."""
     size, codec = transport.size, fresh(codec)
     flat = (x * (1 / size) if average else x.clone()).view(-1)
     name = codec.collective or ("dense" if codec.lossless else "one_shot" if size == 2 else "two_shot")

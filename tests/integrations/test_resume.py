@@ -34,13 +34,7 @@ STEPS, AT = range(7), 5
 
 
 class Job:
-    """A model and all that trains it.
-
-    Args:
-        kind: the way to train.
-        codec: of gradients and differences.
-        first: weights to load before anything wraps the model or the optimizer.
-    """
+    """A model and all that trains it."""
 
     def __init__(self, kind: str, codec: str = "int4", first: dict[str, Any] | None = None) -> None:
         self.model: nn.Module = make_model()

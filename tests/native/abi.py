@@ -345,10 +345,7 @@ def values(seed: int, dtype: int, numel: int) -> Bytes:
 
 @dataclass(frozen=True)
 class Run:
-    """The verbs of one library on buffers that a case determines, so that two libraries get equal ones.
-
-    Each returns the bytes of all buffers, after checking that nothing was written around them.
-    """
+    """The verbs of one library on buffers that a case determines, so that two libraries get equal ones."""
 
     library: ctypes.CDLL
     case: Case

@@ -30,10 +30,7 @@ class Build(NamedTuple):
 
 
 def built(nvcc: str) -> Build:
-    """Return the build in ``FOLDER``; it is made anew when nvcc, setup.py or a source has changed.
-
-    The objects are those of ``FUSIONLAYER_CUDA_ARCHS=90``. The object cache is not used: it keeps no PTX.
-    """
+    """Return the build in ``FOLDER``; it is made anew when nvcc, setup.py or a source has changed."""
     tree, ptx, told = FOLDER / "tree", FOLDER / "ptx", FOLDER / "told"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with FOLDER.with_suffix(".lock").open("w") as lock:

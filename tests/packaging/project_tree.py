@@ -19,11 +19,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def cross_build(folder: Path) -> Path:
-    """Build the library for aarch64 into ``folder`` and return it.
-
-    Its objects stay in this tree, so that all tests together compile them once: setup.py lets one build wait for the
-    other. Warnings are errors where they are so for this machine's library, as in CI: other flags make other objects.
-    """
+    """Build the library for aarch64 into ``folder`` and return it."""
     environment = {**os.environ, "CXX": CROSS, "FUSIONLAYER_CUDA": "0"}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)

@@ -21,10 +21,7 @@ __all__ = ["costs_measured"]
 
 @dataclass
 class Network:
-    """What collectives cost, ``latency + bytes * per_byte`` seconds, and who has measured that.
-
-    Where nodes have several ranks, an exchange inside them takes ``inside`` times as long as one between them.
-    """
+    """What collectives cost, ``latency + bytes * per_byte`` seconds, and who has measured that."""
 
     latency: float
     per_byte: float

@@ -1,5 +1,4 @@
-"""What ``codec="auto"`` chooses on twelve clusters, and why. On the CPU costs are a recorded profile's; codecs on GPUs
-cost what a committed result says, and links between them what data sheets do."""
+"""What ``codec="auto"`` chooses on twelve clusters, and why."""
 
 from __future__ import annotations
 

@@ -53,10 +53,7 @@ def drive(
     first: FusionPlan | None = None,
     begin: int = 0,
 ) -> list[FusionPlan]:
-    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it gets.
-
-    The first of the steps has the number ``begin``.
-    """
+    """Do for these steps what an engine does that begins with ``first``, or one bucket; return the plans it gets."""
     plans = [first or fuse(MODEL, START, RAW, transport.node_sizes)]
     for number, seconds in enumerate(steps, begin):
         planner.note_step(plans[-1], number, seconds)

@@ -1,8 +1,4 @@
-"""What a step costs the host of a device: how many kernels it launches, and that it waits for none of them.
-
-Tensors of torch's device "meta" stand in for those of a device: they take the same way through the code, and have no
-values, so an operation that would wait for a value raises.
-"""
+"""What a step costs the host of a device: how many kernels it launches, and that it waits for none of them."""
 
 from __future__ import annotations
 

@@ -95,11 +95,7 @@ def test_plans_change_between_steps_and_sums_do_not(lanes: int, overlap_forward:
 
 @looped("bits", [32, 8])
 def test_error_feedback_goes_along(bits: int) -> None:
-    """What was sent plus what is kept is what was given, over two changes of plan and of codec.
-
-    With 8 bits this holds but for the rounding of residuals, and a byte and 1/32 of one for each element is all that is
-    kept. Groups of a tensor's own cost up to 131 bytes more at its end.
-    """
+    """What was sent plus what is kept is what was given, over two changes of plan and of codec."""
     world, steps = 2, 6
     int4 = FusionPlan.build(planners.get("single")(MODEL), world, "int4", {}, "one_shot", 128)
     ahead = FusionPlan.build(planners.get("wfbp")(MODEL), world, "topk", {"density": 0.2}, "gather", 1, True)

@@ -1,7 +1,4 @@
-"""Streams of a GPU: everything that is read is ordered after its write, and no memory is used again too early.
-
-``tests/streams.py`` has the model. Races are planted to see that it finds them.
-"""
+"""Streams of a GPU: everything that is read is ordered after its write, and no memory is used again too early."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ STEPS = 3
 
 
 class Echo(Transport):
-    """Rank 0 of two; what the other rank sends is what rank 0 sends to itself.
-
-    Args:
-        at_once: calls only queue work on the current stream, as with NCCL; else tensors travel through host memory.
-    """
+    """Rank 0 of two; what the other rank sends is what rank 0 sends to itself."""
 
     rank, size, timeout = 0, 2, 60.0
 

@@ -126,8 +126,7 @@ sys.stdin.readline()
 
 
 def test_a_process_ends_well_though_its_store_is_far_away() -> None:
-    """At its end the last rank deletes keys. That would take eight seconds here, and C++ aborts a process in which a
-    thread returns from a request while Python ends."""
+    """At its end the last rank deletes keys."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=180), wait_for_workers=False)
     relay = relays.Relay(("127.0.0.1", store.port))
     is_far = threading.Event()

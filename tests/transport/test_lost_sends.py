@@ -1,8 +1,4 @@
-"""A rank is lost that has asked for a message, before it has got it: the rank that sends does not wait in vain.
-
-gloo ends waits for messages that are to come when a connection is lost, and not all waits for those that are to go.
-The time-out is far beyond the tests' deadlines.
-"""
+"""A rank is lost that has asked for a message, before it has got it: the rank that sends does not wait in vain."""
 
 from __future__ import annotations
 

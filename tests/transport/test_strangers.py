@@ -1,7 +1,4 @@
-"""Strangers while a job begins: programs that reach its ports, or write into its store.
-
-A job either begins and computes what it should, or ends with an error that tells what is wrong, within its time-out.
-"""
+"""Strangers while a job begins: programs that reach its ports, or write into its store."""
 
 from __future__ import annotations
 
