@@ -83,11 +83,11 @@ test-torch: install-test ## short, backend and integration tests on the newest t
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python -m pip -q install --no-compile --upgrade 'setuptools>=77' torch
 	FUSIONLAYER_CUDA=0 $(TORCH)/bin/python -m pip -q install --no-compile --no-build-isolation -e '.[test]'
-	$(TORCH)/bin/python -m pytest -m "short and not exhaustive and not long and not gpu" $(ARGS)
+	$(TORCH)/bin/python -m pytest -m "not medium and not exhaustive and not long and not gpu" $(ARGS)
 	$(TORCH)/bin/python -m pytest -m "medium and not exhaustive and not long and not gpu" tests/backend tests/integrations $(ARGS)
 
 test-short: install-test ## of the fast tier, the tests in one process
-	$(BIN)/python -m pytest -m "short and not exhaustive and not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not medium and not exhaustive and not long and not gpu" $(ARGS)
 
 lint: install ## style, types, import layers; changes nothing
 	$(BIN)/ruff check .

@@ -1,7 +1,5 @@
 """Which cores a test may use."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

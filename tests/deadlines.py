@@ -5,8 +5,6 @@ process, and with it what a worker of pytest-xdist has still to run. It knows on
 that may take longer gets as much more until then.
 """
 
-from __future__ import annotations
-
 import faulthandler
 
 import pytest

@@ -1,7 +1,5 @@
 """A disk that is full, without one: no file of this process may grow beyond a number of bytes."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

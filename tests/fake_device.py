@@ -1,7 +1,5 @@
 """A device that tests make up: streams and moments on a clock of its own, to which the host runs ahead."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 ``python -m tests.fuzz 1000000 [SEED]`` tries so many inputs, shared out over all parsers, and prints what went wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

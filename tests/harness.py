@@ -16,8 +16,6 @@ function once all are up, and are all gone when the call returns. ``outcomes_of`
 to fail.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import functools

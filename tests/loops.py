@@ -9,8 +9,6 @@ test's fixtures: use ``parametrize`` where a case needs a folder, a patch or a m
 that would leave out the cases after it. Cases of ``tiers.tiered`` make a test for each tier.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence

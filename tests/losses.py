@@ -1,7 +1,5 @@
 """A process that is lost at the worst moment: its host's kernel knows, and the libraries of the others do not yet."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

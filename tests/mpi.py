@@ -1,7 +1,5 @@
 """Ranks that are processes of MPI: the launcher that belongs to mpi4py's library, if this machine has one."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

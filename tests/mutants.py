@@ -5,8 +5,6 @@ the defect; those whose words are nearest; those with the file's name; those of 
 keeps the test that failed. Without options the defects are listed; a defect's name is its file and its number there.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Which tests are likely to catch a defect: those that share rare words with it and with the code around it."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

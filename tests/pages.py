@@ -1,7 +1,5 @@
 """The pages that tests read: README, docs and the READMEs of folders, and the code and commands on them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ports of this host that belong to one test."""
 
-from __future__ import annotations
-
 import socket
 
 from benchmarks.lab.ports import hold_port

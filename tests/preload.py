@@ -4,8 +4,6 @@ Nothing of it may start a thread or read a setting that a test makes later; afte
 are the server's.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 from contextlib import suppress

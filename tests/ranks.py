@@ -13,8 +13,6 @@ Fixtures and parameters follow the arguments of a rank. Without a number of rank
 parameter ``world``.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensors like those that training sends, and what collectives lose of their sums."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 ``python -m tests.sinks`` prints the rows that ``sinks.txt`` lacks, and those that it has for nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

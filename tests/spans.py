@@ -1,7 +1,5 @@
 """Timelines as tests read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors made by integer arithmetic alone: the same bits with every torch, on every machine and in every thread."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import numpy as np

@@ -9,8 +9,6 @@ import torch
 
 from fusionlayer.process.clock import HOST, DeviceClock, clock_of
 
-pytestmark = pytest.mark.short
-
 
 class Event:
     """Stands for torch.cuda.Event."""

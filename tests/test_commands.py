@@ -1,7 +1,5 @@
 """Every command of the pages and of ``--help`` is one that its program understands; those that need no job run."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -25,8 +23,6 @@ from tests.examples.places import EXAMPLES, ROOT
 from tests.loops import looped
 from tests.pages import PAGES
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 HELP = "fusionlayer --help"
 OURS = ("fusionlayer", "fusionrun", "torchrun", "mpirun", "deepspeed", "python")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -10,8 +8,6 @@ from fusionlayer.base import config
 from fusionlayer.base.config import Config, PlanningSettings, load
 from fusionlayer.base.errors import ConfigError
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 
 def from_file(tmp_path: Path, text: str, **environ: str) -> Config:

@@ -1,7 +1,5 @@
 """Where a user's tensors are made by default changes nothing: fusionlayer names the device of each tensor it makes."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import threading
@@ -12,7 +10,6 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -31,7 +28,6 @@ MAKE = {function.__name__ for function in _device_constructors()}
 """Functions of torch that make a tensor on the default device, unless they are given another."""
 
 
-@pytest.mark.short
 def test_code_names_the_device_of_every_tensor_it_makes() -> None:
     """For tensors of the host write ``device="cpu"``, for others the device of the tensor that they lie beside."""
     named, unnamed = 0, []
@@ -125,7 +121,6 @@ OPTIONS: list[dict[str, Any]] = [
 FEW = ("raw", "int4", "zip", "topk", "thc", "dynamiq", "powersgd")
 
 
-@pytest.mark.short
 @looped(
     "options",
     tiered(OPTIONS, lambda options: len(options) > 1 or options["codec"] in FEW),
@@ -135,7 +130,6 @@ def test_optimizers_train_the_same(options: dict[str, Any]) -> None:
     _both(2, _planned(**options))
 
 
-@pytest.mark.short
 def test_single_calls_give_the_same() -> None:
     def body(rank: int) -> Tensor:
         fl.init()

@@ -1,7 +1,5 @@
 """Deprecations: what a warning says, and that the page of them lists every one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from tests.ranks import over_threads
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
-
-pytestmark = pytest.mark.short
 
 
 def test_a_deprecated_argument_still_works_and_says_what_to_write() -> None:

@@ -1,7 +1,5 @@
 """The limit of open files follows the number of ranks."""
 
-from __future__ import annotations
-
 import logging
 import resource
 
@@ -9,8 +7,6 @@ import pytest
 
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.process import descriptors
-
-pytestmark = pytest.mark.short
 
 
 def test_the_soft_limit_is_raised_once_to_what_the_ranks_need(

@@ -1,7 +1,5 @@
 """What README and docs tell people to run, runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -33,7 +31,6 @@ from tests.ports import free_port
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.short
 def test_every_promise_names_tests_that_exist() -> None:
     page = (ROOT / "docs/guarantees.md").read_text()
     promises = re.findall(r"^- .*(?:\n  .*)*", page.partition("## What is not guaranteed")[0], re.MULTILINE)
@@ -45,7 +42,6 @@ def test_every_promise_names_tests_that_exist() -> None:
             assert f"def {test or 'test_'}" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
-@pytest.mark.short
 @looped("world", [2, 3])
 def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> None:
     """Without a seed, too: ranks begin with rank 0's parameters."""
@@ -82,7 +78,6 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
     torch.testing.assert_close(first[0], begun[0][0], rtol=0, atol=1e-2)
 
 
-@pytest.mark.short
 def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
     hook, overlap, reduction, codec, signs, own, sharded, saved = blocks("using.md", "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -162,7 +157,6 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.short
 def test_the_python_about_publishing_runs(tmp_path: Path) -> None:
     """The inference jobs run between two steps of the trainer."""
     trainer, inference, engines = blocks("publish.md", "python")
@@ -242,7 +236,6 @@ def test_the_commands_of_the_readme_run() -> None:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.short
 def test_the_codec_of_the_tutorial_conforms() -> None:
     (code,) = blocks("adding_a_codec.md", "python")
     try:
@@ -254,7 +247,6 @@ def test_the_codec_of_the_tutorial_conforms() -> None:
         registry.remove("e5m2")
 
 
-@pytest.mark.short
 def test_what_is_to_be_installed_exists() -> None:
     tomllib = pytest.importorskip("tomllib")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -287,7 +279,6 @@ def test_what_is_to_be_installed_exists() -> None:
     assert {"mpi", "deepspeed"} <= named <= {*extras}
 
 
-@pytest.mark.short
 @looped("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -297,7 +288,6 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(path), f"{page} links to {target}#{anchor}"
 
 
-@pytest.mark.short
 @looped("page", PAGES)
 def test_no_cell_of_a_table_reads_as_a_list_or_a_heading(page: str) -> None:
     lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
@@ -311,7 +301,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.short
 def test_the_commands_of_the_page_on_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """What the end of a program waits for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

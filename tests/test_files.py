@@ -1,7 +1,5 @@
 """Folders to which others can write: no link that they have put there is followed, and no pipe is waited for."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable
@@ -23,8 +21,6 @@ from fusionlayer.process.processes import Identity
 from fusionlayer.torch.elastic.storage import Storage
 from fusionlayer.transport import local
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 PID = os.getpid()
 GUESSED = (f".{'0' * 16}.{0:012d}.whole.{PID}.partial", f".newest.json.{PID}.partial")

@@ -1,7 +1,5 @@
 """Parsers of what others have written refuse random input by their own errors; ``tests/fuzz.py`` has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from tests import fuzz
 from tests.tiers import exhaustive, long
 
-pytestmark = [pytest.mark.short, pytest.mark.filterwarnings("ignore:Detected pickle protocol")]
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
 
 def test_right_inputs_are_taken(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The pages for newcomers: Start, Choosing, the guides and the concepts. Their code runs, and their commands start."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import re
@@ -36,7 +34,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.short
 def test_the_two_lines_train_alike_on_all_ranks(
     one_thread: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +77,6 @@ def check_losses(out: str, ranks: int = 2) -> None:
 LINE = re.compile(r"`(fl\.(?:Distributed|Sharded)Optimizer\([^`]*\))`")
 
 
-@pytest.mark.short
 @looped("line", LINE.findall((DOCS / "choosing.md").read_text()))
 def test_every_line_to_choose_from_trains(line: str) -> None:
     def train(rank: int) -> list[float]:
@@ -101,7 +97,6 @@ def test_every_line_to_choose_from_trains(line: str) -> None:
     assert first == second
 
 
-@pytest.mark.short
 def test_the_code_of_the_concepts_runs() -> None:
     pages = [
         code for page in sorted((DOCS / "concepts").glob("*.md")) for code in blocks(f"concepts/{page.name}", "python")
@@ -122,7 +117,6 @@ def test_the_code_of_the_concepts_runs() -> None:
     assert fl.transport.local.run(run, 2) == [True, True]
 
 
-@pytest.mark.short
 def test_the_planners_of_the_tutorial_keep_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, use = blocks("adding_a_planner.md", "python")
     names: dict[str, Any] = {"__name__": __name__, "fl": fl}
@@ -160,7 +154,6 @@ def test_the_planners_of_the_tutorial_keep_the_rules(capsys: pytest.CaptureFixtu
         registry.remove("two_buckets")
 
 
-@pytest.mark.short
 def test_the_drawings_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS / "drawings"))
     draw = importlib.import_module("draw")
@@ -171,7 +164,6 @@ def test_the_drawings_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch)
         assert drawing().svg() == current, "draw them anew with 'python docs/drawings/draw.py'"
 
 
-@pytest.mark.short
 def test_errors_that_pages_explain_are_errors_that_there_are() -> None:
     """Of each table of what goes wrong: the words between backquotes, up to the first number or dots."""
     sources = "\n".join(path.read_text() for path in (ROOT / "fusionlayer").rglob("*.py"))

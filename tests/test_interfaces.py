@@ -1,7 +1,5 @@
 """This host's addresses, and on which of them a job listens: IPv4 and IPv6."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -55,7 +53,6 @@ def listens(port: int, anybody: bool = False) -> set[str]:
     return found
 
 
-@pytest.mark.short
 def test_what_is_opened_for_other_hosts_is_at_the_interfaces_that_are_named_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,7 +81,6 @@ def test_what_is_opened_for_other_hosts_is_at_the_interfaces_that_are_named_alon
     del kept
 
 
-@pytest.mark.short
 @needs_network
 def test_the_store_of_rank_0_is_at_the_interface_that_is_named_alone() -> None:
     name, address = next(iter(OTHERS.items()))
@@ -100,7 +96,6 @@ def test_the_store_of_rank_0_is_at_the_interface_that_is_named_alone() -> None:
     del store
 
 
-@pytest.mark.short
 @needs_ipv6
 def test_stores_and_members_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()

@@ -1,7 +1,5 @@
 """The job key: where it comes from, and what it guards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ from fusionlayer.base import job_key
 from fusionlayer.base.errors import ConfigError, TransportError
 from fusionlayer.cli import environment
 from fusionlayer.launch.stores import SealedStore
-
-pytestmark = pytest.mark.short
 
 KEY = {"FUSIONLAYER_JOB_KEY": "0123456789abcdef"}
 OTHER = {"FUSIONLAYER_JOB_KEY": "fedcba9876543210"}

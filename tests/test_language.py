@@ -1,15 +1,11 @@
 """Words that readers need twice: docstrings, comments and messages of the package keep to the field's terms."""
 
-from __future__ import annotations
-
 import io
 import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fusionlayer"
 
@@ -55,13 +51,11 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], re.sub(r"``[^`\n]*``|`\w+`", "``", token.string)  # names of the code
 
 
-@pytest.mark.short
 def test_each_pattern_finds_its_wrong_example_and_not_the_right_one() -> None:
     for word in WORDS:
         assert re.search(word.pattern, word.wrong) and not re.search(word.pattern, word.right), word
 
 
-@pytest.mark.short
 def test_texts_of_the_package_use_the_terms_of_the_field() -> None:
     found = []
     for path in PACKAGE.rglob("*.py"):

@@ -1,10 +1,6 @@
 """``looped`` calls a test for each case, and leaves none out."""
 
-from __future__ import annotations
-
 import pytest
-
-pytestmark = pytest.mark.short
 
 TESTS = """
 import pytest

@@ -1,7 +1,5 @@
 """The numbers of `fusionlayer.metrics`: they are those of engines, timelines and watchers."""
 
-from __future__ import annotations
-
 import threading
 import urllib.request
 from pathlib import Path
@@ -16,8 +14,6 @@ from fusionlayer.health.tcp import Links, TcpCounters
 from fusionlayer.observe import metrics, timeline
 from fusionlayer.transport import local
 from tests.tiers import needs
-
-pytestmark = pytest.mark.short
 
 STEPS, WIDTH = 6, 64
 

@@ -1,7 +1,5 @@
 """The list of deliberate defects fits the tree, and the tool refuses what does not."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -9,8 +7,6 @@ import pytest
 
 from . import mutants
 from .mutants import Mutant
-
-pytestmark = pytest.mark.short
 
 
 def test_every_defect_applies_to_the_tree_and_its_tests_exist() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import resource
 import socket
@@ -11,8 +9,6 @@ import pytest
 from fusionlayer import TransportError, launch
 from fusionlayer.launch import RankInfo, make_store
 from fusionlayer.process.outages import Outage, explain
-
-pytestmark = pytest.mark.short
 
 UNKNOWN = "no-such-host.invalid"
 ERROR = RuntimeError("The client socket has timed out\nat frame 1")

@@ -1,7 +1,5 @@
 """README and docs show what the result files have: in tables, in pictures, and in sentences."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,6 @@ from benchmarks.pages.found import RESULTS, load
 from fusionlayer.planning.losses import LossCost
 from tests.loops import looped
 from tests.tiers import exhaustive
-
-pytestmark = pytest.mark.short
 
 
 def test_tables_and_figures_are_those_of_the_result_files() -> None:

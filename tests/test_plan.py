@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -14,8 +12,6 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import FusionPlan, Slot, TensorInfo
 from tests.codecs.variants import every
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 MODEL = [TensorInfo("a", 100, "float32", 4), TensorInfo("b", 300, "float32", 4), TensorInfo("c", 5, "float32", 4)]
 

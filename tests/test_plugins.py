@@ -1,7 +1,5 @@
 """Codecs, collectives and planners of installed packages: found by their entry points, in all fronts and commands."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
@@ -20,8 +18,6 @@ from fusionlayer.cli import doctor, main
 from fusionlayer.collectives import gathers
 from fusionlayer.scheduler import planners
 from tests.planning.profiles import EXAMPLE
-
-pytestmark = pytest.mark.short
 
 PAGE = (Path(__file__).parents[1] / "docs" / "adding_a_codec.md").read_text()
 (MODULE,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

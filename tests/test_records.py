@@ -1,7 +1,5 @@
 """YAML in every file and option: what PyYAML reads, but no key twice."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,6 @@ from fusionlayer.planning.codec_rules import CodecRules
 from fusionlayer.planning.losses import LossCosts
 from fusionlayer.planning.profile import Profile
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 UNIQUE = (
     "",

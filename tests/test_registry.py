@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -12,8 +10,6 @@ import pytest
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.registry import Registry
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 PACKAGE = {
     "__init__.py": "from fusionlayer.base.registry import Registry\nregistry = Registry('animal', __name__, 'animals')",

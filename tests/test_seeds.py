@@ -1,12 +1,6 @@
-from __future__ import annotations
-
 from itertools import product
 
-import pytest
-
 from fusionlayer.base.seeds import derive_seed
-
-pytestmark = pytest.mark.short
 
 
 def test_known_values() -> None:

@@ -1,7 +1,5 @@
 """Whatever opens the package to others stands in ``sinks.txt``, with what guards it; and no secret is in the tree."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -11,8 +9,6 @@ import pytest
 
 from tests import sinks
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 
 def test_every_opening_is_listed_with_its_guard() -> None:

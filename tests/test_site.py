@@ -1,7 +1,5 @@
 """The site: pages made from code are current, nothing public is left out, and all of it builds without a warning."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -45,13 +43,11 @@ VARIABLE = re.compile(
 )
 
 
-@pytest.mark.short
 @looped("page", pages.PAGES)
 def test_pages_made_from_code_are_current(page: str) -> None:
     assert (ROOT / page).read_text() == pages.PAGES[page](), "write it anew with 'make docs'"
 
 
-@pytest.mark.short
 def test_every_variable_that_code_reads_is_named() -> None:
     named = set(re.findall(r"`([A-Z][A-Z0-9_]*)`", (DOCS / "config.md").read_text()))
     named |= {f"FUSIONLAYER_{name.upper()}" for name in config.flat(config.Config())}  # each key has one
@@ -60,7 +56,6 @@ def test_every_variable_that_code_reads_is_named() -> None:
     assert len(read) > 60 and read - exports <= named, sorted(read - exports - named)
 
 
-@pytest.mark.short
 def test_every_error_has_a_remedy_and_every_message_there_is_one_of_the_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text()
     for name in errors.__all__:
@@ -89,7 +84,6 @@ def _texts() -> list[str]:
     return texts
 
 
-@pytest.mark.short
 def test_the_api_reference_has_every_public_name() -> None:
     text = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))
     shown = set(re.findall(r"^::: (\S+)", text, re.MULTILINE))

@@ -1,13 +1,9 @@
 """What every module of the package keeps to: no circles of imports, and no two classes of one name."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fusionlayer"
 PUBLIC_TWICE = {"ReduceOp"}
@@ -52,7 +48,6 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.short
 def test_modules_import_each_other_in_no_circle() -> None:
     edges = {}
     for path in PACKAGE.rglob("*.py"):
@@ -63,7 +58,6 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert circles(edges) == []
 
 
-@pytest.mark.short
 def test_no_class_has_the_name_of_another() -> None:
     """A leading underscore makes no other name: readers say both alike."""
     places = defaultdict(list)

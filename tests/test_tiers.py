@@ -1,7 +1,5 @@
 """No test lives in the exhaustive or the long tier alone, and what is left to them is decided by rule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_collection_modifyitems
-
-pytestmark = pytest.mark.short
 
 TESTS = Path(__file__).parent
 MARKED = """

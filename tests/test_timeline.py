@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -26,8 +24,6 @@ from tests.fake_device import FakeDevice
 from tests.packaging.project_tree import ROOT
 from tests.ranks import over_threads
 from tests.spans import spans_of
-
-pytestmark = pytest.mark.short
 
 
 def test_listeners_that_come_and_go_open_no_timeline_that_was_closed(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 
@@ -17,8 +15,6 @@ from fusionlayer.native.wire import ALIGN, WIRE_VERSION, Header, Plane, aligned,
 from tests.codecs.variants import every
 from tests.loops import looped
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 HEADER = Header("int", 0xCAFE, torch.bfloat16, numel=1000, used=640, sequence=7, body_crc=0xBEEF)
 CODECS = [codec.checked for codec in every()]

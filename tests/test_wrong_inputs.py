@@ -3,8 +3,6 @@
 ``cli/test_mistakes.py`` has what they get wrong at the command line.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,6 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.base import libraries
 from tests.cli.test_mistakes import LEAKS
-
-pytestmark = pytest.mark.short
 
 FILES: dict[str, str | bytes] = {
     "empty.yaml": "",

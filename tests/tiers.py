@@ -1,7 +1,5 @@
 """Which cases of a test run before every push (the fast tier), in CI as well (exhaustive), or when asked for (long)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec

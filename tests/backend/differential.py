@@ -1,7 +1,5 @@
 """Random calls of torch.distributed, made on two groups whose results and errors must be the same."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

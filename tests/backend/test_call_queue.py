@@ -1,7 +1,5 @@
 """On which thread a group's compressed calls run, and that their streams are in order; on a model of a GPU."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from typing import Any
@@ -18,8 +16,6 @@ from fusionlayer.transport import Transport
 from tests.scheduler.test_streams import Echo
 from tests.streams import DEVICE, Gpu, Stream, planted
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 
 @pytest.fixture

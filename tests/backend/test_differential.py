@@ -1,7 +1,5 @@
 """The backend beside plain gloo: the same calls, results and errors."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings

@@ -1,7 +1,5 @@
 """torch's own tests of torch.distributed end as on gloo when every call that can be is compressed without loss."""
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib.util import find_spec
 

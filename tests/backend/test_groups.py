@@ -1,7 +1,5 @@
 """Groups of the backend: how they are made, what they refuse, how they end."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What callers tell the backend of a tensor; that groups heed it is shown by the tests of DeepSpeed."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -9,8 +7,6 @@ import torch
 
 from fusionlayer import UsageError, backend
 from fusionlayer.backend import hints
-
-pytestmark = pytest.mark.short
 
 
 def test_the_innermost_hint_of_the_calling_thread_counts() -> None:

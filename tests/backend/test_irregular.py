@@ -1,7 +1,5 @@
 """Calls on tensors whose memory is irregular give what they give on contiguous copies, compressed or not."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -151,7 +149,6 @@ def test_irregular_tensors_give_what_contiguous_ones_give() -> None:
     assert wrong == [[], []]
 
 
-@pytest.mark.short
 def test_regular_tensors_are_not_copied() -> None:
     x, sparse, copies = torch.ones(2, 3), torch.eye(2).to_sparse(), Copies("call")
     given = copies.update([[x, sparse], []])

@@ -1,7 +1,5 @@
 """Process groups come and go: nothing of them is left, and the next ones are not disturbed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,18 +1,13 @@
 """``CompressingGroup`` has a method for every operation of torch's process groups, those of newer releases included."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from fusionlayer.backend.group import CompressingGroup
-
-pytestmark = pytest.mark.short
 
 # The virtual methods of torch that need no method of ours: they queue no work of tensors.
 NOT_OURS = {"getRank", "getSize", "getGroupName", "setGroupName", "getGroupDesc", "setGroupDesc", "mergeRemoteGroup"}

@@ -1,7 +1,5 @@
 """Rules: what they fit, and the error for each way to get them wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ from fusionlayer.backend import OPS, CallPolicy, CallRule
 from fusionlayer.backend.choices import CallChoices
 from fusionlayer.base.errors import ConfigError
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 
 def chosen(

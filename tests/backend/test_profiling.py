@@ -1,7 +1,5 @@
 """What torch's profilers show of compressed calls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """How torch learns of the backend."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -48,7 +46,6 @@ def entry_point() -> str:
     return found[1]
 
 
-@pytest.mark.short
 def test_the_entry_point_is_what_registers() -> None:
     module, _, function = entry_point().partition(":")
     loaded: Any = import_module(module)
@@ -60,7 +57,6 @@ def test_the_entry_point_is_what_registers() -> None:
     assert ("cuda" in dist.Backend.backend_capability["fusionlayer"]) == torch.backends.cuda.is_built()
 
 
-@pytest.mark.short
 def test_fusionlayer_imports_torch_only_if_torch_would_not_register(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[bool] = []
     monkeypatch.setattr(_fusionlayer_autoload, "register", lambda: registered.append(True))

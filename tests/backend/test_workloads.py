@@ -1,7 +1,5 @@
 """DDP, FSDP2, tensor parallelism, compiled functional collectives and pipelines over the backend."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

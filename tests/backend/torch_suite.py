@@ -5,8 +5,6 @@ runs in processes of its own, so one that fails does no harm to others. The back
 which keeps every bit, for calls of all sizes. What the tests do for the name gloo alone, they do for both backends.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing as mp

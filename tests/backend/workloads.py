@@ -1,7 +1,5 @@
 """Trainings that torch itself makes parallel, on any process group: what they end with says how calls travelled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The benchmark of collectives: its arithmetic, its command line, and what its workers count."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -22,7 +20,6 @@ def cell(rate: str | None = None, codecs: tuple[str, ...] = ("raw",), mpi: bool 
     return Cell(rate, hosts, 2 // hosts, (64 * KB,), 2, codecs, ("dense", "one_shot", "two_shot"), mpi, **more)
 
 
-@pytest.mark.short
 class TestCommand:
     @pytest.fixture(autouse=True)
     def no_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -9,8 +7,6 @@ import pytest
 from benchmarks import driver, report
 from fusionlayer.cli import drawing
 from tests.tiers import DRAWS
-
-pytestmark = pytest.mark.short
 
 PICTURES = {"drawn": lambda: drawing.figure(1, 1)}
 

@@ -1,7 +1,5 @@
 """The benchmark of faults: what is bad is judged bad, and a little of everything runs."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -28,7 +26,6 @@ def verdict_on(outcomes: list[Outcome], expected: Expected = Expected((1,), (1,)
     return judge(outcomes, RIGHT, expected, 10.0, 4.0, **more).kinds
 
 
-@pytest.mark.short
 def test_the_judge_tells_good_from_bad() -> None:
     gone, lost = raised("rank 1 is gone"), Outcome(status=-signal.SIGKILL)
     assert verdict_on([gone, lost, gone]) == ()

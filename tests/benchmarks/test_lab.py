@@ -1,7 +1,5 @@
 """The network lab: hosts that are namespaces, links that are shaped, workers that end."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -68,7 +66,6 @@ class TestLink:
         assert (output.count("rate 30Mbit"), output.count("rate 90Mbit")) == (2, 2)
 
 
-@pytest.mark.short
 @looped(
     "arguments, complaint",
     [

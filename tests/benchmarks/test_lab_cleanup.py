@@ -1,7 +1,5 @@
 """However a run ends, nothing of its lab is left: no process, device, shaper, namespace or file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Open MPI across the hosts of a lab, without ssh."""
 
-from __future__ import annotations
-
 import re
 import sys
 

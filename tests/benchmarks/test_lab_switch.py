@@ -1,7 +1,5 @@
 """Links that delay, lose and corrupt: what the hosts see of them, and what is said where they cannot be."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark of membership: stalls and bits are read rightly from what workers write, and a little of it runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ MOST_OVER_GLOO = {2: (50, 17), 4: (72, 20)}
 """Calls, and files that they are in, of one tensor of int8 among so many ranks that are processes."""
 
 
-@pytest.mark.short
 def test_one_gradient_takes_no_more_calls_than_it_did() -> None:
     found, again = (overhead._on_threads(4, "int8", 1, 1) for _ in range(2))
     assert found["calls"] == again["calls"]
@@ -30,7 +27,6 @@ def test_one_gradient_takes_no_more_calls_than_it_did() -> None:
     assert "collectives/two_shot.py" in found["files"] and len(found["files"]) <= MOST_FILES, found["files"]
 
 
-@pytest.mark.short
 def test_each_tensor_of_a_bucket_adds_calls_to_its_submission_alone() -> None:
     one, many = (overhead._on_threads(2, "raw", tensors, 1)["calls"] for tensors in (1, 20))
     assert many["submit"] - one["submit"] <= 19 * 3

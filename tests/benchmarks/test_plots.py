@@ -1,7 +1,5 @@
 """The command that draws results of trainings runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from benchmarks import plots
 from benchmarks.training.methods import all_methods
 from tests.tiers import needs
 
-pytestmark = [pytest.mark.short, needs("matplotlib")]
+pytestmark = needs("matplotlib")
 
 
 def training_row(method: str, seconds: float, rate: str | None = "100mbit") -> dict[str, Any]:

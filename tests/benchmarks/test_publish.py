@@ -1,7 +1,5 @@
 """The benchmark of publishing: its arithmetic, and that it runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from tests.examples.places import needs_namespaces
 from tests.tiers import long
 
 
-@pytest.mark.short
 def test_ratios_of_each_guard_and_of_the_flood() -> None:
     rows: list[dict[str, object]] = [
         {

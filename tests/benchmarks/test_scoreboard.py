@@ -1,7 +1,5 @@
 """The scoreboard: its arithmetic, its records, its command line, and a small one from end to end."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -48,7 +46,6 @@ def found(*rows: dict[str, Any], hardware: str = "Abacus") -> Found:
 DDP = [losses("ddp", seed, 5, 4, 3, 2.5, 2.0 + 0.1 * seed) for seed in SEEDS]  # 2.1 in the mean, 0.1 apart
 
 
-@pytest.mark.short
 class TestArithmetic:
     def test_levels_are_those_of_f32_after_a_fourth_a_half_and_all_of_its_steps(self) -> None:
         assert levels(mean_curve(DDP)) == pytest.approx((4.0, 3.0, 2.1))

@@ -1,7 +1,5 @@
 """Projections are compared with measured steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ def run(*arguments: object) -> int:
     return main([*map(str, arguments)])
 
 
-@pytest.mark.short
 class TestValidate:
     def test_what_is_projected_is_what_the_profile_says(self, path: Path) -> None:
         profile = Profile.from_yaml(path)

@@ -1,7 +1,5 @@
 """Names of variants: what they stand for, and what is none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -13,8 +11,6 @@ from fusionlayer.base.plan import FusionPlan
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 
 @looped(

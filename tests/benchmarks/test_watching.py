@@ -1,13 +1,10 @@
 """Whether the benchmark of watched jobs tells who was named; long: two faults in real jobs."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.watching.rounds import _row, play
 
 
-@pytest.mark.short
 def test_a_round_is_good_only_if_rank_and_place_are_named_in_time() -> None:
     log = '{"fault": "x", "at": 100.0}\n[x] fusionlayer watch, 10:00:00: rank 1 is late: it is at program.py:3; a\n'
     assert _row(log, "x", "gloo", 105.0).is_good

@@ -1,7 +1,5 @@
 """``fusionlayer bench collectives``."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -22,7 +20,6 @@ def measure(ranks: int, *arguments: str) -> list[int]:
     return local.run(lambda rank: main(["bench", "collectives", *QUICK, *arguments]), ranks)
 
 
-@pytest.mark.short
 def test_rows_say_what_was_sent_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
     assert measure(2, "--min", "4K", "--max", "64K", "--factor", "16", "--codecs", "raw,int8", "--format", "json") == [
         0,
@@ -45,7 +42,6 @@ def test_rows_say_what_was_sent_and_how_fast(capsys: pytest.CaptureFixture[str])
             assert row["ratio"] == pytest.approx(1.0 if row["codec"] == "raw" else 3.87, rel=0.01), row
 
 
-@pytest.mark.short
 def test_algorithms_formats_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.csv"
     arguments = ["--collectives", "all_reduce,reduce_scatter", "--codecs", "all", "--algorithms", "all"]

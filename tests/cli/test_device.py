@@ -1,7 +1,5 @@
 """What the command line says of profiles and timelines of a device, on a machine that has none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,6 @@ from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.planning.profile import Machine, Profile
 from tests.cli.test_trace import whole_steps
 from tests.planning.profiles import write_example
-
-pytestmark = pytest.mark.short
 
 
 @pytest.fixture

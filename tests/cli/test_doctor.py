@@ -1,7 +1,5 @@
 """``fusionlayer doctor``, and the processes that commands start for themselves."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import tempfile
@@ -56,7 +54,6 @@ class Lossy(Raw):
         return super().decompress(payload, shape, dtype) + 1
 
 
-@pytest.mark.short
 def test_what_does_not_work_is_told_and_is_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +86,6 @@ def test_what_does_not_work_is_told_and_is_the_exit_status(
     assert capsys.readouterr().out.splitlines()[-1].startswith("4 failed: network GLOO_SOCKET_IFNAME, codecs raw_but_")
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("address, state", [("127.0.1.1", "note"), ("10.0.0.7", "ok"), (None, "note")])
 def test_a_name_of_this_host_that_leads_nowhere_is_told(
     monkeypatch: pytest.MonkeyPatch, address: str | None, state: str
@@ -107,7 +103,6 @@ def test_a_name_of_this_host_that_leads_nowhere_is_told(
     assert told.state == state and ("set GLOO_SOCKET_IFNAME" in told.detail) == (state == "note")
 
 
-@pytest.mark.short
 def test_version_is_two_lines_or_one_that_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +123,6 @@ def test_version_is_two_lines_or_one_that_says_what_is_missing(
     assert line.startswith("fusionlayer --version: libfusionlayer_cpu.so is not installed; reinstall the package")
 
 
-@pytest.mark.short
 def test_ranks_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")

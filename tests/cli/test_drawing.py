@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path
@@ -9,8 +7,6 @@ import pytest
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.cli import drawing
 from tests.tiers import needs
-
-pytestmark = pytest.mark.short
 
 
 @needs("matplotlib")

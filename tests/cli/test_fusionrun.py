@@ -1,7 +1,5 @@
 """``fusionrun``: the jobs that it starts, on this host and on one that a stand-in for ssh pretends to reach."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -103,7 +101,6 @@ def shell(text: str) -> Agent:
     return Agent(f"host of {text}", ["sh", "-c", text], dict(os.environ))
 
 
-@pytest.mark.short
 def test_the_end_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert agents.run([shell("true"), shell("true")], 2) == 0
     assert agents.run([shell("exec sleep 1000"), shell("exit 7")], 2) == 7  # and waits for no other
@@ -127,7 +124,6 @@ def failure(folder: Path, rank: int, exit_code: int, error: BaseException | None
     return ProcessFailure(rank, 1234 + rank, exit_code, str(file))
 
 
-@pytest.mark.short
 @looped(
     "failures, status, words",
     [
@@ -157,7 +153,6 @@ def test_an_agent_tells_the_error_of_the_rank_that_failed_first(
         assert re.search(words, Path(folder, "report").read_text())
 
 
-@pytest.mark.short
 def test_the_report_of_an_agent_is_the_last_that_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = f"until test -e {tmp_path}/up; do sleep 0.1; done; echo its error > ${agent.REPORT}; exit 9"
     other = f"trap 'echo other errors >&2; exit 3' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
@@ -165,7 +160,6 @@ def test_the_report_of_an_agent_is_the_last_that_is_printed(tmp_path: Path, capf
     assert capfd.readouterr().err == "other errors\nits error\n"
 
 
-@pytest.mark.short
 def test_a_program_elsewhere_ends_with_the_connection(
     ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +193,6 @@ def test_a_program_elsewhere_ends_with_the_connection(
     assert cut.returncode == 1 and not (tmp_path / "made").exists(), "it began without all variables"
 
 
-@pytest.mark.short
 def test_no_variable_stands_where_every_user_can_read_it(
     ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +221,6 @@ def test_no_variable_stands_where_every_user_can_read_it(
     assert "s3cr3t" not in ssh.read_text()
 
 
-@pytest.mark.short
 def test_which_variables_go_along() -> None:
     environ = {"NCCL_DEBUG": "1", "RANK": "3", "HOME": "/me", "MINE": "2", "MY_TOKEN": "3", "FUSIONLAYER_JOB_KEY": "k"}
     environ |= {"PYTHONPATH": "4", "HOROVOD_A": "5", "bad-name": "6", "TORCH_TOKEN": "7", "BASH_FUNC_x%%": "() { :; }"}
@@ -245,7 +237,6 @@ def test_which_variables_go_along() -> None:
         agents._start(Agent("there", ["true"], {}, False, (), b"x" * (1 << 21)), {})
 
 
-@pytest.mark.short
 def test_the_keys_of_hosts_are_checked_as_ssh_is_configured(ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (usual,) = commands("-np", "1", "-H", "there:1")
     assert "StrictHostKeyChecking" not in " ".join(usual) and usual[-3:-1] == ["--", "there"]
@@ -256,7 +247,6 @@ def test_the_keys_of_hosts_are_checked_as_ssh_is_configured(ssh: Path, capsys: p
     assert "ssh to there failed" in capsys.readouterr().err
 
 
-@pytest.mark.short
 def test_each_job_has_a_key_that_its_processes_alone_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def key(environ: dict[str, str]) -> str:
         (here,) = fusionrun.plan(fusionrun._parse(["-np", "2", "true"]), environ)
@@ -272,7 +262,6 @@ def test_each_job_has_a_key_that_its_processes_alone_know(monkeypatch: pytest.Mo
     assert key({"FUSIONLAYER_JOB_KEY": "a key of the user"}) == "a key of the user"
 
 
-@pytest.mark.short
 def test_hosts(tmp_path: Path) -> None:
     assert parse_hosts("a:2, b ,[::1]:3") == [Host("a", 2), Host("b", 1), Host("::1", 3)]
     file = tmp_path / "hosts"
@@ -309,7 +298,6 @@ def test_hosts(tmp_path: Path) -> None:
         read_hostfile("/no/such")
 
 
-@pytest.mark.short
 def test_agents_of_torchrun(ssh: Path) -> None:
     (here,) = commands("-np", "4")
     assert here[:3] == [sys.executable, "-m", "fusionlayer.cli.agent"]
@@ -339,7 +327,6 @@ def test_agents_of_torchrun(ssh: Path) -> None:
     assert len(spread) == 2 and "--nnodes 1:2" in spread[0][-1]
 
 
-@pytest.mark.short
 def test_flags_are_variables_that_the_job_reads() -> None:
     flags = "--fusion-threshold-mb 0.5 --cache-capacity 9 --no-autotune --timeline-filename t.json"
     flags += " --codec int4 --no-stall-check"
@@ -384,7 +371,6 @@ HOROVODRUN = """
 """
 
 
-@pytest.mark.short
 def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     refused = set()
     flags = HOROVODRUN.split()
@@ -409,7 +395,6 @@ def test_every_flag_of_horovodrun_is_taken_or_refused_with_its_reason(capsys: py
     }
 
 
-@pytest.mark.short
 @looped(
     "flags, words",
     [

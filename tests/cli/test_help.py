@@ -1,7 +1,5 @@
 """Help, versions and refusals need no torch, and what is refused ends with status 2."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -66,13 +64,11 @@ def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return told.err
 
 
-@pytest.mark.short
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for line, words in REFUSED.items():
         assert words in refusal(line, capsys), line
 
 
-@pytest.mark.short
 def test_names_that_parsers_repeat_are_those_of_torch_and_the_planner() -> None:
     assert list(ALGORITHMS) == list(simulate.ALGORITHMS)
     assert all(hasattr(bench.torch, name) for name in DTYPES.values())

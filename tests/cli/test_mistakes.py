@@ -1,7 +1,5 @@
 """What users get wrong at the command line: one line that says so, an exit status, and never a traceback."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -152,7 +150,6 @@ def check(status: int, told: str, line: str) -> None:
     assert not [leak for leak in LEAKS if leak in told], f"{line}\n{told}"
 
 
-@pytest.mark.short
 class TestMistakes:
     @pytest.fixture(autouse=True)
     def files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +191,6 @@ def no_start(*args: object, **options: object) -> None:
     raise AssertionError("it started to work before it had looked at the command line")
 
 
-@pytest.mark.short
 @looped(
     "line, words",
     [
@@ -213,7 +209,6 @@ def test_the_word_that_was_meant_is_named(line: str, words: str, capsys: pytest.
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.short
 def test_help_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in ("", "doctor", "bench", "bench collectives", "profile", "plan", "explain", "simulate"):
@@ -224,7 +219,6 @@ def test_help_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert command == "bench" or "    fusionlayer " in told, f"{command}: no example"
 
 
-@pytest.mark.short
 def test_an_interrupted_command_ends_with_the_status_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionlayer.cli.doctor.diagnose", Mock(side_effect=KeyboardInterrupt))
     assert main(["doctor"]) == 130
@@ -238,7 +232,6 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "fusionlayer simulate: output: No space left on device\n")
 
 
-@pytest.mark.short
 def test_ranks_that_try_a_file_at_the_same_time_can_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Path.open
 

@@ -1,7 +1,5 @@
 """What can be known about outputs is known before measuring, and nothing that was measured is lost."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -17,8 +15,6 @@ from fusionlayer.cli import bench, main, outputs
 from fusionlayer.cli.spawn import RANKS_PREFIX
 from tests.cli.test_bench import measure
 from tests.tiers import DRAWS
-
-pytestmark = pytest.mark.short
 
 
 @pytest.fixture

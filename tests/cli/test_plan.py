@@ -1,7 +1,5 @@
 """``fusionlayer plan``, ``explain`` and ``profile``."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -38,7 +36,6 @@ def plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path
     return out
 
 
-@pytest.mark.short
 class TestPlan:
     def test_a_plan_is_written(self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "plan.yaml"
@@ -101,7 +98,6 @@ class TestPlan:
         assert not context.is_initialized(), "a command that fails ends what it began"
 
 
-@pytest.mark.short
 class TestExplain:
     def test_buckets_and_tensors_are_shown(self, path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["explain", str(plan), "--profile", str(path), "--rate", "1gbit"]) == 0
@@ -167,7 +163,6 @@ class TestProfile:
         assert main(["explain", str(out), "--profile", str(written)]) == 0
 
 
-@pytest.mark.short
 class TestPolicy:
     def test_codecs_are_chosen_and_explained(
         self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

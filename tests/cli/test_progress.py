@@ -1,14 +1,10 @@
 """Long work tells how far it is, on a terminal and in a log."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
 
 from fusionlayer.cli.progress import ProgressLine
-
-pytestmark = pytest.mark.short
 
 
 class Terminal(io.StringIO):

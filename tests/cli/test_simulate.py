@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -12,8 +10,6 @@ import pytest
 from fusionlayer.cli import main
 from fusionlayer.planning.profile import Profile, Validation
 from tests.planning.profiles import write_example
-
-pytestmark = pytest.mark.short
 
 VALIDATED = Validation("r.json", 3, (2, 4), ("100mbit", "1gbit"), ("ddp", "int4"), (0.1, 0.05, 0.25), 0.9, 1.0, 1.25)
 

@@ -1,7 +1,5 @@
 """Tables fit the terminal, and their numbers compare."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -10,8 +8,6 @@ from fusionlayer.cli import tables
 from fusionlayer.cli.tables import Column, Table, layout, print_table
 from fusionlayer.cli.units import MEMORY, RATES, SECONDS, in_one_unit
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 NUMBERS = ("1234567.25", "2.00")
 TABLE = Table(

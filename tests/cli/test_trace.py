@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -59,7 +57,6 @@ def microseconds(found: Mapping[Any, float]) -> dict[Any, int]:
     return {name: round(1e6 * seconds) for name, seconds in found.items() if round(1e6 * seconds)}
 
 
-@pytest.mark.short
 def test_phases_add_up_to_the_step() -> None:
     found = break_down(whole_steps(5)[::-1], 1, "t")
     assert (found.rank, found.steps, found.lanes) == (3, 3, 2), "the last step has no end"
@@ -83,14 +80,12 @@ def test_phases_add_up_to_the_step() -> None:
     assert (second.sent, second.elements, second.codec, second.algorithm) == (4000, 1000, "int(bits=8)", "ONE_SHOT")
 
 
-@pytest.mark.short
 def test_what_waits_for_a_late_rank_does_not_wait_for_the_network() -> None:
     late = {(step, 1, 0): 1000.0 * step + 690 for step in range(5)}
     found = break_down(whole_steps(5), 1, "t", late)
     assert microseconds(found.exposed) == {"stragglers": 60, "network": 40, "codec": 25, "other": 65}
 
 
-@pytest.mark.short
 def test_a_bucket_in_line_waits_for_what_is_done_for_the_one_before() -> None:
     spans = []
     for step in range(3):
@@ -110,7 +105,6 @@ def test_a_bucket_in_line_waits_for_what_is_done_for_the_one_before() -> None:
     assert microseconds(found.exposed_by_bucket[1]) == {"network": 50, "codec": 150}, "a helper sends meanwhile"
 
 
-@pytest.mark.short
 def test_a_span_that_begins_where_one_ends_does_not_lie_in_it() -> None:
     begin = 81234567890.123
     spans = []
@@ -123,7 +117,6 @@ def test_a_span_that_begins_where_one_ends_does_not_lie_in_it() -> None:
     assert phases["backward"] == pytest.approx(600.3e-6, rel=1e-3)
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_run_with_a_timeline_is_broken_down(
     overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -170,7 +163,6 @@ def test_a_run_with_a_timeline_is_broken_down(
 # ---- verdict and prediction -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 def test_the_verdict_names_what_is_waited_for_and_where() -> None:
     found = break_down(whole_steps(5), 1, "t")
     assert verdict([found]) == (
@@ -181,7 +173,6 @@ def test_the_verdict_names_what_is_waited_for_and_where() -> None:
     assert verdict([break_down(hidden, 1, "t")]).startswith("Communication is hidden: 0% of a step")
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("rate, best", [(1e6, "int4"), (1e12, "raw")])
 def test_fewer_bytes_are_predicted_to_pay_where_the_network_is_slow(
     rate: float, best: str, monkeypatch: pytest.MonkeyPatch
@@ -212,7 +203,6 @@ def write(path: Path, rank: int, offset: float | None, spans: Sequence[Mapping[s
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-@pytest.mark.short
 def test_ranks_of_hosts_with_other_clocks_are_put_on_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 1 comes 60 us late to each exchange; its clock is two seconds behind."""
     later = [{**each, "ts": each["ts"] - 2e6 + (60 if each["name"] == "WIRE" else 0)} for each in whole_steps(6)]
@@ -229,7 +219,6 @@ def test_ranks_of_hosts_with_other_clocks_are_put_on_one(tmp_path: Path, capsys:
     assert "The clocks of the ranks were not measured" in capsys.readouterr().out
 
 
-@pytest.mark.short
 def test_a_file_that_was_cut_off_tells_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "x", 0, 0.0, whole_steps(9))
     text = (tmp_path / "x").read_text()
@@ -240,7 +229,6 @@ def test_a_file_that_was_cut_off_tells_what_it_has(tmp_path: Path, capsys: pytes
     assert "Mean of 3 steps" in printed, "steps 3 to 5; step 6 has no end"
 
 
-@pytest.mark.short
 @looped(
     "text, told",
     [

@@ -1,7 +1,5 @@
 """The core's arithmetic written down a second time, in numpy: random numbers, Hadamard transforms, packing of codes."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """The codecs of small numbers in blocks written down a second time, in numpy, from tables of all values of a format."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -4,8 +4,6 @@ A codec registered anywhere is held to all of them by ``test_conformance.py``; a
 them directly: ``for check in CHECKS.values(): check(codec, torch.float32, torch.device("cpu"))``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """The ``int`` codec written down a second time, in numpy: an oracle for its bytes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A codec is one class: what it takes to add one, and that everything else follows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +22,6 @@ from tests.synthetic import gradient
 
 from .conformance import CHECKS, DTYPES, Check
 from .variants import defaults, variants
-
-pytestmark = pytest.mark.short
 
 
 @pytest.fixture(scope="module")

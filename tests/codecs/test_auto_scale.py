@@ -1,7 +1,5 @@
 """Scales that ranks agree on: the same everywhere, no overflow at first, a headroom that follows what overflows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +14,6 @@ from tests.collectives.conformance import conform, same_everywhere
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 CODECS = [MXFP8(scale="auto"), MXFP8("e5m2", "auto"), MXFP6(scale="auto"), MXFP6("e3m2", "auto"), MXFP4("auto")]
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m3": 7.5, "e3m2": 28.0, "e2m1": 6.0}

@@ -1,10 +1,7 @@
 """``taco``, ``fp8``, ``fp8_block`` and the MX codecs."""
 
-from __future__ import annotations
-
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -19,8 +16,6 @@ from tests.synthetic import awkward, bit_patterns, gradient, noise
 
 from . import block_reference as reference
 from .conformance import DTYPES, decoded, encoded, planes, same_bits, vnmse
-
-pytestmark = pytest.mark.short
 
 TACO = [
     Taco(number, block, hadamard, scales, header=False)

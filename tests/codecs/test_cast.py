@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import pytest
 import torch
 
 from fusionlayer import codecs
@@ -8,8 +5,6 @@ from tests.loops import looped
 from tests.synthetic import bit_patterns
 
 from .conformance import DTYPES, as_bits, decoded, encoded, same_bits
-
-pytestmark = pytest.mark.short
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,7 +1,5 @@
 """``chunked_topk``: bytes of an oracle in plain numpy, which elements go, how many bytes travel, what stays."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -17,8 +15,6 @@ from tests.synthetic import awkward, gradient
 from tests.tiers import tiered
 
 from .conformance import DTYPES, decoded, encoded
-
-pytestmark = pytest.mark.short
 
 F32 = np.float32
 

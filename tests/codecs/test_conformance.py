@@ -1,7 +1,5 @@
 """Every codec passes every check of ``conformance.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 
@@ -13,8 +11,6 @@ from tests.tiers import exhaustive
 
 from .conformance import CHECKS, DTYPES
 from .variants import defaults, every, is_kind, is_variant_of_few_bits, repeats
-
-pytestmark = pytest.mark.short
 
 # What does no harm is shown for every codec; all else for those whose bytes differ.
 HARMLESS = (

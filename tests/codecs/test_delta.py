@@ -1,7 +1,5 @@
 """``delta``: the bytes of docs/wire_format.md by a decoder in Python; short messages, exact values, no wrong ones."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -16,8 +14,6 @@ from tests.codecs.conformance import as_bits, same_bits
 from tests.loops import looped
 from tests.synthetic import bit_patterns, gradient, mixed
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 CODEC = Delta(header=False)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

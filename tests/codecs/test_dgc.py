@@ -1,7 +1,5 @@
 """What only ``dgc`` has: momentum correction, factor masking, clipping, warm-up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +10,6 @@ from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.sparse.dgc import DGC, clipping, warm_up_density
 from tests.loops import looped
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 N = 3000
 

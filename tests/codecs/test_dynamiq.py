@@ -1,7 +1,5 @@
 """What is particular to dynamiq: bits by energy, messages of one size, rounding that is anticorrelated over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -18,8 +16,6 @@ from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 OCTAVES = 2.0 ** -torch.arange(32)
 

@@ -1,7 +1,5 @@
 """The fused verbs of integer codecs write the bytes of the verbs that they are made of."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import product
 
@@ -20,8 +18,6 @@ from tests.synthetic import awkward, gradient
 from tests.tiers import tiered
 
 from .conformance import DTYPES, blank, encoded, rows, same_bits
-
-pytestmark = pytest.mark.short
 
 SOURCES = [
     Int(bits, group, hadamard, header=False)

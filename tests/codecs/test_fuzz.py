@@ -1,7 +1,5 @@
 """What no encoder has made is decoded to something or refused; nothing else happens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,8 +15,6 @@ from fusionlayer.base.errors import WireError
 from fusionlayer.codecs import Codec
 from tests.codecs.conformance import DTYPES, encoded, same_bits
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 LOSSLESS = [codecs.get(name).bare for name in codecs.names() if codecs.get(name).zips]
 GUARD = 32

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 from itertools import combinations, product
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -15,8 +12,6 @@ from tests.synthetic import awkward, noise
 from . import int_reference as reference
 from .arithmetic import halves
 from .conformance import DTYPES, decoded, encoded, planes, same_bits
-
-pytestmark = pytest.mark.short
 
 VARIANTS = [
     Int(bits, group, hadamard, rounding, header=False)

@@ -1,7 +1,5 @@
 """Bytes do not depend on the instruction set or on the number of threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -50,7 +48,6 @@ GROUPS = [(name, True) for name in by_name(True)] + [
 ]
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("name, fast", GROUPS)
 def test_bytes_depend_neither_on_instruction_set_nor_on_threads(name: str, fast: bool) -> None:
     """Of short messages, which are ragged, and of a long one; ``tests/native/test_cores.py`` has more of them."""
@@ -64,7 +61,6 @@ def test_bytes_depend_neither_on_instruction_set_nor_on_threads(name: str, fast:
         assert all(all(map(torch.equal, made[0], other)) for other in made), f"{codec} in {dtype}"
 
 
-@pytest.mark.short
 def test_changes_since_a_base_have_the_same_bytes() -> None:
     for dtype in DTYPES:
         base = awkward(5 * 16384 + 77, 32, dtype)
@@ -78,7 +74,6 @@ def test_changes_since_a_base_have_the_same_bytes() -> None:
                         assert torch.equal(as_bits(applied(payload, base)), as_bits(x)), (isa, count)
 
 
-@pytest.mark.short
 def test_an_unknown_instruction_set_is_refused() -> None:
     before = native.isa()
     with pytest.raises(ConfigError, match="'avx1024'.*avx512, avx2, baseline or auto"):

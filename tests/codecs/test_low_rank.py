@@ -1,19 +1,14 @@
 """Factors: orthonormal rows and products whose bits no library decides."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
-import pytest
 import torch
 
 from fusionlayer import codecs
 from fusionlayer.codecs.lowrank.factors import _gram, orthonormal, product, random_factor, square_shape
 from tests.loops import looped
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 
 @looped("condition", [1.0, 1e2, 1e4])

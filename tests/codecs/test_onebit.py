@@ -1,8 +1,5 @@
 """onebit: signs, and the mean of magnitudes."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +10,6 @@ from tests.integrations.training import make_model, train, weights
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 
 def test_a_known_answer() -> None:

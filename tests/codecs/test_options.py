@@ -1,7 +1,5 @@
 """Options that no codec has a meaning for are refused: the error names codec, option and value, and then what to do."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -11,8 +9,6 @@ import pytest
 from fusionlayer import codecs
 from fusionlayer.base.errors import ConfigError
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
     "chunked_topk": {

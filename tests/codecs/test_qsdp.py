@@ -1,8 +1,5 @@
 """qsdp: a grid that is shifted at random."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,8 +8,6 @@ from fusionlayer.base.seeds import derive_seed
 from fusionlayer.training.weights import both_ways
 from tests.loops import looped
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 
 @looped("bits", [4, 8])

@@ -1,7 +1,5 @@
 """``rans``: the bytes of docs/wire_format.md by a decoder in Python; messages are as short as entropy allows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -15,8 +13,6 @@ from tests.codecs.test_zip import NAMED, exponents, gaussian
 from tests.loops import looped
 from tests.native.abi import threads
 from tests.synthetic import bit_patterns
-
-pytestmark = pytest.mark.short
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, F16, F32)

@@ -1,7 +1,5 @@
 """What all sparsifiers share: the message, what is sent, what stays, when a threshold is kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,8 +17,6 @@ from tests.synthetic import gradient
 
 from .conformance import DTYPES, decoded
 from .variants import defaults, every
-
-pytestmark = pytest.mark.short
 
 NAMES = ["topk", "randomk", "dgc", "gaussiank", "redsync", "redsync_trim", "sidco"]
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))

@@ -1,8 +1,5 @@
 """``tahquant``: which tokens are coarse, which tiles are rotated, how far values may go astray."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,8 +8,6 @@ from tests.loops import looped
 from tests.synthetic import gradient
 
 from .torch_oracles import TorchTAHQuant, entropy, unpack_runs
-
-pytestmark = pytest.mark.short
 
 SMALL = TAHQuant(channels=256)
 

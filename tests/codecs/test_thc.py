@@ -1,7 +1,5 @@
 """``thc``: levels, agreement, and codes that add up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
@@ -20,8 +18,6 @@ from tests.synthetic import gradient
 
 from .arithmetic import halves
 from .torch_oracles import TorchTHC, section_rms
-
-pytestmark = pytest.mark.short
 
 HOST = torch.device("cpu")
 

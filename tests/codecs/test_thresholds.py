@@ -1,7 +1,5 @@
 """The formulas of threshold sparsifiers: how many elements they would send of values of a known distribution."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 
@@ -26,8 +24,6 @@ from .threshold_oracle import (
     pareto_tail,
     value_of,
 )
-
-pytestmark = pytest.mark.short
 
 N, K = 1 << 20, 10_485
 

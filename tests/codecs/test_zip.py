@@ -1,7 +1,5 @@
 """``zip``: the bytes of docs/wire_format.md by a decoder in numpy, what it saves, and that it never loses a bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -16,8 +14,6 @@ from tests.codecs.conformance import as_bits, decoded, encoded, same_bits
 from tests.loops import looped
 from tests.native.abi import each_isa, threads
 from tests.synthetic import bit_patterns, noise
-
-pytestmark = pytest.mark.short
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, F16, F32)

@@ -1,7 +1,5 @@
 """How threshold sparsifiers choose, written down a second time in Python: the formulas as they were published."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

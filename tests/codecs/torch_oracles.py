@@ -1,7 +1,5 @@
 """``thc`` and ``tahquant`` written down a second time, in torch operations on whole messages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

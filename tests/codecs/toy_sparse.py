@@ -1,7 +1,5 @@
 """A sparse codec in a few torch operations: what the layers above codecs are tested with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The codecs to test: every registered name, with its defaults and with each option in turn at its other values."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from functools import cache

@@ -4,8 +4,6 @@ The functions run on all ranks at once. Each rank knows the inputs of all, so ea
 only a comparison can show (equal bits, residuals) travels over the transport under test.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable, Iterable

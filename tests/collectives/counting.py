@@ -1,7 +1,5 @@
 """One real rank of a job of any size: messages go nowhere, and what it sends and calls is counted."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,8 +1,5 @@
 """Uneven all-to-all with every codec."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,8 +14,6 @@ from tests.synthetic import gradient
 from tests.tiers import tiered
 
 from .conformance import coarseness
-
-pytestmark = pytest.mark.short
 
 WORLDS = (1, 2, 3, 5, 8)
 

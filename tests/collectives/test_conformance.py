@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -21,8 +19,6 @@ from tests.synthetic import gradient
 from tests.tiers import exhaustive
 
 from .conformance import DTYPES, FEW_LENGTHS, LENGTHS, WORLDS, conform, given, pairs, takes
-
-pytestmark = pytest.mark.short
 
 DEFAULTS = defaults()
 MULTI_HOP = ("butterfly", "grid", "ring")  # they add in another order

@@ -1,7 +1,5 @@
 """dynamiq around ring and butterfly: the same bits on all ranks, no bias, errors in the order of the paper."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -20,8 +18,6 @@ from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 
 from .conformance import given, same_everywhere
-
-pytestmark = pytest.mark.short
 
 WAYS = {"ring": ring.schedule, "butterfly": butterfly.schedule}
 

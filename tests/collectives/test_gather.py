@@ -1,7 +1,5 @@
 """Sizes of messages come from the wire, and memory is taken only for sizes that make sense."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,8 +10,6 @@ from fusionlayer.collectives.gather import gather_v
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import on_threads
-
-pytestmark = pytest.mark.short
 
 
 @looped("announced", [-1, 101, 1 << 62])

@@ -1,7 +1,5 @@
 """Sums in rows and columns: bits are those of plain steps, and no rank sends more than 4 sqrt(ranks) messages."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """``integer_sum``: one quantisation, exact sums, widths that follow the number of ranks, bytes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -17,8 +15,6 @@ from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 from .conformance import conform, same_everywhere
-
-pytestmark = pytest.mark.short
 
 integer_sum = collectives.get("integer_sum")
 

@@ -1,7 +1,5 @@
 """The switcher with a rank that comes late: its lateness is no cost of either form, and all ranks choose alike."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -11,8 +9,6 @@ from fusionlayer.collectives import switching
 from fusionlayer.collectives.switching import SAMPLES, Switcher
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 WORLD, LATE = 3, 2
 LIKE = torch.zeros(1)

@@ -1,7 +1,5 @@
 """low_rank: the factors of matrices are summed, and what they leave out is kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +18,6 @@ from tests.collectives.conformance import same_everywhere
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 SHAPES = {"matrix": (60, 40), "vector": (33,), "kernel": (16, 8, 3, 3), "small": (3, 4), "scalar": (), "wide": (10, 90)}
 GAP = 5

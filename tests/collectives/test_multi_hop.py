@@ -1,7 +1,5 @@
 """Ring and butterfly: who sends what to whom, and what comes of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +21,6 @@ from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 
 from .conformance import DTYPES, conform, given, same_everywhere, sum_over_ranks
-
-pytestmark = pytest.mark.short
 
 SCHEDULES = {"ring": ring.schedule, "butterfly": butterfly.schedule}
 REDUCE = {"ring": ring.ring, "butterfly": butterfly.butterfly}

@@ -1,7 +1,5 @@
 """Ring and butterfly among processes of which one dies, or does something else, in the middle."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping
 

@@ -1,12 +1,9 @@
 """Noise of stochastic rounding is drawn anew by every rank, for every chunk and in every rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,8 +17,6 @@ from tests.ranks import over_threads
 from tests.synthetic import gradient
 
 from .conformance import takes
-
-pytestmark = pytest.mark.short
 
 WORLD, PER_NODE = 4, 2
 NUMEL = WORLD * 8192

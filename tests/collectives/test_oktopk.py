@@ -1,7 +1,5 @@
 """The sparse all-reduce: what comes out, what is kept, what travels."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -80,7 +78,6 @@ def check(transport: Transport, numel: int, dtype: torch.dtype, feedback: bool) 
         assert same_everywhere(transport, x)
 
 
-@pytest.mark.short
 @looped("feedback", [False, True])
 @looped("dtype", DTYPES)
 @pytest.mark.parametrize("world", tiered([1, 2, 3, 4, 8], lambda world: world in (2, 3)))
@@ -90,7 +87,6 @@ def test_sums_and_residuals_are_exact(transport: Transport, world: int, dtype: t
         check(transport, numel, dtype, feedback)
 
 
-@pytest.mark.short
 @looped("world", [2, 5])
 @on_threads()
 def test_values_that_are_not_finite_reach_all_and_are_not_kept(transport: Transport, world: int) -> None:
@@ -105,7 +101,6 @@ def test_values_that_are_not_finite_reach_all_and_are_not_kept(transport: Transp
     assert same_everywhere(transport, x)
 
 
-@pytest.mark.short
 @on_threads(3)
 def test_no_value_that_is_not_finite_is_crowded_out_by_others(transport: Transport) -> None:
     """More of them than would pass, and a NaN is larger than an Inf."""
@@ -116,7 +111,6 @@ def test_no_value_that_is_not_finite_is_crowded_out_by_others(transport: Transpo
     assert x[:10].isinf().all() and x[10:30].isnan().all() and residual.isfinite().all()
 
 
-@pytest.mark.short
 @looped("world", [2, 4, 8])
 def test_volume_does_not_grow_with_the_ranks(world: int) -> None:
     """2 (size - 1) / size * 8k bytes of pairs, and what is needed to agree."""
@@ -141,7 +135,6 @@ def periodic(numel: int, **options: float) -> tuple[Codec, Part]:
     return codec.for_parts([part]), part
 
 
-@pytest.mark.short
 def test_thresholds_and_regions_serve_many_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions ``tau`` sums, the threshold ``reuse``; where a rank has lost what it kept, all find both anew at once."""
     world, numel, steps, lost, at = 3, 4000, 13, 10, [0] * 3
@@ -175,7 +168,6 @@ def test_thresholds_and_regions_serve_many_sums(monkeypatch: pytest.MonkeyPatch)
         assert sorted(found[name]) == [(rank, step) for rank in range(world) for step in steps_of]
 
 
-@pytest.mark.short
 def test_no_rank_sends_more_than_the_bound_of_the_paper() -> None:
     """6 k (P - 1) / P words, where the sums that pass lie in one region; and then, results are what they would be."""
     world, k, zone = 8, 8000, 64_000

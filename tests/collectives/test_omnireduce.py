@@ -1,7 +1,5 @@
 """omnireduce: the blocks that any rank has selected are summed, the others are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,8 +9,6 @@ from fusionlayer.codecs.research.omnireduce import OmniReduce, Share
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
-
-pytestmark = pytest.mark.short
 
 
 def test_the_share_follows_the_union_with_momentum() -> None:

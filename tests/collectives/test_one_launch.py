@@ -1,7 +1,5 @@
 """``two_shot`` in one launch between processes: memory that all map, and the CUDA kernels compiled for the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Pieces of a collective: the same result, in an order that all ranks share, and no rank left waiting."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -27,8 +25,6 @@ from tests.synthetic import gradient
 from tests.tiers import tiered
 
 from .conformance import agreed_coarseness, coarseness, given, same_everywhere
-
-pytestmark = pytest.mark.short
 
 WORLDS = (1, 2, 3, 4)
 LENGTHS = (0, 1, 129, 5000)

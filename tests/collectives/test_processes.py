@@ -1,7 +1,5 @@
 """The same demands over real processes: one start of each number of ranks for all pairs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,10 +1,7 @@
 """What error feedback is worth when values are not finite: it stays what it was there, and loses nothing elsewhere."""
 
-from __future__ import annotations
-
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,8 +14,6 @@ from tests.loops import looped
 from tests.ranks import over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks
-
-pytestmark = pytest.mark.short
 
 WORLD, NUMEL, ODD = 4, 3000, 3
 BROKEN = {17: math.nan, 1500: math.inf, NUMEL - 1: -math.inf}

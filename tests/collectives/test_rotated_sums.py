@@ -1,8 +1,5 @@
 """two_shot sums rotated values as they are, where nothing asks for the values themselves."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,8 +10,6 @@ from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 WORLD, N = 3, 20_011  # the last run is ragged: what rotation spreads over its padding stays in rotated sums alone
 ROTATED = (

@@ -1,7 +1,5 @@
 """The switcher takes the faster form, agrees over ranks, and follows network and data. Clocks are made up."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random
@@ -31,8 +29,6 @@ from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
 
 from .conformance import same_everywhere
-
-pytestmark = pytest.mark.short
 
 LIKE = torch.zeros(1)
 SLOW = Costs(AlphaBeta(1e-4, 8e-8), AlphaBeta(3e-4, 8e-8), 0.7)  # 100 Mbit/s

@@ -1,7 +1,5 @@
 """Sums in two levels: what travels between nodes, what every rank gets, and what the levels' codecs do to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 

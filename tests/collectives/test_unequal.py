@@ -1,7 +1,5 @@
 """Shares of a sum: the bits of equal ones, the bytes that they promise, and nothing lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -21,8 +19,6 @@ from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 
 from .conformance import given, same_everywhere, sum_over_ranks, takes
-
-pytestmark = pytest.mark.short
 
 SHARES = [(1,), (3, 1), (333, 333, 0), (0, 0, 1), (333, 333, 334, 0), (1, 2, 3, 500)]
 BLOCKWISE = [codecs.get(name) for name in ("raw", "bf16", "int8", "int4")]

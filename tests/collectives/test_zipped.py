@@ -1,7 +1,5 @@
 """Zipped collectives give the bits of uncompressed ones, and send fewer bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
@@ -21,8 +19,6 @@ from tests.ranks import on_threads, over_threads
 from tests.synthetic import bit_patterns, gradient
 
 from .conformance import DTYPES, WORLDS, same_everywhere
-
-pytestmark = pytest.mark.short
 
 RAW, ZIP = codecs.get("raw").bare, codecs.get("zip")
 ZIPPED = [codec for name in codecs.names() if (codec := codecs.get(name)).zips]

@@ -1,7 +1,5 @@
 """Zipped collectives over real connections: messages long enough to be acknowledged, and several pieces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the coordinator decides, request by request."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -21,8 +19,6 @@ from fusionlayer.coordination.requests import (
     write_farewell,
     write_response,
 )
-
-pytestmark = pytest.mark.short
 
 SUM = Signature("allreduce", dtypes=("float32",), shapes=((4,),), op="Sum")
 

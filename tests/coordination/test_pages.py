@@ -1,7 +1,5 @@
 """Large results are made by large pages, where the system has them."""
 
-from __future__ import annotations
-
 import mmap
 import re
 from pathlib import Path
@@ -10,8 +8,6 @@ import pytest
 import torch
 
 from fusionlayer.coordination.pages import by_large_pages
-
-pytestmark = pytest.mark.short
 
 MAPS = Path("/proc/self/smaps")
 

@@ -1,8 +1,5 @@
 """Reductions of every kind and type: against torch's own, and with ranks that have nothing to add."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,8 +8,6 @@ from fusionlayer.coordination.reductions import combine, neutral, reduce_as
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 OPS = {
     "Sum": lambda every: every.sum(0),

@@ -1,11 +1,8 @@
 """Operations by name with several scales that are pending at once: each gets its own, fused or not."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,8 +14,6 @@ from fusionlayer.coordination.requests import Request, Response, Signature
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 WORLD = 3
 SCALES = (1.0, 0.5, 4.0)

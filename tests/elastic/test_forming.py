@@ -1,7 +1,5 @@
 """Members agree on the next generation, whoever is lost meanwhile. They are threads, each with a desk of its own."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -19,8 +17,6 @@ from fusionlayer.elastic.generation import Generation, Member, MemberAddress, Me
 from fusionlayer.process.processes import Identity
 from tests.loops import looped
 from tests.transport.relays import Relay
-
-pytestmark = pytest.mark.short
 
 
 class Desk:

@@ -1,7 +1,5 @@
 """What a generation of an elastic job has used is freed with it, by reference counts alone."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import time

@@ -1,7 +1,5 @@
 """A newcomer is lost at each point of its life, alone or with another: the others go on, long before a time-out."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

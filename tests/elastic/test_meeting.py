@@ -1,7 +1,5 @@
 """Rank 0 is stopped while those that a launcher has started meet for an elastic job."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

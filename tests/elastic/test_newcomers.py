@@ -1,7 +1,5 @@
 """Who joins an elastic job gets the members' state to the bit, and no more of it than it lacks; and it watches."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

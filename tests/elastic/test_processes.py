@@ -1,7 +1,5 @@
 """Ranks of an elastic job are killed and come: the others go on in the same processes, with the same bits."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

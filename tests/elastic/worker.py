@@ -1,7 +1,5 @@
 """A rank of an elastic job, for tests: it trains, is lost where it is told, and says what became of the others."""
 
-from __future__ import annotations
-
 import os
 import time
 import zlib

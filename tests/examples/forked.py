@@ -1,7 +1,5 @@
 """Examples in ranks that fork from the harness: what torchrun runs, without its agent and without new Pythons."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

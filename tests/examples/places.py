@@ -1,7 +1,5 @@
 """Where the examples are, and whether this machine lets them make network namespaces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

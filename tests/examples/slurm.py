@@ -1,7 +1,5 @@
 """A cluster of Slurm on this machine: the controller and the daemons of a few nodes, all with files in one folder."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The example of DeepSpeed, under both launchers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The demonstration runs, tells the truth, fails loudly and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

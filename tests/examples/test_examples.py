@@ -1,7 +1,5 @@
 """Every example runs, and says what it has measured: one under torchrun, the others in ranks that are forked."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -102,7 +100,6 @@ def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-@pytest.mark.short
 @pytest.mark.usefixtures("examples_on_path")
 @looped(
     "arguments, complaint",

@@ -1,7 +1,5 @@
 """The scripts that are written to Horovod's API, on fusionlayer; the losses beside those of one process."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The manifests for Kubernetes, and the Dockerfile. There is no cluster and no Docker: pods are processes here."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex
@@ -58,7 +56,6 @@ def words(kind: str) -> list[str]:
 # ---- what needs nothing but this repository -------------------------------------------------------------------------
 
 
-@pytest.mark.short
 def test_numbers_and_names_of_manifests_agree() -> None:
     assert {*MANIFESTS} == {"trainjob", "jobset", "mpijob"}
     for kind, manifest in MANIFESTS.items():
@@ -77,7 +74,6 @@ def test_numbers_and_names_of_manifests_agree() -> None:
     assert command[command.index("-n") + 1] == str(pods * spec["slotsPerWorker"])
 
 
-@pytest.mark.short
 def test_an_image_gets_what_the_build_needs() -> None:
     """The Dockerfile names what it copies, and .dockerignore lets in what setup.py reads."""
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]

@@ -1,7 +1,5 @@
 """The program of docs/frameworks.md for Lightning, as a script that Lightning starts, where it is installed."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example of Megatron-Core, under torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,6 @@ from .test_examples import of_page
 SMALL = ("--width", "64", "--layers", "1", "--context", "32", "--batch-size", "8", "--steps", "4")
 
 
-@pytest.mark.short
 @looped(
     "given, complaint",
     [

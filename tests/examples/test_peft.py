@@ -1,7 +1,5 @@
 """The program of docs/frameworks.md for PEFT, as a script of two processes, where it is installed. Last run: 0.21.2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

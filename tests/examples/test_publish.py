@@ -1,7 +1,5 @@
 """The example of a trainer and a generator: text comes from several versions, the last one the trainer's."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

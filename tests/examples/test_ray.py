@@ -1,7 +1,5 @@
 """The scripts of the page about Ray, saved and started as it says, where Ray is installed. Last run: Ray 2.60.0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The page about Slurm on Slurm itself: its daemons run here, as four nodes of one machine. Else a stand-in does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

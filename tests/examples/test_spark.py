@@ -1,7 +1,5 @@
 """The scripts of the page about Spark, as it says, where Spark and Java are installed. Last run: Spark 4.1.1."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scripts of the pages Start and of the guide to DDP, saved and started as these pages say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The page about two boxes, to the letter: two hosts of the lab with names of their own, by torchrun and over ssh."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

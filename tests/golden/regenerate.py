@@ -4,8 +4,6 @@ After a wanted change of the wire format, or with a new codec: ``python -m tests
 the repository, and the difference of the files belongs to the change.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

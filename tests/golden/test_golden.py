@@ -1,12 +1,6 @@
-from __future__ import annotations
-
-import pytest
-
 from tests.loops import looped
 
 from .regenerate import FILES, FOLDER, text
-
-pytestmark = pytest.mark.short
 
 
 @looped("name", FILES)

@@ -3,8 +3,6 @@
 ncu --clock-control none --profile-from-start off --set full python -m tests.gpu.profiled
 """
 
-from __future__ import annotations
-
 import torch
 
 import fusionlayer as fl

@@ -13,8 +13,6 @@ nothing. Each part has a share of the seconds. The result is written after every
 of all parts, and the traceback of every test that failed. ``second -k`` names tests to run once more, before the rest.
 """
 
-from __future__ import annotations
-
 import argparse
 import glob
 import importlib.util

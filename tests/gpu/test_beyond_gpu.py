@@ -1,7 +1,5 @@
 """Tensors of more elements than 32 bits count, once for each kind of kernel: what lies behind is right, too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every codec of the core gives the same bits on a GPU as on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """What codecs, collectives and Horovod's face do with tensors on the CPU, they do on a GPU, over ranks in threads."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

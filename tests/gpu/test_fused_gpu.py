@@ -1,7 +1,5 @@
 """The fused verbs, and those of dynamiq, give the same bits on a GPU as on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Two ranks on one device over NCCL: the bits of gloo in every trainer, and failures that end in time and are named."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Planning by what a GPU tells of its steps: two processes share it, and their messages go by gloo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

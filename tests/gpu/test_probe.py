@@ -1,7 +1,5 @@
 """What a machine has, printed, and the first that must be so on it; its output is worth reading where others fail."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import platform

@@ -1,7 +1,5 @@
 """Trainers over processes that share a GPU: what travels goes by gloo, through the host."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

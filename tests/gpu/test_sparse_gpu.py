@@ -1,7 +1,5 @@
 """The sparse verbs give the same bits on a GPU as on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """The trainers among the bodies of ``test_nccl.py``: what ``two_ranks.py`` says of bodies is so of these."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -8,8 +8,6 @@ NCCL refuses two ranks that share a device, unless it takes them for two hosts: 
 messages go through sockets of the loopback, which is slow, and enough to see that sums, orders and failures are right.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

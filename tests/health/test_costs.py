@@ -1,7 +1,5 @@
 """What it costs by the number of ranks to find out who is to blame: counted, with a clock of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -23,8 +21,6 @@ from fusionlayer.health.watcher import Watcher
 from fusionlayer.process.processes import Identity
 from tests.counting import Clock, CountingStore
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 
 class Job:

@@ -1,7 +1,5 @@
 """What is made of the signs of life, without any ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -29,8 +27,6 @@ from fusionlayer.process.processes import Identity
 from fusionlayer.transport import Transport
 from fusionlayer.transport.linked import LinkedTransport
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 GONE = Evidence(1, "gone", "rank 1 is gone")
 STOPPED = Evidence(2, "stopped", "rank 2 is stopped")

@@ -1,7 +1,5 @@
 """Who is to blame, from where ranks are."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +17,6 @@ from fusionlayer.health.tcp import Links, TcpCounters
 from fusionlayer.health.waits import UsualWait
 from fusionlayer.process.processes import Identity
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 ME = Identity.own()
 CALL = Call("all_reduce of (4) float32")

@@ -1,18 +1,12 @@
 """The thread that looks after the watches, without any ranks."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
-
 from fusionlayer.health import monitor
-
-pytestmark = pytest.mark.short
 
 
 def make_watch() -> Mock:

@@ -1,7 +1,5 @@
 """Where a thread is, from its stack."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
@@ -9,8 +7,6 @@ import threading
 import pytest
 
 from fusionlayer.health import stack
-
-pytestmark = pytest.mark.short
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="allocations do not collect garbage")

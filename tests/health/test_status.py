@@ -1,7 +1,5 @@
 """`fusionlayer status`: the file that the first rank keeps, and its table."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, replace
@@ -16,8 +14,6 @@ from fusionlayer.health.calls import Call
 from fusionlayer.health.report import Report
 from fusionlayer.health.state import ChannelState, Finding, RankState
 from fusionlayer.process.processes import Identity
-
-pytestmark = pytest.mark.short
 
 ME = Identity.own()
 

@@ -1,7 +1,5 @@
 """Jobs that know only torch, and one rank to which something happens: the first rank alive names it, and its line."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

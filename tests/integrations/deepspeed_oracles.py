@@ -1,7 +1,5 @@
 """What each step of DeepSpeed must make with weights as differences, and with 1-bit Adam: the same in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainings by DeepSpeed that tests start in their ranks: one for each kind of parallelism, small, from one seed."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

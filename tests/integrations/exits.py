@@ -6,8 +6,6 @@ prints for each case how its ranks ended and what they left behind, as JSON. Ran
 has imported torch already, and then end as any program of Python does.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

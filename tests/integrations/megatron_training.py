@@ -1,7 +1,5 @@
 """What ranks do with Megatron-Core in tests, over gloo or compressed: the example, small; layers and stages alone."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Training with gradients that are encoded one by one, ahead of fusion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +15,6 @@ from tests.codecs.toy_sparse import toy_sparse
 from tests.integrations.training import make_model, reference, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 SPARSE: dict[str, Any] = {"codec": "toysparse", "density": 0.1, "warmup": 3}
 

@@ -1,7 +1,5 @@
 """``.grad`` is the average of all ranks when ``backward()`` returns; a gradient that changes before is refused."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +26,6 @@ from tests.integrations.training import (
 )
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 
 def gradients(model: nn.Module) -> Tensor:

@@ -1,7 +1,5 @@
 """Gradients are averaged once: whatever else averages those of the same parameters is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -166,7 +164,6 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer = optimizer
 
 
-@pytest.mark.short
 @looped("wrap", [LightningOptimizer, DeepSpeedZeroOptimizer, AcceleratedOptimizer])
 def test_what_a_framework_has_wrapped_is_refused(wrap: Callable[[Optimizer], Any]) -> None:
     with pytest.raises(fl.ConfigError, match="around SGD, which steps and averages.*give the plain optimizer"):

@@ -1,7 +1,5 @@
 """Bytes that a node sends to other nodes by default, in every API: those of one message, whatever its ranks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

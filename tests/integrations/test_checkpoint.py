@@ -1,7 +1,5 @@
 """Checkpoints as differences: any version comes back to the bit, and what was damaged is told."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path
@@ -16,8 +14,6 @@ from fusionlayer.base.errors import ConfigError, WireError
 from tests.codecs.conformance import same_bits
 from tests.codecs.test_delta import moved
 from tests.synthetic import bit_patterns, gradient
-
-pytestmark = pytest.mark.short
 
 
 def state_at(version: int) -> dict[str, Any]:

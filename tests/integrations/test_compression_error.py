@@ -1,7 +1,5 @@
 """What codecs lose, measured while training runs: the metric, the warning, and another codec where it is too much."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,8 +15,6 @@ from fusionlayer.observe import counts, metrics
 from fusionlayer.scheduler.compression_error import EVERY, FIRST, LIMIT, relative_error
 from fusionlayer.transport import local
 from tests.tiers import needs
-
-pytestmark = pytest.mark.short
 
 LENGTH, STEPS = 128, FIRST + 3
 

@@ -1,7 +1,5 @@
 """What environment variables set for a script that says nothing of it, and how their mistakes are told."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,6 @@ from torch import nn
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError
-
-pytestmark = pytest.mark.short
 
 
 def plan_of(ranks: int = 2, **arguments: Any) -> fl.FusionPlan:

@@ -1,7 +1,5 @@
 """The communication hook of DistributedDataParallel, over real processes."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed with its traffic compressed: every kind of parallelism, in two starts of two processes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """The section of a DeepSpeed configuration: what it means, and what each mistake in it is answered with."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import fields
@@ -18,8 +16,6 @@ from fusionlayer.frameworks.deepspeed.section import ROUTERS, DeepSpeedSection, 
 from fusionlayer.frameworks.deepspeed.spans import GradientSpan, Spans
 from fusionlayer.training.weights import PRESETS, Weights
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 
 def section(given: Any, stage: int = 2, **zero: Any) -> DeepSpeedSection:

@@ -1,7 +1,5 @@
 """What engines are called by, and what of theirs is replaced: their sources still have it, with these arguments."""
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +8,6 @@ import pytest
 
 import fusionlayer as fl
 from tests.tiers import needs
-
-pytestmark = pytest.mark.short
 
 INITIALIZE = "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu dist_init_required"
 ZERO = "runtime/zero/"

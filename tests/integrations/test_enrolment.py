@@ -1,7 +1,5 @@
 """Parameters that are unfrozen, frozen or added after wrapping: they are reduced like others, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from fusionlayer.transport import local
 from tests.integrations.training import CLASSES, fill, loss_of, make_model, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 STEPS = 10
 

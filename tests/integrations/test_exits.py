@@ -1,7 +1,5 @@
 """How programs end that are ended in the middle of training: as they ask, at once, and without a trace."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Nothing here asserts a time: what hangs is ended by the harness, which fails the test.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ A case takes steps without an update, so that lossy codecs get the gradients of 
 hold back is what plain DDP gives, parameter by parameter.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A bit that flips between two processes is an error on every rank, for every front and kind of codec."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

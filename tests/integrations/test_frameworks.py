@@ -1,7 +1,5 @@
 """What docs/frameworks.md says of Accelerate, Hugging Face's Trainer, Lightning and meshes, in one start."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

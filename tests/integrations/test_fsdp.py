@@ -1,7 +1,5 @@
 """FSDP2 with compressed collectives, over ranks that are processes: the bits of training without it, and errors."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import signal

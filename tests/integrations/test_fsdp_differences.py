@@ -1,7 +1,5 @@
 """FSDP2 whose weights travel as differences: copies of weights on every rank, when they travel, and checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Collectives called directly on tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -200,14 +198,12 @@ CHECKS = [
 ]
 
 
-@pytest.mark.short
 @looped("check", CHECKS)
 @looped("world", [2, 3])
 def test_over_threads(check: Callable[[int, int], None], world: int) -> None:
     local.run(lambda rank: check(rank, world), world)
 
 
-@pytest.mark.short
 @on_ranks(1)
 def test_one_rank(rank: int) -> None:
     x = of_shape((5, 7), 0)

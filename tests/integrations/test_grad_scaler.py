@@ -1,10 +1,7 @@
 """torch.amp.GradScaler around a DistributedOptimizer, without a word about synchronize()."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
@@ -15,8 +12,6 @@ from fusionlayer.transport import local
 from tests.integrations.training import averaged, loss_of, make_model, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 
 def scaled_training(rank: int, steps: int, *, clip: bool = False, inf_at: int | None = None, **options: Any) -> Any:

@@ -1,11 +1,8 @@
 """What a newcomer of an elastic job gets has the bits that members have, and no more bytes than need be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,8 +12,6 @@ from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 N = 70_001
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -1,7 +1,5 @@
 """Where a process stands in its job, and jobs started by real launchers."""
 
-from __future__ import annotations
-
 import atexit
 import io
 import json
@@ -58,14 +56,12 @@ def environment(launcher: str, *values: object) -> dict[str, str]:
 # ---- find_place -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 @looped("launcher", LAUNCHERS)
 def test_each_launcher_is_understood(launcher: str) -> None:
     assert find_place(environment(launcher, 5, 8, 1, 4)) == RankInfo(5, 8, 1, 4, launcher)
     assert find_place(environment(launcher, 1, 4)) == RankInfo(1, 4, 1, 4, launcher)
 
 
-@pytest.mark.short
 def test_nobody_launched_or_the_inner_launcher_wins() -> None:
     assert find_place({}) == RankInfo(0, 1, 0, 1, "single")
     assert find_place({"LOCAL_RANK": "3", "MASTER_ADDR": "x"}) == RankInfo()
@@ -74,7 +70,6 @@ def test_nobody_launched_or_the_inner_launcher_wins() -> None:
     assert find_place({**environment("mpirun", 1, 2), "RANK": "0"}).launcher == "mpirun"
 
 
-@pytest.mark.short
 @looped(
     "environ, text",
     [
@@ -116,7 +111,6 @@ def srun(rank: int, size: int, **more: object) -> dict[str, str]:
     return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size), **{f"SLURM_{k}": str(v) for k, v in more.items()}}
 
 
-@pytest.mark.short
 def test_tasks_of_srun() -> None:
     assert find_place(srun(1, 3)) == RankInfo(1, 3, 1, 3, "srun")
     uneven = {"STEP_NUM_TASKS": 7, "TASKS_PER_NODE": "9", "STEP_TASKS_PER_NODE": "2(x3),1"}
@@ -185,7 +179,6 @@ SEVERAL = {
 }
 
 
-@pytest.mark.short
 @looped("what", SEVERAL)
 def test_a_process_of_several_never_trains_alone_whatever_variables_are_left(what: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n1\nn1\nn2\nn2\n")
@@ -209,7 +202,6 @@ def test_a_process_of_several_never_trains_alone_whatever_variables_are_left(wha
         assert find_place({**silent, **telling, "RANK": "0", "WORLD_SIZE": "1"}).size == 1, "as the errors advise"
 
 
-@pytest.mark.short
 def test_flux_and_pals_tell_places() -> None:
     flux = pairs("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1 PMI_RANK=3 PMI_SIZE=4")
     assert find_place({**flux, "FLUX_JOB_NNODES": "2"}) == RankInfo(3, 4, 1, 2, "flux"), "until ranks count"
@@ -219,7 +211,6 @@ def test_flux_and_pals_tell_places() -> None:
     assert find_place(pals) == RankInfo(5, 8, 1, 4, "pals")
 
 
-@pytest.mark.short
 def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
     hosts = {"gpu[07-09,12],login": "gpu07", "a-3": "a-3", "n[1,3]": "n1", "r[1-2]c[03-08]": "r1c03", "x1,x2": "x1"}
     ports = set()
@@ -235,7 +226,6 @@ def test_tasks_of_several_nodes_meet_on_that_of_rank_0() -> None:
         make_store(RankInfo(0, 4, 0, 2, "srun"), 1.0, srun(0, 4, JOB_ID=7))
 
 
-@pytest.mark.short
 def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
     store, hosts = HashStore(), iter("ababa")
 
@@ -253,7 +243,6 @@ def test_ranks_count_those_of_their_host_where_no_variable_does(monkeypatch: pyt
     assert launch.settle(told, HashStore(), 20.0, environment("torchrun", 1, 4, 1, 2)) == told
 
 
-@pytest.mark.short
 def test_meeting_point_that_makes_no_sense() -> None:
     with pytest.raises(fl.ConfigError, match="several hosts .2 here. and no MASTER_ADDR and no MASTER_PORT.*mpirun -x"):
         make_store(RankInfo(0, 4, 0, 2, "mpirun"), 1.0, {})
@@ -557,7 +546,6 @@ def test_job_that_cannot_begin_says_why(tmp_path: Path) -> None:
     run_ranks(check_jobs_that_cannot_begin, 1, str(tmp_path), backend=None)
 
 
-@pytest.mark.short
 def test_ranks_with_other_sizes_name_the_numbers_and_where_they_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "host0")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -609,7 +597,6 @@ def test_a_foreign_program_where_ranks_meet_is_named(greeting: bytes) -> None:
 # ---- a store that outlives the processes ----------------------------------------------------------------------------
 
 
-@pytest.mark.short
 def test_rank_0_has_come_while_it_waits_for_a_rank_that_does_not() -> None:
     store = HashStore()
 
@@ -625,7 +612,6 @@ def test_rank_0_has_come_while_it_waits_for_a_rank_that_does_not() -> None:
         assert list(threads.map(greet, range(2))) == [True, True]
 
 
-@pytest.mark.short
 def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
     """It may keep the store. Who comes to it later than rank 0 has given up blames the same rank."""
     store = HashStore()
@@ -644,7 +630,6 @@ def test_rank_0_stays_until_the_others_know_why_ranks_cannot_meet() -> None:
     assert told.is_set()
 
 
-@pytest.mark.short
 def test_ranks_that_were_restarted_do_not_meet_those_before_them() -> None:
     """The store of torchrun's agent has the keys of earlier processes, some of which were never answered."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

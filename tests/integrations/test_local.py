@@ -1,7 +1,5 @@
 """Local steps: ranks train by themselves and sync after every H steps. A plain loop in torch says what comes out."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re
@@ -24,8 +22,6 @@ from tests.integrations.training import CLASSES, FEATURES, fill, loss_of, make_m
 from tests.loops import looped
 from tests.ranks import on_ranks
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 
 def sgd(parameters: Iterable[Any]) -> Optimizer:

@@ -1,7 +1,5 @@
 """Local steps after averaged gradients: post-local SGD, and 0/1 Adam. Plain loops in torch say what comes out."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable
@@ -19,8 +17,6 @@ from tests.integrations.test_local import Oracle, adamw, load, make_pair, same, 
 from tests.integrations.training import loss_of, make_model, reference, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 FREEZE = 3

@@ -1,7 +1,5 @@
 """Local steps over real processes: sharded models, the process-group backend, and ranks that are killed."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron-Core over the backend: lossless codecs leave every bit as it is over gloo, lossy ones send what they say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,7 +204,6 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.short
 @pytest.mark.usefixtures("alone")
 def test_each_weight_is_gathered_once_though_several_optimizers_step() -> None:
     """Megatron has one for experts, and either gathers all weights of the model when it has stepped."""
@@ -280,7 +277,6 @@ def test_buckets_over_the_backend() -> None:
     torch.testing.assert_close(torch.tensor(found[0][0]), torch.tensor(first[0]), rtol=0, atol=0.02)
 
 
-@pytest.mark.short
 def test_the_backend_is_named_where_it_is_another(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/gloo", rank=0, world_size=1)
     try:
@@ -290,7 +286,6 @@ def test_the_backend_is_named_where_it_is_another(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.short
 @pytest.mark.usefixtures("alone")
 def test_what_does_not_fit_is_told() -> None:
     with pytest.raises(ConfigError, match="got a SGD; expected Megatron's distributed optimizer"):

@@ -1,7 +1,5 @@
 """Dispatch and combine of experts' tokens, with ranks that are threads."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -16,8 +14,6 @@ from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 WORLDS = (1, 2, 3, 4)
 WIDTH, HIDDEN, PER_RANK, CHOSEN = 24, 40, 2, 2

@@ -1,7 +1,5 @@
 """Mixtures of experts over ranks that are processes: torch.compile, shared weights beside experts, lost peers."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """The same call gives the same bits from every front: one choice of collective, one place where values are scaled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
@@ -135,7 +133,6 @@ def is_fast(front: str, codec: Codec, world: int) -> bool:
 CASES = [case for case in product(THREADED, defaults(), WORLDS) if case[-1] < 4 or is_fast(*case)]
 
 
-@pytest.mark.short
 @looped("front, codec, world", tiered([case for case in CASES if (case[0], case[1].name) not in EXCEPTIONS], is_fast))
 @on_threads()
 def test_every_front_gives_the_same_bits(transport: Transport, front: str, codec: Codec, world: int) -> None:

@@ -1,7 +1,5 @@
 """A job of one rank refuses what a larger one would: mistakes show on the first machine, not on the cluster."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +14,6 @@ from fusionlayer.parallel.moe import Dispatcher
 from fusionlayer.parallel.tensor_parallel.channel import Channel
 from tests.loops import looped
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 
 def optimizer(**options: Any) -> Any:

@@ -1,7 +1,5 @@
 """``OneBitAdam``: the arithmetic of its paper, over any codec; checkpoints; what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -16,8 +14,6 @@ from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 FREEZE, STEPS, WORLD = 3, 8, 2
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

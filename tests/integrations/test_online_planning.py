@@ -1,7 +1,5 @@
 """Training that plans by what its own first steps take: the same on every rank, and the same results."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from pathlib import Path
@@ -48,7 +46,6 @@ def deep(rank: int, steps: int = STEPS, **options: Any) -> tuple[torch.Tensor, A
 # ---- ranks that are threads -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 @looped("planner", BY_COSTS)
 def test_results_are_those_of_one_process(planner: str) -> None:
     with costs_measured(latency=0.0, per_byte=1e-6) as network:
@@ -56,7 +53,6 @@ def test_results_are_those_of_one_process(planner: str) -> None:
     assert sorted(network.ranks) == [0, 1, 2]
 
 
-@pytest.mark.short
 @looped("overlap", [False, True])
 def test_the_switch_changes_no_bit_of_sparse_training(overlap: bool) -> None:
     """Ahead of fusion each tensor is selected by itself, so whatever it travels with the sums are the same."""
@@ -85,7 +81,6 @@ def test_the_switch_changes_no_bit_of_sparse_training(overlap: bool) -> None:
     assert counts[:2] == [1, 1] and counts[2] == counts[3] > 1
 
 
-@pytest.mark.short
 def test_what_was_measured_serves_the_next_run_and_explain(tmp_path: Path) -> None:
     def first(rank: int) -> None:
         _, optimizer = deep(rank, codec="int8", planner="mg_wfbp")
@@ -111,7 +106,6 @@ def test_what_was_measured_serves_the_next_run_and_explain(tmp_path: Path) -> No
     assert len(plan_costs(profile, plan, Scenario(profile.fastest_rate), measured=True)) == len(plan.buckets)
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("fidelity", ["lossless", "near_lossless", "aggressive"])
 def test_auto_chooses_and_says_why(fidelity: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fusionlayer")
@@ -133,7 +127,6 @@ def test_auto_chooses_and_says_why(fidelity: str, caplog: pytest.LogCaptureFixtu
     assert f"rules[0]: auto, {fidelity}: " in tables[0]
 
 
-@pytest.mark.short
 def test_rules_hold_from_the_first_step(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("rules: [{match: '*bias', codec: raw}, {codec: int, options: {bits: 8}}]")
@@ -151,7 +144,6 @@ def test_rules_hold_from_the_first_step(tmp_path: Path) -> None:
     assert all((codec == "raw") == name.endswith("bias") for name, codec in first.items())
 
 
-@pytest.mark.short
 @looped(
     "options, message",
     [
@@ -172,7 +164,6 @@ def test_what_cannot_be_is_refused(rank: int, options: dict[str, Any], message: 
         fl.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("options", [{"planning": fl.Planning(planner="safusion")}, {"codec": "auto"}], ids=str)
 def test_a_gpu_is_planned_for_by_its_own_clock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of a GPU until there is an engine, so this needs none."""
@@ -184,7 +175,6 @@ def test_a_gpu_is_planned_for_by_its_own_clock(options: dict[str, Any], monkeypa
     assert isinstance(clock, DeviceClock) and clock.device == device
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(("per_element", "chosen"), [(1e-9, "int"), (1e-4, "raw")])
 def test_auto_follows_what_a_device_tells(per_element: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host takes no time for a step, the device 9 s and more: the choice is made by what codecs cost there."""

@@ -1,7 +1,5 @@
 """The contract that Horovod's users know: class, names, hooks, the order of calls, and what a wrong order says."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -21,8 +19,6 @@ from fusionlayer.transport import local
 from tests.integrations.training import loss_of, make_model, reference, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> SGD:

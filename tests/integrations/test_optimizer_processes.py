@@ -1,7 +1,5 @@
 """DistributedOptimizer over real processes: what threads cannot show."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

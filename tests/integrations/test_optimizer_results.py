@@ -1,7 +1,5 @@
 """What DistributedOptimizer computes: the training of one process on everybody's data, the same bits on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ from tests.integrations.training import (
     weights,
 )
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 

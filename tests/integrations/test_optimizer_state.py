@@ -1,7 +1,5 @@
 """What a checkpoint holds, and what is broadcast at the start."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -15,8 +13,6 @@ from fusionlayer.transport import local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 
 def make_pair(**options: Any) -> tuple[nn.Module, Any]:

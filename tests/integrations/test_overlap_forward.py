@@ -1,7 +1,5 @@
 """Updates that wait for the next forward give the bits of those that do not."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -23,8 +21,6 @@ from fusionlayer.transport import local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 WORLD = 2
 STEPS = WARM_UP + MEASURED + 2

@@ -1,7 +1,5 @@
 """``Local(every="auto")``: how many local steps ranks make follows what they measure, the same on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,8 +15,6 @@ from tests.integrations.training import train, weights
 from tests.loops import looped
 
 from .test_local import make_pair, same
-
-pytestmark = pytest.mark.short
 
 
 class Scripted(HostClock):

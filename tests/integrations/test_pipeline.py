@@ -1,7 +1,5 @@
 """Pipelines whose stages send messages of a codec, under torch's schedules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Training with gradients of low rank: resumed, fused in any way, and in many buckets over processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ def make_pair(overlap: bool = False, **options: Any) -> tuple[nn.Module, Any]:
     return model, fl.DistributedOptimizer(optimizer, model.named_parameters(), **POWERSGD | options)
 
 
-@pytest.mark.short
 @on_ranks(2)
 def test_factors_are_kept_once_the_warm_up_is_over(rank: int) -> None:
     model, optimizer = make_pair(warmup_steps=2)
@@ -36,7 +33,6 @@ def test_factors_are_kept_once_the_warm_up_is_over(rank: int) -> None:
     assert {bucket.algorithm for bucket in optimizer.fusion_plan.buckets} == {"low_rank"}
 
 
-@pytest.mark.short
 @on_ranks(3)
 def test_results_do_not_depend_on_what_travels_together(rank: int) -> None:
     """One bucket, a bucket for each tensor, two lanes or one, or another plan from the third step on: the same bits."""

@@ -1,7 +1,5 @@
 """Jobs that users of other libraries reported as wrong: each gives the right values, or an error with the remedy."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterable
@@ -51,7 +49,6 @@ def assert_equals(results: list[Tensor], expected: Tensor) -> None:
 # ---- clipping, and gradients that no step uses ----------------------------------------------------------------------
 
 
-@pytest.mark.short
 def test_gradients_may_be_read_and_dropped_without_a_step() -> None:
     """https://github.com/horovod/horovod/issues/2420: the next step uses its own gradients alone.
 
@@ -81,7 +78,6 @@ def test_gradients_may_be_read_and_dropped_without_a_step() -> None:
 # ---- what is done with the model ------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 @looped("wrap", [by_fl, by_hvd])
 def test_an_epoch_may_end_before_all_passes_of_a_step(wrap: Wrap) -> None:
     """https://github.com/horovod/horovod/issues/2466: ``step`` takes fewer passes; without it an error names it."""
@@ -132,7 +128,6 @@ def halves(model: nn.Module) -> tuple[Optimizer, Optimizer]:
     return SGD(layers[0].parameters(), lr=0.1, momentum=0.9), Adam(layers[2].parameters(), lr=0.01)
 
 
-@pytest.mark.short
 @looped("wrap", [by_fl, by_hvd])
 def test_two_optimizers_of_one_model_take_turns(wrap: Wrap) -> None:
     """https://github.com/horovod/horovod/issues/1417: each half moves by its own averages.
@@ -180,7 +175,6 @@ def play(make: Callable[[Optimizer, nn.Module], Any], ranks: Iterable[int], shar
     return torch.cat([weights(generator), weights(judge)])
 
 
-@pytest.mark.short
 @looped("wrap", [by_fl, by_hvd])
 def test_a_generator_and_a_discriminator_may_have_the_same_names(wrap: Wrap) -> None:
     """https://github.com/horovod/horovod/issues/2559: each network gets the average of its own gradients."""
@@ -197,7 +191,6 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
 ]
 
 
-@pytest.mark.short
 @looped("make", OPTIMIZERS)
 @looped("wrap", [by_fl, by_hvd])
 @looped("wrapped_first", [True, False])

@@ -1,7 +1,5 @@
 """Copies of weights that differences keep up to date: the same bits on all ranks, near the weights, sent once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +11,6 @@ from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 NUMEL = 5000  # of each rank: groups of 2048 and a part of one
 CODEC = Weights.of("qwd").codec

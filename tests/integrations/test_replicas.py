@@ -1,7 +1,5 @@
 """Replicas are equal from the first step on, and ranks whose parameters part are told which."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,8 +20,6 @@ from fusionlayer.transport import Transport, local
 from tests.integrations.training import fill, loss_of, make_model, train, weights
 from tests.loops import looped
 from tests.ranks import on_ranks, over_threads
-
-pytestmark = pytest.mark.short
 
 
 class Mixed(nn.Module):

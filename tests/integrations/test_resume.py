@@ -1,7 +1,5 @@
 """Resumed training equals uninterrupted training, bit for bit: every way to train by every way to save and load."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -272,7 +270,6 @@ def is_fast(make: Any, options: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.short
 @looped("make, options", tiered(CASES, is_fast))
 def test_each_codec_resumes_from_each_step(make: Any, options: dict[str, Any]) -> None:
     """In new objects, and back in the ones that have trained on; saving changes nothing."""
@@ -319,7 +316,6 @@ def owed(optimizer: Any) -> dict[str, Tensor]:
     return {name: x * state["factor"] for name, x in merged_residuals([state]).items()}
 
 
-@pytest.mark.short
 @looped(
     "options, before, after",
     [({}, 3, 2), ({"gradient_predivide_factor": 2.0}, 2, 3), ({"op": fl.Sum}, 4, 2), ({"feedback_bits": 8}, 3, 2)],
@@ -366,7 +362,6 @@ def test_error_feedback_goes_to_another_number_of_ranks_and_its_sum_stays(
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=rounding)
 
 
-@pytest.mark.short
 def test_states_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
     sync = fl.Local.averaging(every=4)
 

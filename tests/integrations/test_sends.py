@@ -1,7 +1,5 @@
 """An optimizer of a user's that says by itself what it sends, by the hook that ``OneBitAdam`` has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,8 +9,6 @@ from torch import Tensor, nn
 import fusionlayer as fl
 from fusionlayer.transport import local
 from tests.ranks import on_ranks
-
-pytestmark = pytest.mark.short
 
 
 class Clipped(torch.optim.SGD):

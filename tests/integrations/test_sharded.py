@@ -1,7 +1,5 @@
 """A sharded optimizer: what an unsharded one does when nothing is compressed, and what compression may change."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

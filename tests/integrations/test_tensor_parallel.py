@@ -1,7 +1,5 @@
 """The operations of a tensor-parallel channel, with ranks that are threads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +14,6 @@ from tests.collectives.conformance import same_everywhere
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 WORLDS = (1, 2, 3, 4)
 BATCH, TOKENS, WIDTH, HIDDEN = 2, 12, 24, 48

@@ -1,7 +1,5 @@
 """Tensor parallelism with ranks that are processes: DTensor's styles, torch.compile, and data parallelism beside it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

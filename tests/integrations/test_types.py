@@ -1,7 +1,5 @@
 """What type checkers see of the package in a user's script."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import subprocess
@@ -18,7 +16,6 @@ from tests.tiers import long, needs
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.short
 def test_the_fronts_say_what_they_take_and_return() -> None:
     """``make lint`` runs mypy on ``typed_script.py``, which makes use of it."""
     assert inspect.signature(fl.DistributedOptimizer).return_annotation == "Distributed"

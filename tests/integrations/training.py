@@ -1,7 +1,5 @@
 """A small model, data and a training loop: the same bits in every process and thread."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ mypy reads this file and nobody runs it. It finds an error in every line that sa
 error too (``warn_unused_ignores``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The C ABI of the codec libraries as tests see it: cases, guarded buffers, and a byte comparison of two libraries."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

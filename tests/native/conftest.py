@@ -1,7 +1,5 @@
 """Libraries that several modules of these tests compare."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import functools

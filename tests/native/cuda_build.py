@@ -1,7 +1,5 @@
 """What nvcc makes of csrc for one architecture: of a few files, or all, once for all tests that look into it."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

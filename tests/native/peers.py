@@ -1,7 +1,5 @@
 """Emulated devices that reach each other's memory (``cuda_on_host/devices.cpp``), and ``fl_two_shot`` on them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager

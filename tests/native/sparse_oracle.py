@@ -1,7 +1,5 @@
 """Sparse messages as docs/wire_format.md says, element by element in numpy: what the libraries are compared with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The library for aarch64, run by an emulator, writes the bytes that the one for this machine writes."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import struct

@@ -3,8 +3,6 @@
 What bytes these should be, ``tests/codecs`` says by references in Python, and ``tests/golden``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -53,8 +51,6 @@ from tests.native.abi import (
     zip_case,
 )
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short  # the first test of a kind builds the kernels for the host
 
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # a warp has part of a group, one, or several tiles of one
 FIFTH, THIRD, MOST = (math.ceil(share * 2**32) for share in (0.2, 1 / 3, 1 - 2**-31))

@@ -1,7 +1,5 @@
 """What must change nothing in the CPU library: threads, forks, the caller's float environment, where memory ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform
@@ -49,8 +47,6 @@ from tests.native.abi import (
     threads,
     values,
 )
-
-pytestmark = pytest.mark.short
 
 LARGE = 200_001  # elements: more than a call keeps on one thread
 MIXED = (

@@ -1,7 +1,5 @@
 """What nvcc makes of csrc/cuda: needs nvcc, but neither a GPU nor a driver."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The CUDA kernels of ``rans``, compiled for the CPU (see cuda_on_host/), do what the CPU core does, byte for byte."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterator
@@ -17,8 +15,6 @@ from fusionlayer.native.wire import WireFormat
 from tests.native.abi import GUARD, Area
 from tests.synthetic import bit_patterns, gradient
 from tests.tiers import exhaustive
-
-pytestmark = pytest.mark.short  # the first test of a kind builds the kernels for the host
 
 BLOCK = 16384
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

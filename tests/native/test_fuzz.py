@@ -1,7 +1,5 @@
 """Decoders of lossless messages under AddressSanitizer and UndefinedBehaviorSanitizer: fuzz.cpp on the C ABI."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

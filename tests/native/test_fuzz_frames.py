@@ -1,7 +1,5 @@
 """The parser of frames of ``sockets`` under AddressSanitizer and UndefinedBehaviorSanitizer: fuzz_frames.cpp."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The authentication codes of ``csrc/sockets``: known answers, and Python's integers where carries run through."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quotients of two operations and a product are those of a division: quotients.cpp on the vectors of this machine."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

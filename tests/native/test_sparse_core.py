@@ -1,7 +1,5 @@
 """Sparse messages of the CPU core, on every instruction set, and of the CUDA kernels on the host, are as specified."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +36,6 @@ from tests.native.abi import (
 )
 from tests.native.sparse_oracle import BITMAP, BYTE, INF, SHORT, Encoded, Floats, Shape
 from tests.tiers import long, tiered
-
-pytestmark = pytest.mark.short
 
 BAD_MESSAGE = native.BAD_MESSAGE
 FORMS = {"bitmap": BITMAP, "byte": BYTE, "short": SHORT}

@@ -1,11 +1,8 @@
 """``fl_two_shot`` on several emulated devices: the bits of the collective, in whatever order bytes arrive."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import cast
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,8 +15,6 @@ from tests.native.peers import devices
 from tests.ranks import over_threads
 from tests.synthetic import gradient
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 INTEGERS = {
     "int4": codecs.get("int4"),

@@ -1,7 +1,5 @@
 """``setup.py``: what it builds, from what, and what it says where it cannot."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -69,7 +67,6 @@ def test_failing_nvcc_leaves_cuda_out_unless_it_is_demanded(source_tree: Path, r
     assert "FUSIONLAYER_CUDA=1" in strict.stderr and "unsupported host compiler" in strict.stderr
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -88,7 +85,6 @@ def test_unusable_setting_is_one_clear_line(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.short
 @pytest.mark.usefixtures("no_nvcc")
 @pytest.mark.parametrize(
     "asked, told", [("all", "warning: .*: no nvcc: "), ("", "no NVIDIA GPU .* FUSIONLAYER_CUDA=1")]
@@ -108,7 +104,6 @@ def test_absent_nvcc_or_gpu_means_cpu_only_and_one_line(
     assert "without its CUDA library" in line and re.search(told, line)
 
 
-@pytest.mark.short
 def test_gpus_to_compile_for(build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nvcc = str(program(tmp_path / "nvcc", "echo compute_75 compute_80 compute_86 compute_90 compute_121"))
     smi = program(tmp_path / "nvidia-smi", "exit 9")
@@ -134,7 +129,6 @@ def test_gpus_to_compile_for(build_script: ModuleType, monkeypatch: pytest.Monke
         build_script.cuda_archs(old)
 
 
-@pytest.mark.short
 def test_instruction_set_that_the_compiler_lacks_is_left_out(
     build_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -151,7 +145,6 @@ def test_instruction_set_that_the_compiler_lacks_is_left_out(
     assert others and all("-DFL_HAVE_AVX2" in step and "-DFL_HAVE_AVX512" not in step for step in others)
 
 
-@pytest.mark.short
 def test_step_runs_again_only_when_command_tool_or_input_change(build_script: ModuleType, tmp_path: Path) -> None:
     source, output, log = tmp_path / "in", tmp_path / "out/object", tmp_path / "log"
     source.write_text("1")
@@ -171,7 +164,6 @@ def test_step_runs_again_only_when_command_tool_or_input_change(build_script: Mo
     assert runs("b", "1.1") == 5
 
 
-@pytest.mark.short
 def test_failed_step_shows_the_compilers_words_and_leaves_nothing_current(
     build_script: ModuleType, tmp_path: Path
 ) -> None:
@@ -188,7 +180,6 @@ def test_failed_step_shows_the_compilers_words_and_leaves_nothing_current(
     assert output.read_text() == "good"
 
 
-@pytest.mark.short
 def test_open_library_is_replaced_not_overwritten(build_script: ModuleType, tmp_path: Path) -> None:
     fresh, folder = tmp_path / "libfusionlayer_cpu.so", tmp_path / "lib"
     fresh.write_text("one")

@@ -1,19 +1,13 @@
 """The commands that CONTRIBUTING.md and CI rely on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-
-import pytest
 
 from tests.gpu.stages import SELECTIONS, STAGES
 from tests.loops import looped
 from tests.tiers import FAST
 
 from .project_tree import ROOT
-
-pytestmark = pytest.mark.short
 
 PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-restart 0"
 
@@ -27,7 +21,7 @@ PYTEST = "python -m pytest --dist loadgroup --no-loadscope-reorder --max-worker-
         ("test-long", f'{PYTEST} -n 3 -m "long and not engine and not gpu" --steps 3'),
         ("test-engines", f'{PYTEST} -n 3 -m "engine and not gpu" --steps 3'),
         ("test-all", f'{PYTEST} -n 3 -m "not gpu" --steps 3'),
-        ("test-short", 'python -m pytest -m "short and not exhaustive and not long" --steps 3'),
+        ("test-short", 'python -m pytest -m "not medium and not exhaustive and not long and not gpu" --steps 3'),
         ("lint", "lint-imports"),
         ("format", "ruff format ."),
         ("bench", "python -m benchmarks.suite --out benchmarks/results --steps 3"),

@@ -1,7 +1,5 @@
 """The stages of `make gpu` where there is no GPU: what they say, how they end, and that their tests work at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,7 +18,6 @@ from tests.loops import looped
 from tests.tiers import long
 
 
-@pytest.mark.short
 @looped("name", [*STAGES, *SELECTIONS])
 def test_without_a_gpu_a_stage_says_what_it_lacks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,7 +87,6 @@ def test_a_stage_leaves_a_result_however_its_programs_end(
     assert all(first[outcome] == outcomes.count(outcome) for outcome in ("passed", "failed", "skipped", "not run"))
 
 
-@pytest.mark.short
 def test_the_short_tier_has_every_option_of_every_kernel_with_every_type() -> None:
     """But for the widths of groups, blocks and chunks, of which it has each with f32."""
     (cases,) = (mark.args[1] for mark in test_codec_gpu.test_ragged_lengths.pytestmark if mark.name == "parametrize")

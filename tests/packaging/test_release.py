@@ -1,7 +1,5 @@
 """The dry run of a release: what it refuses, builds and prints."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 from collections.abc import Sequence
@@ -12,8 +10,6 @@ import pytest
 import yaml
 
 from .project_tree import ROOT
-
-pytestmark = pytest.mark.short
 
 
 def loaded(name: str) -> ModuleType:

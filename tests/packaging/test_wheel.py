@@ -1,7 +1,5 @@
 """The wheel that users install, made from the source distribution: its tag, its content, and that it works."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tarfile

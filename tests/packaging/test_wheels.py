@@ -1,7 +1,5 @@
 """``make wheels``: what a release uploads; and that the package finds the library of the wheel ``fusionlayer-cuda``."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -23,7 +21,6 @@ from tests.tiers import long, needs
 from .project_tree import CROSS, ROOT, cross_build
 
 
-@pytest.mark.short
 def test_cuda_library_is_this_packages_or_else_that_of_its_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +85,6 @@ def find_nvcc() -> str | None:
         return None
 
 
-@pytest.mark.short
 def test_a_release_has_code_for_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests compile for one; ``wheels/make.py`` refuses a library that lacks another."""
     make, setup = script(ROOT / "wheels/make.py"), script(ROOT / "setup.py")

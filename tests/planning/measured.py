@@ -1,7 +1,5 @@
 """Measurements of the online profiler that tests make up, in place of those of a busy machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

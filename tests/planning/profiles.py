@@ -1,7 +1,5 @@
 """The profile that tests use: the example in profiles/README.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ``codec="auto"`` chooses on twelve clusters, and why."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -23,8 +21,6 @@ from fusionlayer.planning.projection import Method, project
 from fusionlayer.planning.selection import Selection, select
 from fusionlayer.scheduler import planners
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 ROOT = Path(__file__).parents[2]
 H100 = "codec-gpu_nvidia-h100-80gb-hbm3_2026-11-26.json"

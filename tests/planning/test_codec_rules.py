@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -11,8 +9,6 @@ from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning import online
 from fusionlayer.planning.codec_rules import FIDELITIES, CodecRule, CodecRules, Sending
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 CANDIDATES = {name: Sending(codecs.get(name)) for name in ("raw", "bf16", "int8", "int4")}
 SECONDS = {"raw": 4.0, "bf16": 2.0, "int": 1.0}

@@ -1,7 +1,5 @@
 """What TCP connections carry over a long and lossy way, and what steps make of it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +18,6 @@ from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.projection import Method, project
 from fusionlayer.planning.simulation import Compute, Load, Resources, run_local_steps, run_step
 from tests.planning.profiles import write_example
-
-pytestmark = pytest.mark.short
 
 LINK = LinkCost(0.025, 0.0, 0.0, AlphaBeta(0.025, 8e-8), AlphaBeta(0.05, 8e-8))
 """Of 100 Mbit/s."""

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,8 +6,6 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.cost_model import AlphaBeta, Curve, LinkCost, parse_rate
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 sizes = st.floats(0, 1e12)
 seconds = st.floats(0, 1e3)

@@ -1,7 +1,5 @@
 """Planning by the clock of a device: steps are told of late or never, and nobody waits for that but a measurement."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,8 +24,6 @@ from tests.ranks import over_threads
 
 from .measured import costs_measured
 from .test_online import USUAL, drive, make_planner, step_of
-
-pytestmark = pytest.mark.short
 
 Steps = Sequence[StepSeconds | None]
 

@@ -1,9 +1,5 @@
 """Ranks of different pace come to one decision."""
 
-from __future__ import annotations
-
-import pytest
-
 from fusionlayer.planning.online import OnlinePlanner, ReplanSchedule
 from fusionlayer.scheduler import planners
 from fusionlayer.transport import Transport
@@ -13,8 +9,6 @@ from tests.scheduler.engines import MODEL
 
 from .measured import costs_measured
 from .test_online import RAW, drive, step_of
-
-pytestmark = pytest.mark.short
 
 WORLD, ODD = 3, 2  # ranks, and the one of another pace
 SCHEDULE = ReplanSchedule(warm_up=1, measured=2, between_looks=4, looks=2, tolerance=0.3)

@@ -1,11 +1,5 @@
-from __future__ import annotations
-
-import pytest
-
 from fusionlayer.planning.drift import Drift, TypicalStep
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 NEW = TypicalStep(backward=0.1, communication=0.08, waiting=0.02)
 

@@ -1,7 +1,5 @@
 """Codec, number of local steps and overlap are chosen together: by predicted steps, within what losses allow."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,8 +20,6 @@ from fusionlayer.scheduler import planners
 from tests.loops import looped
 
 from .profiles import write_example
-
-pytestmark = pytest.mark.short
 
 
 @pytest.fixture(scope="module")

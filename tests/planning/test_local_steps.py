@@ -1,7 +1,5 @@
 """How often replicas exchange: the predicted mean step, and how a period follows what is measured."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +22,6 @@ from fusionlayer.scheduler import planners
 from tests.loops import looped
 
 from .profiles import write_example
-
-pytestmark = pytest.mark.short
 
 COMPUTE = Compute(forward=1.0, backward=2.0, optimizer=0.5)
 

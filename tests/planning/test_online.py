@@ -1,7 +1,5 @@
 """Planning by what the first steps took, and again when steps drift."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable
@@ -27,8 +25,6 @@ from tests.ranks import on_threads, over_threads
 from tests.scheduler.engines import MODEL, exact_sum, gradients, make_engine, run_step
 
 from .measured import costs_measured
-
-pytestmark = pytest.mark.short
 
 SHORT = ReplanSchedule(warm_up=1, measured=2, between_looks=4, looks=2, tolerance=0.3)
 RAW, START = codecs.get("raw"), planners.get("single")

@@ -1,7 +1,5 @@
 """One model of a step: what planners search with, what is printed of plans, and what is projected."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple
 from itertools import accumulate, pairwise
@@ -24,8 +22,6 @@ from fusionlayer.scheduler.planners._costs import Pipeline
 from tests.loops import looped
 
 from .profiles import write_example
-
-pytestmark = pytest.mark.short
 
 seconds = st.sampled_from([0.0, 1e-6, 1e-4, 1e-3])
 lines = st.builds(AlphaBeta, seconds, st.sampled_from([0.0, 1e-10, 1e-9, 1e-8]))

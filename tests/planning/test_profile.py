@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +9,6 @@ from fusionlayer.planning.profile import Profile, Validation
 from tests.loops import looped
 
 from .profiles import EXAMPLE, write_example
-
-pytestmark = pytest.mark.short
 
 
 @pytest.fixture

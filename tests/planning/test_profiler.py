@@ -1,7 +1,5 @@
 """What is measured is what was asked for, on every rank; no test looks at how long anything takes."""
 
-from __future__ import annotations
-
 import threading
 from itertools import count
 from pathlib import Path
@@ -34,8 +32,6 @@ from fusionlayer.scheduler.plan_controller import StepSeconds
 from fusionlayer.transport import local
 from tests.loops import looped
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 SMALL = Sizes(elements=(256, 1024), nbytes=(1024, 4096), steps=2, repeats=2)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,8 +12,6 @@ from fusionlayer.planning.projection import Method, break_even, project, project
 from tests.loops import looped
 
 from .profiles import write_example
-
-pytestmark = pytest.mark.short
 
 VALIDATED = Validation("r.json", 3, (2, 4), ("100mbit", "1gbit"), ("ddp", "int4"), (0.1, 0.05, 0.25), 0.9, 1.0, 1.25)
 

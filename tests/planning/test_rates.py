@@ -1,7 +1,5 @@
 """Shares that follow from rates, and rates as they are measured, by a clock that stands still but for messages."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,8 +13,6 @@ from fusionlayer.planning.rates import least_time, measure_rates, shares_by, sha
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
-
-pytestmark = pytest.mark.short
 
 
 @looped(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,8 +14,6 @@ from fusionlayer.planning.profile import Gradient, Machine, Model, Profile
 from fusionlayer.planning.selection import choose_codecs, select
 from fusionlayer.scheduler import planners
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 AUTO = CodecRules((CodecRule("auto"),), "aggressive")
 SCENARIO = Scenario("100mbit")

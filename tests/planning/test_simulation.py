@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,8 +10,6 @@ from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.collective_phases import ALGORITHMS, Phase, message_phases, seconds_of
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
 from fusionlayer.planning.simulation import Compute, Load, Resources, SimulatedStep, run_step
-
-pytestmark = pytest.mark.short
 
 COMPUTE = Compute(forward=1.0, backward=2.0, optimizer=0.5)
 

@@ -1,7 +1,5 @@
 """Equations 6 and 7 from a profile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,6 @@ from fusionlayer.planning.cluster import Scenario
 from fusionlayer.planning.profile import Profile
 from fusionlayer.planning.zipped_costs import expected_costs
 from tests.planning.profiles import write_example
-
-pytestmark = pytest.mark.short
 
 ZIP = """\
   zip:

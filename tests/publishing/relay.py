@@ -1,7 +1,5 @@
 """A relay between publisher and followers that sends weights of its own."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

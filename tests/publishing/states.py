@@ -1,7 +1,5 @@
 """States that are published in tests: tensors of every kind, which change by little from version to version."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

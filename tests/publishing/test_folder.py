@@ -1,7 +1,5 @@
 """Through a folder: ways over files, what is removed, damage, restarts, full disks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -16,8 +14,6 @@ from fusionlayer.publishing.folder import UpdateFile, files_of, newest_of, way
 from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.synthetic import mixed
-
-pytestmark = pytest.mark.short
 
 LONG = 180.0
 

@@ -1,7 +1,5 @@
 """A folder to which others can write: what a follower with a secret takes of it, and that no follower is held up."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,8 +19,6 @@ from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.publishing.update import make
 from tests.loops import looped
 from tests.publishing.states import bits, plain_state, until
-
-pytestmark = pytest.mark.short
 
 LONG = 180.0
 SECRET = "a word of the job"

@@ -1,7 +1,5 @@
 """What is published of models, and what becomes of it in others: ties, wrappers, other shapes, vLLM's interface."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,7 +37,6 @@ def changed(model: nn.Module, amount: float = 1.0) -> None:
             parameter += amount
 
 
-@pytest.mark.short
 def test_a_model_follows_and_ties_travel_once(tmp_path: Path) -> None:
     source, other = Tied(), Tied().double()
     with fl.publish(source, tmp_path) as publisher, fl.subscribe(tmp_path, other) as follower:
@@ -68,7 +65,6 @@ def compiled(model: Tied, how: str) -> nn.Module:
     return torch.compile(model) if how in ("whole", "both") else model  # type: ignore[return-value]
 
 
-@pytest.mark.short
 @looped("how, follows", [("plain", "both"), ("whole", "blocks"), ("blocks", "plain"), ("both", "whole")])
 @looped("mapping", [False, True])
 def test_names_do_not_depend_on_what_is_compiled(
@@ -84,7 +80,6 @@ def test_names_do_not_depend_on_what_is_compiled(
     assert bits(source.state_dict()) == bits(dict(zip(source.state_dict(), other.state_dict().values(), strict=True)))
 
 
-@pytest.mark.short
 def test_two_names_that_differ_by_the_prefix_alone_are_refused(tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(1), "a._orig_mod.weight": torch.zeros(1)}
     with fl.publish(state, tmp_path) as publisher, pytest.raises(ConfigError, match="another name are both 'a.weight'"):
@@ -95,7 +90,6 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int64)
 
 
-@pytest.mark.short
 @looped("given", [*FLOATS, *INTEGERS, torch.complex64])
 def test_a_value_is_never_truncated(given: torch.dtype, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Into each type of a follower: floats may be rounded, other values stay what they are."""
@@ -120,7 +114,6 @@ def test_a_value_is_never_truncated(given: torch.dtype, tmp_path_factory: pytest
                     assert not model.x.to(torch.int64).any()
 
 
-@pytest.mark.short
 def test_what_does_not_fit_is_told_and_nothing_is_written(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with fl.publish(model, tmp_path) as publisher, fl.subscribe(tmp_path) as follower:
@@ -153,7 +146,6 @@ def test_what_does_not_fit_is_told_and_nothing_is_written(tmp_path: Path) -> Non
             follower.load_into(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.short
 def test_what_cannot_be_published_is_told(tmp_path: Path) -> None:
     with fl.publish({}, tmp_path) as publisher:
         for state, told in (
@@ -188,7 +180,6 @@ class Receiver:
         return self.loaded
 
 
-@pytest.mark.short
 def test_receivers_that_take_an_iterator_of_named_tensors(tmp_path: Path) -> None:
     rows = {f"{name}_proj.weight": torch.full((4, 4), float(i)) for i, name in enumerate("qkv")}
     engine = Receiver()
@@ -233,7 +224,6 @@ def test_ranks_publish_together(kind: str, tmp_path: Path) -> None:
     run_ranks(publish_sharded, 2, str(tmp_path), kind)
 
 
-@pytest.mark.short
 @looped("where", ["port", "folder"])
 def test_another_process_publishes_when_it_has_become_rank_0(
     where: str, tmp_path_factory: pytest.TempPathFactory
@@ -268,7 +258,6 @@ def test_another_process_publishes_when_it_has_become_rank_0(
             publisher.close()
 
 
-@pytest.mark.short
 def test_a_new_rank_0_raises_where_followers_cannot_find_it() -> None:
     with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as taken:
         for port, told in ((0, "followers know the port"), (taken.getsockname()[1], "cannot listen")):

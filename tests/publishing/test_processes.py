@@ -1,7 +1,5 @@
 """A trainer and followers as processes: one is killed, one comes late, links are cut, the trainer is restarted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

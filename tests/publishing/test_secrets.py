@@ -1,7 +1,5 @@
 """Secrets: what they must be, where they come from and how they are replaced; relays, announced lengths, addresses."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import tracemalloc
@@ -23,8 +21,6 @@ from tests.publishing.gateway import Gateway
 from tests.publishing.relay import FalseRelay
 from tests.publishing.states import plain_state, until
 from tests.publishing.trainer import LONG, Trainer
-
-pytestmark = pytest.mark.short
 
 SECRET, OTHER = "0123456789abcdef", "fedcba9876543210"
 

@@ -1,7 +1,5 @@
 """Callers who are no followers: floods of them leave descriptors and time to the training, and places to followers."""
 
-from __future__ import annotations
-
 import os
 import resource
 import selectors
@@ -67,7 +65,6 @@ def test_a_flood_of_callers_takes_neither_descriptors_nor_places(secret: str | N
     until(lambda: held() <= before)
 
 
-@pytest.mark.short
 def test_strangers_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     before = metrics.read().get("callers_refused", 0)
     with Trainer(secret=SECRET) as trainer:
@@ -93,7 +90,6 @@ def test_strangers_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     assert 0 < caplog.text.count("was sent away") < trainer.outlet.refused == 20
 
 
-@pytest.mark.short
 def test_a_follower_that_says_nothing_more_is_sent_away_without_a_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionlayer.publishing.peers._DECODING", 1)
     with Trainer(timeout=2) as trainer, socket.create_connection(("127.0.0.1", trainer.port), 5) as idle:
@@ -103,7 +99,6 @@ def test_a_follower_that_says_nothing_more_is_sent_away_without_a_secret_too(mon
         until(lambda: not trainer.publisher.followers)
 
 
-@pytest.mark.short
 def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its listener would stay readable, and a core busy."""
     monkeypatch.setattr(door, "_REST_SECONDS", 3600.0)
@@ -124,7 +119,6 @@ def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyP
         selector.close()
 
 
-@pytest.mark.short
 def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
@@ -140,7 +134,6 @@ def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
     ]
 
 
-@pytest.mark.short
 def test_a_reception_without_descriptors_sends_its_oldest_stranger_away() -> None:
     """A job's own connections: it did not, and asked for the next caller again and again."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

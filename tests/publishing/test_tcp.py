@@ -1,7 +1,5 @@
 """Over TCP: late joiners, lost links, damage, slow followers, restarted publishers, strangers; in one process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -19,8 +17,6 @@ from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.publishing.trainer import LONG, Trainer
 from tests.synthetic import mixed
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 
 def test_followers_show_what_was_published_and_late_ones_join() -> None:

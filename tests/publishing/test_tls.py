@@ -1,7 +1,5 @@
 """TLS between publisher and followers: who is let in by certificates, and that nothing goes in plain text."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import ssl
@@ -19,7 +17,6 @@ from tests.publishing.states import plain_state, until
 from tests.publishing.trainer import LONG, Trainer
 
 pytestmark = [
-    pytest.mark.short,
     pytest.mark.skipif(not shutil.which("openssl"), reason="makes certificates with openssl"),
 ]
 

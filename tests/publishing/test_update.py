@@ -1,7 +1,5 @@
 """Updates: one version made of another to the bit, and nothing made of what was damaged."""
 
-from __future__ import annotations
-
 import json
 import struct
 
@@ -17,8 +15,6 @@ from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, snapshot
 from tests.synthetic import mixed
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 
 def joined(target: Snapshot, base: Snapshot | None = None) -> bytes:

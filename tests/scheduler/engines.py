@@ -1,7 +1,5 @@
 """A small model, and engines for it on ranks that are threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

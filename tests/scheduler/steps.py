@@ -1,7 +1,5 @@
 """Steps of made-up models, with costs, for tests of planners."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """Buckets whose tensors are encoded one by one as they arrive."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import tracemalloc
@@ -69,7 +67,6 @@ def sparse_sum(world: int, step: int, residuals: list[dict[str, Tensor]], scale:
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 @looped("algorithm", ["gather", "gather_v"])
 @looped("world", WORLDS)
 def test_the_result_is_the_sum_of_what_each_rank_sends(world: int, algorithm: str) -> None:
@@ -91,7 +88,6 @@ def test_the_result_is_the_sum_of_what_each_rank_sends(world: int, algorithm: st
     over_threads(world, body)
 
 
-@pytest.mark.short
 @looped("world", [2, 3, 4])
 @on_threads()
 def test_density_one_equals_the_dense_sum(transport: Transport, world: int) -> None:
@@ -104,7 +100,6 @@ def test_density_one_equals_the_dense_sum(transport: Transport, world: int) -> N
     dense.close()
 
 
-@pytest.mark.short
 @on_threads(3)
 def test_fusion_changes_no_bit(transport: Transport) -> None:
     stochastic = codecs.get("int4", rounding="stochastic")
@@ -120,7 +115,6 @@ def test_fusion_changes_no_bit(transport: Transport) -> None:
             engine.close()
 
 
-@pytest.mark.short
 @looped("codec", ["raw", "bf16", "int8", "int4"])
 def test_any_codec_goes_ahead(codec: str) -> None:
     world = 3
@@ -138,7 +132,6 @@ def test_any_codec_goes_ahead(codec: str) -> None:
         assert (every[0][name] - exact).norm() <= 0.3 * exact.norm() + 1e-3
 
 
-@pytest.mark.short
 def test_noise_differs_between_ranks_steps_and_tensors_and_selections_do_not() -> None:
     seeds: dict[str, set[int]] = {"raw": set(), "toysparse": set()}
 
@@ -157,7 +150,6 @@ def test_noise_differs_between_ranks_steps_and_tensors_and_selections_do_not() -
     assert len(seeds["raw"]) == 2 * 2 * 3 and len(seeds["toysparse"]) == 2 * 2
 
 
-@pytest.mark.short
 @looped("overlap_forward", [False, True])
 def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
     kinds = [("float32", 4), ("bfloat16", 2), ("float16", 2)]
@@ -228,7 +220,6 @@ def test_over_processes(rank: int, world: int, algorithm: str) -> None:
 # ---- cost -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 def test_steps_send_the_same_bytes_and_allocate_nothing() -> None:
     world, steps = 2, 200
     together = threading.Barrier(world)
@@ -266,7 +257,6 @@ def test_steps_send_the_same_bytes_and_allocate_nothing() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.short
 def test_only_what_is_used_travels_if_sizes_are_exchanged() -> None:
     def body(transport: Transport) -> list[int]:
         sent = []
@@ -289,7 +279,6 @@ def test_only_what_is_used_travels_if_sizes_are_exchanged() -> None:
 # ---- encoding at once -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
     plan = plan_of("012", "345", world=2)
 
@@ -324,7 +313,6 @@ def test_gradients_are_encoded_when_they_are_submitted(tmp_path: Path) -> None:
 # ---- plans, defaults, refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 @looped(
     "codec, ahead, algorithm, expected",
     [
@@ -349,7 +337,6 @@ def test_who_goes_ahead(
     engine.close()
 
 
-@pytest.mark.short
 @on_threads(1)
 def test_combinations_that_cannot_be_are_refused(transport: Transport) -> None:
     for options, message in [
@@ -371,7 +358,6 @@ def with_algorithm(plan: FusionPlan, algorithm: str) -> FusionPlan:
     return replace(plan, buckets=tuple(replace(bucket, algorithm=algorithm) for bucket in plan.buckets))
 
 
-@pytest.mark.short
 @on_threads(2)
 def test_ranks_must_agree_on_ahead_and_step(transport: Transport) -> None:
     engine = make_engine(transport.duplicate(), ahead=transport.rank == 1, algorithm=None)
@@ -388,7 +374,6 @@ def test_ranks_must_agree_on_ahead_and_step(transport: Transport) -> None:
 SCHEDULE = {0: ("012", "345"), 3: ("5", "4", "0123"), 5: ("012345",), 8: ("54", "3210")}
 
 
-@pytest.mark.short
 @looped("overlap_forward", [False, True])
 @on_threads(2)
 def test_switching_plans_changes_no_bit(transport: Transport, overlap_forward: bool) -> None:
@@ -422,7 +407,6 @@ def steps_of(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return results
 
 
-@pytest.mark.short
 @on_threads(3)
 def test_nothing_is_lost_between_ahead_and_behind(transport: Transport) -> None:
     """What was given is what came out and what is still kept, whatever the plans."""
@@ -439,7 +423,6 @@ def test_nothing_is_lost_between_ahead_and_behind(transport: Transport) -> None:
         assert (balance[name] + residual).abs().max() < 1e-5
 
 
-@pytest.mark.short
 @on_threads(2)
 def test_a_switch_is_checked_here_and_over_ranks(transport: Transport) -> None:
     engine = make_engine(transport, plan=plan_of("012345", world=2))
@@ -451,7 +434,6 @@ def test_a_switch_is_checked_here_and_over_ranks(transport: Transport) -> None:
         run_step(engine, gradients(transport.rank, 1))
 
 
-@pytest.mark.short
 @on_threads(2)
 def test_a_plan_can_be_switched_while_results_of_the_last_step_are_untaken(transport: Transport) -> None:
     engine = make_engine(transport, plan=plan_of("012", "345", world=2), overlap_forward=True)
@@ -474,7 +456,6 @@ def test_a_plan_can_be_switched_while_results_of_the_last_step_are_untaken(trans
     engine.close()
 
 
-@pytest.mark.short
 @looped("ahead", [False, True])
 @on_threads(2)
 def test_codecs_follow_their_schedule_and_checkpoints_resume_it(transport: Transport, ahead: bool) -> None:
@@ -514,7 +495,6 @@ def test_codecs_follow_their_schedule_and_checkpoints_resume_it(transport: Trans
         second.close()
 
 
-@pytest.mark.short
 @on_threads(2)
 def test_without_feedback_nothing_is_kept_but_what_codecs_remember(transport: Transport) -> None:
     engine = make_engine(transport, codec=codecs.get("toysparse"), error_feedback=False)
@@ -530,7 +510,6 @@ def test_without_feedback_nothing_is_kept_but_what_codecs_remember(transport: Tr
     engine.close()
 
 
-@pytest.mark.short
 @on_threads(2)
 def test_an_overflow_reaches_every_rank_and_does_not_live_on(transport: Transport) -> None:
     engine = make_engine(transport, codec=codecs.get("toysparse"))

@@ -1,10 +1,6 @@
 """Buckets follow the number of ranks, the codec, the device and the rate, and a plan says why."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from fusionlayer import codecs
 from fusionlayer.base.plan import FusionPlan, TensorInfo
@@ -13,8 +9,6 @@ from fusionlayer.scheduler import planners
 from fusionlayer.scheduler.fusing import fuse
 from fusionlayer.scheduler.planners import StepCosts
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 MIB = 1 << 20
 MODEL = [TensorInfo(f"{i}", MIB, "bfloat16", 2) for i in range(256)]  # 512 MiB in tensors of 2 MiB

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import threading
 from itertools import product
@@ -26,8 +24,6 @@ from tests.spans import spans_of
 from tests.tiers import tiered
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
-
-pytestmark = pytest.mark.short
 
 PATIENCE = 180
 

@@ -1,7 +1,5 @@
 """What goes wrong is told on every rank, and nothing hangs."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any
@@ -20,8 +18,6 @@ from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
-
-pytestmark = pytest.mark.short
 
 WORLD, ODD = 3, 1  # ranks, and the one that is different
 PLAN = FusionPlan.build([MODEL[:3], MODEL[3:]], WORLD, "int", {}, "two_shot", 128)

@@ -1,7 +1,5 @@
 """Engines with several lanes, and results that are taken bucket by bucket."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -18,8 +16,6 @@ from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 
 from .engines import collective_named, exact_sum, gradients, make_engine, run_step
-
-pytestmark = pytest.mark.short
 
 WORLD = 3
 

@@ -1,7 +1,5 @@
 """Engines with two lanes whose buckets are under way at once, and ranks that are not alike: failures and switches."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +20,6 @@ from tests.fake_device import FakeDevice, Moment
 from tests.ranks import over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
-
-pytestmark = pytest.mark.short
 
 WORLD, ODD = 3, 1  # ranks, and the one that is different
 A_WHILE = 0.2  # seconds that correct code waits in vain for what must not happen

@@ -1,7 +1,5 @@
 """What a step costs the host of a device: how many kernels it launches, and that it waits for none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +20,6 @@ from tests.loops import looped
 from tests.ranks import over_threads
 from tests.scheduler.test_streams import Echo
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 DEVICE, CPU = torch.device("meta"), torch.device("cpu")
 TIMELINE = Timeline(None, 0)

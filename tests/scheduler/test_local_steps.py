@@ -1,7 +1,5 @@
 """Plans whose buckets leave once in several steps: sums, late results, changes of the plan, checkpoints, mistakes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +15,6 @@ from tests.ranks import on_threads
 
 from .engines import MODEL, exact_sum, gradients, make_engine
 from .test_plan_controller import Script
-
-pytestmark = pytest.mark.short
 
 WORLD = 3
 EVERY = {"w0": (1, 0), "w1": (1, 0), "w2": (3, 2), "w3": (3, 2), "w4": (4, 1), "w5": (4, 1)}

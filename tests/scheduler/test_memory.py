@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,8 +7,6 @@ from fusionlayer.base.plan import Bucket, FusionPlan, TensorInfo
 from fusionlayer.codecs import PackedPart, PackedResidual
 from fusionlayer.scheduler import Memory
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 CPU = torch.device("cpu")
 TENSORS = {name: TensorInfo(name, numel, "float32", 4) for name, numel in (("a", 3), ("b", 5), ("c", 2))}

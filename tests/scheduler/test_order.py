@@ -1,14 +1,9 @@
-from __future__ import annotations
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionlayer.scheduler.order import MEASURED, WARM_UP, SendOrder, send_order
 from fusionlayer.transport import Transport
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 SECONDS = st.floats(0, 10, allow_nan=False)
 

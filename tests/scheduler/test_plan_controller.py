@@ -1,7 +1,5 @@
 """The seam through which an engine is given other plans while it runs."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -20,8 +18,6 @@ from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 
 from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
-
-pytestmark = pytest.mark.short
 
 
 def plan_of(name: str, world: int, codec: str = "raw") -> FusionPlan:

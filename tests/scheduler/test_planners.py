@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +13,6 @@ from fusionlayer.scheduler.planners.safusion import _adaptive
 from tests.loops import looped
 
 from .steps import costs_of, steps, tensors_of, timeline
-
-pytestmark = pytest.mark.short
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -1,7 +1,5 @@
 """Shares in an engine: every way to a plan gives its buckets the shares, and the sums are those of equal shares."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,8 +12,6 @@ from fusionlayer.transport import Transport
 from tests.ranks import on_threads
 
 from .engines import MODEL, gradients, make_engine, run_step
-
-pytestmark = pytest.mark.short
 
 WORLD, SHARES, OWN = 3, (2, 1, 0), (0, 0, 1)
 PLAN = FusionPlan.build([MODEL[:3], MODEL[3:]], WORLD, "int", {}, "two_shot", 128)

@@ -1,7 +1,5 @@
 """Streams of a GPU: everything that is read is ordered after its write, and no memory is used again too early."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,8 +22,6 @@ from tests.streams import DEVICE, Gpu, OnGpu, Stream, planted
 from tests.synthetic import gradient
 
 from .engines import MODEL, make_engine
-
-pytestmark = pytest.mark.short
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -1,11 +1,8 @@
 """A step can be taken back: error feedback, and what else codecs keep, is then as it was before, to the bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from fusionlayer import codecs
@@ -16,8 +13,6 @@ from tests.ranks import on_threads
 from tests.tiers import tiered
 
 from .engines import MODEL, gradients, make_engine, run_step
-
-pytestmark = pytest.mark.short
 
 WORLD, STEPS = 3, 3
 SHAPES = ((30, 10), (5,), (16, 8), (25, 40), (1,), (21, 37))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,8 +14,6 @@ from fusionlayer.scheduler.lanes import Lane
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import on_threads
-
-pytestmark = pytest.mark.short
 
 PATIENCE = 180
 

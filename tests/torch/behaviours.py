@@ -1,7 +1,5 @@
 """What scripts written for Horovod lean on, one function for each: every rank calls all of them in the same order."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What torchrun starts in test_elastic: training that writes down each of its steps."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Adasum beside the formula, pair by pair, and the optimizer that adds up steps by it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from tests.integrations.training import CLASSES, fill, make_model, train, weight
 from tests.loops import looped
 from tests.ranks import over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 
 def pairwise(values: list[Tensor]) -> Tensor:

@@ -1,7 +1,5 @@
 """The contract of ``horovod.torch``, behaviour by behaviour, on one to four ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 
@@ -26,7 +24,6 @@ def on_this_rank(names: list[str]) -> Callable[[int], None]:
     return rank_main
 
 
-@pytest.mark.short
 @looped("size", [1, 2, 3])
 @looped("name", CHECKS)
 def test_behaviour(name: str, size: int) -> None:

@@ -1,7 +1,5 @@
 """Workers and agents that are killed, and others that come, under torchrun; and what each part of that does alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -204,7 +202,6 @@ def generations(lines: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]
 # ---- its parts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.short
 def test_failure_between_commits_changes_no_bit() -> None:
     """Momenta, error feedback, steps and plan come back as they were, in the same processes."""
 
@@ -246,7 +243,6 @@ def test_failure_between_commits_changes_no_bit() -> None:
     assert all(torch.equal(result, smooth[0][0]) for result, _ in [*smooth, *rough])
 
 
-@pytest.mark.short
 def test_outer_momentum_of_local_steps_reaches_a_newcomer() -> None:
     """Rank 1 is another process from step 4 on, at a round's end: training goes on as if it were the same."""
     sync = fl.Local.diloco(every=2)
@@ -279,7 +275,6 @@ def test_outer_momentum_of_local_steps_reaches_a_newcomer() -> None:
         assert torch.equal(found, weights(oracle.models[0]))
 
 
-@pytest.mark.short
 def test_a_newcomer_begins_with_the_factors_that_the_others_have() -> None:
     """Rank 1 is another process from step 3 on: training goes on as if the same one had lost its error feedback."""
 
@@ -310,7 +305,6 @@ def test_a_newcomer_begins_with_the_factors_that_the_others_have() -> None:
     assert torch.equal(*same) and torch.equal(*comes) and torch.equal(same[0], comes[0])
 
 
-@pytest.mark.short
 def test_interrupt_keeps_what_is_not_committed_and_comes_on_all_ranks() -> None:
     def rank_main(rank: int) -> list[int]:
         hvd.init()
@@ -337,7 +331,6 @@ def test_interrupt_keeps_what_is_not_committed_and_comes_on_all_ranks() -> None:
     assert local.run(rank_main, 2) == [[0, 10, 20], [0, 10, 21]]
 
 
-@pytest.mark.short
 def test_newest_commit_wins_whoever_has_it() -> None:
     def rank_main(rank: int) -> tuple[int, float, int]:
         hvd.init()
@@ -352,7 +345,6 @@ def test_newest_commit_wins_whoever_has_it() -> None:
     assert local.run(rank_main, 3) == [(1, 1.0, 3)] * 3
 
 
-@pytest.mark.short
 def test_torch_state() -> None:
     @on_ranks(2)
     def rank_main(rank: int) -> None:
@@ -382,7 +374,6 @@ def test_torch_state() -> None:
         assert elastic.ObjectState(lambda obj: obj, lambda: 0, epoch=2).epoch == 2  # type: ignore[attr-defined]
 
 
-@pytest.mark.short
 def test_own_types_have_their_handlers() -> None:
     class Counter:
         count = 1
@@ -412,7 +403,6 @@ def test_own_types_have_their_handlers() -> None:
         elastic.set_handler_registry(before)
 
 
-@pytest.mark.short
 def test_feedback_of_ranks_that_are_gone_is_added_to_that_of_their_heir() -> None:
     def part(value: float) -> dict[str, Any]:
         kept = {"velocity": torch.full((3,), 10 * value), "right": torch.full((2,), 7.0), "threshold": torch.ones(1)}
@@ -431,7 +421,6 @@ def test_feedback_of_ranks_that_are_gone_is_added_to_that_of_their_heir() -> Non
     assert merge_feedback([]) == {"residuals": {}, "tensors": {}, "numbers": {}}
 
 
-@pytest.mark.short
 def test_sampler_deals_out_what_is_left() -> None:
     def rank_main(rank: int, state: dict[str, int] | None = None) -> tuple[list[int], dict[str, int]]:
         hvd.init()
@@ -463,7 +452,6 @@ def test_sampler_deals_out_what_is_left() -> None:
         assert list(sampler) == [[0, 4, 8], [1, 5, 0], [2, 6, 1], [3, 7, 2]][rank]
 
 
-@pytest.mark.short
 def test_storage(tmp_path: Path) -> None:
     environ = {"TORCHELASTIC_RUN_ID": "a/job", "FUSIONLAYER_ELASTIC_DIR": str(tmp_path)}
     assert Storage.of_agent(0, {}) is None
@@ -483,7 +471,6 @@ def test_storage(tmp_path: Path) -> None:
     assert not (tmp_path / "a%2Fjob").exists()
 
 
-@pytest.mark.short
 def test_memory_of_agents_that_are_gone_is_freed() -> None:
     gone = subprocess.Popen(["true"])
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)  # it stays in /proc until it is waited for
@@ -502,7 +489,6 @@ def on_ranks(world: int) -> Callable[[Callable[[int], Any]], None]:
     return lambda function: local.run(function, world) and None
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("room", [100, 5000, 1 << 20])
 def test_a_commit_that_finds_no_room_leaves_the_last_one(tmp_path: Path, room: int) -> None:
     storage = Storage(tmp_path, 0)

@@ -1,7 +1,5 @@
 """Horovod's environment variables, and timelines that begin and end while a job runs."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -12,8 +10,6 @@ import torch
 import fusionlayer.torch as hvd
 from fusionlayer.torch.environment import VARIABLES, read
 from fusionlayer.transport import local
-
-pytestmark = pytest.mark.short
 
 
 def test_what_the_variables_mean() -> None:

@@ -1,7 +1,5 @@
 """What ranks that are processes are told when they wait for each other in vain."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -58,7 +56,6 @@ def test_stalls_are_named_and_end() -> None:
     assert any("stalled for more than 0.5 s" in line and "only.rank.0" in line for line in found[0][1])
 
 
-@pytest.mark.short
 def test_ranks_in_different_operations_hear_of_it_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordination.session, "_BLOCKED_AFTER", 0.2)
 

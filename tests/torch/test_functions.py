@@ -1,7 +1,5 @@
 """Parameters, optimizer states and objects for all ranks; batch normalization over all ranks; in one job of three."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from typing import Any
@@ -15,8 +13,6 @@ from fusionlayer.torch.sync_batch_norm import SyncBatchNorm
 from fusionlayer.transport import local
 from tests.integrations.training import fill, make_model, train, weights
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 
 def rank_main(rank: int, world: int = 3) -> list[str]:

@@ -1,7 +1,5 @@
 """Gradients of the differentiable operations, compared with finite differences of the losses of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,6 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 H = 1e-5
 COLUMNS = 2

@@ -1,7 +1,5 @@
 """Ranks with fewer batches: ``join`` stands in for them in the steps of optimizers."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,7 +65,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.short
 @looped("name", OPTIONS)
 @looped("batches", [(2, 6, 4), (0, 2, 8)])
 def test_uneven_numbers_of_steps(name: str, batches: tuple[int, ...]) -> None:
@@ -102,7 +99,6 @@ def test_uneven_numbers_of_steps(name: str, batches: tuple[int, ...]) -> None:
             torch.testing.assert_close(p, q, atol=close, rtol=close)
 
 
-@pytest.mark.short
 def test_operations_several_optimizers_and_steps_that_were_only_begun() -> None:
     def body(rank: int) -> list[int]:
         ends = []
@@ -135,7 +131,6 @@ def test_operations_several_optimizers_and_steps_that_were_only_begun() -> None:
         assert ends[1:3] == [5, 5] and ends[4:] == [10, 10]
 
 
-@pytest.mark.short
 def test_a_step_that_only_the_first_rank_to_join_has_begun() -> None:
     def body(rank: int) -> int:
         model = make_model()
@@ -155,7 +150,6 @@ def test_a_step_that_only_the_first_rank_to_join_has_begun() -> None:
     assert over_ranks(2, body) == [1, 1]
 
 
-@pytest.mark.short
 def test_process_sets() -> None:
     def body(rank: int) -> int:
         few = hvd.add_process_set([0, 2])
@@ -191,7 +185,6 @@ class Ranker(nn.Module):
         return self.layer(self.table(rows)).square().sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.short
 @looped("batches", [(3, 3, 3), (2, 4, 0)])
 @looped("op", [hvd.Average, hvd.Sum])
 @looped("passes", [1, 2])
@@ -233,7 +226,6 @@ def test_sparse_gradients_are_gathered(batches: tuple[int, ...], op: hvd.ReduceO
         torch.testing.assert_close(p, q)
 
 
-@pytest.mark.short
 @looped("passes", [1, 2])
 def test_a_table_that_is_unfrozen_later_is_gathered(passes: int) -> None:
     def training(model: Ranker, optimizer: Any, losses: Callable[[int], list[Tensor]]) -> list[Tensor]:
@@ -264,7 +256,6 @@ def test_a_table_that_is_unfrozen_later_is_gathered(passes: int) -> None:
             torch.testing.assert_close(p, q)
 
 
-@pytest.mark.short
 def test_an_optimizer_of_sparse_gradients_alone_and_what_cannot_be() -> None:
     def body(rank: int) -> Tensor:
         model = Ranker(sparse=True)

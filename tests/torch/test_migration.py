@@ -1,19 +1,14 @@
 """What docs/horovod.md tells those who come from Horovod."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import fusionlayer.torch as hvd
 from fusionlayer.transport import local
-
-pytestmark = pytest.mark.short
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "horovod.md").read_text()
 CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

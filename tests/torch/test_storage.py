@@ -1,7 +1,5 @@
 """Where elastic commits are kept: others can write to the same place, and are not believed."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import stat
@@ -15,8 +13,6 @@ import torch
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.torch.elastic.storage import Storage, _own_folder
 from tests.loops import looped
-
-pytestmark = pytest.mark.short
 
 NOBODY = 65534
 

@@ -1,7 +1,5 @@
 """What every transport must do: each check is called on all ranks of a group at once, with that rank's transport."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection
 

@@ -1,7 +1,5 @@
 """A device that is a thread of this process: what ``PeerLink`` asks of CUDA, by ``driver_on_host.c`` in its place."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

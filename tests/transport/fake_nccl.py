@@ -10,8 +10,6 @@ those of NCCL and of torch's group over it:
   to compare.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import uuid

@@ -1,7 +1,5 @@
 """What the ranks of tests/transport/test_horovod.py do, under horovodrun."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 

@@ -1,7 +1,5 @@
 """What the ranks of tests/transport/test_mpi.py do: ``python -m mpi4py -m tests.transport.mpi_worker NAME``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Links of our own between threads, with a relay on each connection that a test can cut, hold or make damage bytes."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator

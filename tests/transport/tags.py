@@ -1,7 +1,5 @@
 """Frames of ``sockets`` and their tags, written down a second time: by Python's integers, as RFC 8439 puts it."""
 
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -1,7 +1,5 @@
 """IPv4 and IPv6: which addresses a host has, which two of them fit each other, and links over each kind."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 
@@ -16,8 +14,6 @@ from tests.loops import looped
 
 from .relays import links
 from .test_sockets import swap
-
-pytestmark = pytest.mark.short
 
 HERE = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fd00::1"), "eth1": ("fe80::1%eth1",), "eth2": ("fd02::1",)}
 

@@ -1,7 +1,5 @@
 """Small agreements of many ranks: messages grow with the logarithm of their number, and results are those of few."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -12,8 +10,6 @@ from fusionlayer.base.errors import PlanMismatch
 from fusionlayer.transport import Transport
 from tests.ranks import on_threads, over_threads
 from tests.tiers import tiered
-
-pytestmark = pytest.mark.short
 
 
 @pytest.mark.parametrize("world", tiered([64, 256], fast=lambda world: world == 64))

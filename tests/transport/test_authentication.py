@@ -1,7 +1,5 @@
 """Connections of our own whose frames carry tags: what a program between two ranks cannot do."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import socket
@@ -27,8 +25,6 @@ from tests.loops import looped
 from .relays import Relay, links, together
 from .tags import FRAME_BYTES, HEAD, PAYLOAD, TAG_BYTES, frame, sealed, tag
 from .test_sockets import noise, raw, receive, send, swap
-
-pytestmark = pytest.mark.short
 
 MINE, THEIRS = bytes(range(32)), bytes(range(32, 64))
 HEAD_BYTES = FRAME_BYTES + 2 * TAG_BYTES

@@ -1,7 +1,5 @@
 """The transport over real processes and gloo; what happens when one of them fails is in test_faults."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -7,8 +5,6 @@ import pytest
 from fusionlayer.transport import Transport, local
 from fusionlayer.transport._clocks import measure_clock
 from tests.ranks import over_threads
-
-pytestmark = pytest.mark.short
 
 SECOND = 1_000_000_000
 

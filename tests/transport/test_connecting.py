@@ -1,7 +1,5 @@
 """Ranks that are lost, stopped or never come while connections are made: the others learn in time who it was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Offers of a device's memory: a fixed format, of which nothing is unpickled."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -14,8 +12,6 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from fusionlayer.transport.links.device_memory import DeviceMemory, pack, unpack
-
-pytestmark = pytest.mark.short
 
 STORAGE = torch.storage.TypedStorage
 FACTS = (Tensor, (5,), (1,), 0, STORAGE, torch.uint8, 1, b"h" * 66, 512, 1024, False, b"/torch_1_2", 3, b"e" * 64, True)

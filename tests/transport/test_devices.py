@@ -1,7 +1,5 @@
 """Several GPUs in a box: each rank sends from the GPU of its tensors, whenever its script has chosen it."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -163,7 +161,6 @@ def sharing_job(rank: int, world: int) -> float:
         return found
 
 
-@pytest.mark.short
 def test_gpus_are_told_apart_where_torch_knows_no_place_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index // 2}")
@@ -190,7 +187,6 @@ def test_gpus_are_told_apart_where_torch_knows_no_place_on_the_bus(monkeypatch: 
     assert all("ranks 0 and 1 use one GPU (cuda:0 and cuda:1, GPU-0)" in text for text in check(0, 1))
 
 
-@pytest.mark.short
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,7 +1,5 @@
 """Ranks that are killed, stopped, late or wrong: every survivor must learn in time who it was."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import resource

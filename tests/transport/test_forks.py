@@ -1,7 +1,5 @@
 """Children that a rank forks: they end as others do, are told what they cannot use, and their parents go on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The transport over a running Horovod, where it is installed for this torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -42,7 +40,6 @@ def test_conformance() -> None:
     assert lines == [f"rank {rank} 3 {rank} 3 conforms" for rank in range(3)]
 
 
-@pytest.mark.short
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
     with pytest.raises(ConfigError, match="transport 'horovod' needs Horovod, built for this torch"):

@@ -1,10 +1,7 @@
 """What links share: sums in two exchanges, copies to memory that a link can reach, and who keeps the store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,8 +9,6 @@ from fusionlayer.transport._staging import bring
 from fusionlayer.transport.links.base import LinkMessage
 from fusionlayer.transport.links.exchange import WHOLE_BELOW_BYTES, ExchangeLink
 from fusionlayer.transport.rendezvous import Rendezvous
-
-pytestmark = pytest.mark.short
 
 
 class Noting(ExchangeLink):

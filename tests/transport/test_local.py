@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
@@ -14,8 +12,6 @@ from tests.ranks import on_ranks
 from tests.tiers import tiered
 
 from .conformance import CHECKS
-
-pytestmark = pytest.mark.short
 
 
 def mine() -> LocalTransport:

@@ -1,7 +1,5 @@
 """A rank is lost that has asked for a message, before it has got it: the rank that sends does not wait in vain."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -81,7 +79,6 @@ def test_who_sends_to_a_lost_rank_does_not_wait_for_the_time_out(call: str, n: i
     assert outcomes[0].attributes["ranks"] == (LOST,) and "rank 1 is gone" in outcomes[0].error[1], outcomes[0]
 
 
-@pytest.mark.short
 def test_looks_at_connections_become_rare() -> None:
     """gloo keeps something of each look for ever, and on a slow link each message is waited for long enough for one."""
     asked, link = [], GlooLink.__new__(GlooLink)

@@ -1,7 +1,5 @@
 """The transport over real processes of MPI."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace
@@ -57,14 +55,12 @@ def test_a_killed_rank_is_named_where_the_launcher_lets_the_others_live() -> Non
     assert "rank 0 blames (1,)" in ended.stdout, ended.stdout + ended.stderr
 
 
-@pytest.mark.short
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match=r"needs mpi4py.*pip install 'fusionlayer\[mpi\]'"):
         load_mpi()
 
 
-@pytest.mark.short
 def test_ranks_that_do_not_come_to_the_first_meeting() -> None:
     request: Any = SimpleNamespace(Test=lambda: False)
     comm: Any = SimpleNamespace(rank=1, size=3)

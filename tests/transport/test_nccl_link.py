@@ -1,7 +1,5 @@
 """The link over NCCL, with stand-ins for NCCL, events and the driver: what ends it, and what it says then."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
@@ -17,8 +15,6 @@ from fusionlayer.transport import _capture
 from fusionlayer.transport.links import nccl, queueing
 from fusionlayer.transport.links.base import DeviceError, LinkError
 from fusionlayer.transport.links.nccl import NcclLink
-
-pytestmark = pytest.mark.short
 
 Backend = torch._C._distributed_c10d.Backend
 DEVICE = torch.device("cuda", 1)

@@ -27,8 +27,6 @@ from tests.native.conftest import find_compiler
 from .conformance import message
 from .device_on_host import SOURCE, Host, Shared, compiled, device_on_host
 
-pytestmark = pytest.mark.short
-
 SLOT = 1024
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
 

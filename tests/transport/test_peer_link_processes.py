@@ -1,7 +1,5 @@
 """Messages that are copied out of the memory of other ranks' devices: real processes, and threads for devices."""
 
-from __future__ import annotations
-
 import random
 import signal
 

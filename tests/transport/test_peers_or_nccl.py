@@ -1,7 +1,5 @@
 """Which link moves messages between the GPUs of one host: that over peer memory where it is the faster one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace

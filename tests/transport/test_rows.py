@@ -1,7 +1,5 @@
 """Links that move rows of one length by one call of their library: those of NCCL, with gloo in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

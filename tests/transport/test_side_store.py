@@ -1,7 +1,5 @@
 """The store of ranks that met by another library."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable
@@ -15,8 +13,6 @@ from fusionlayer.process.interfaces import ipv4_addresses, reachable_names
 from fusionlayer.transport import _side_store
 from fusionlayer.transport._side_store import open_store
 from fusionlayer.transport._waiting import wait_until
-
-pytestmark = pytest.mark.short
 
 
 def told_by(notice: Tensor) -> Callable[[Tensor], None]:

@@ -1,7 +1,5 @@
 """Connections of our own: what the link promises beyond what every transport does, with connections that fail."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket
@@ -27,8 +25,6 @@ from tests.ranks import over_threads
 
 from .relays import links, together
 from .tags import FRAME_BYTES, frame
-
-pytestmark = pytest.mark.short
 
 MIB = 1 << 20
 

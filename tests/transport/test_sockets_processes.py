@@ -1,7 +1,5 @@
 """The transport over connections of our own, between processes: the conformance table, the fault table, the choice."""
 
-from __future__ import annotations
-
 import os
 import signal
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Connections between rank 0 and the others."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -26,8 +24,6 @@ from tests.loops import looped
 from tests.ranks import over_threads
 
 from .relays import Relay
-
-pytestmark = pytest.mark.short
 
 
 def test_messages_of_any_length_and_a_peer_that_goes() -> None:

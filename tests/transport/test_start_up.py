@@ -24,8 +24,6 @@ from fusionlayer.transport.links.gloo_store import GlooStore
 from fusionlayer.transport.settings import gather_settings
 from tests.tiers import tiered
 
-pytestmark = pytest.mark.short
-
 
 class CountingStore(dist.Store):
     """A store that counts the requests of one rank, except those of the thread that looks how the others are."""

@@ -1,7 +1,5 @@
 """Strangers while a job begins: programs that reach its ports, or write into its store."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -96,7 +94,6 @@ class Poisoned(dist.Store):
         return self._store.delete_key(key)
 
 
-@pytest.mark.short
 def test_ranks_that_meet_survive_any_value(key: str | None) -> None:
     for poisoned in ("size", "at/0", "here/1", "here/2", "cause"):
         for value in JUNK:
@@ -110,7 +107,6 @@ def test_ranks_that_meet_survive_any_value(key: str | None) -> None:
                 assert any(told) or (met == [None, None] and poisoned != "size"), (poisoned, value, met)
 
 
-@pytest.mark.short
 def test_ranks_that_greet_each_other_survive_any_value(key: str | None) -> None:
     for value in JUNK:
         store = dist.HashStore()
@@ -132,7 +128,6 @@ class Board(meeting.Board):
         return self.text
 
 
-@pytest.mark.short
 def test_no_rank_follows_an_address_that_another_program_has_published(key: str | None) -> None:
     board = Board(1.0)
     board.publish(1234)
@@ -150,7 +145,6 @@ def test_no_rank_follows_an_address_that_another_program_has_published(key: str 
             board.read()
 
 
-@pytest.mark.short
 def test_a_file_of_junk_is_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     board = meeting.FileBoard({"PMIX_NAMESPACE": "job"}, 1.0, None)
@@ -170,7 +164,6 @@ LETTERS: list[object] = [
 ]
 
 
-@pytest.mark.short
 def test_nonsense_of_rank_0_about_its_address_is_an_error() -> None:
     cases: list[tuple[int, bytes]] = [(length, b"") for length in (0, -1, -(1 << 62), 1 << 62, 1 << 30)]
     cases += [(len(each), each) for each in JUNK if each]
@@ -192,7 +185,6 @@ def test_nonsense_of_rank_0_about_its_address_is_an_error() -> None:
         assert "makes no sense" in over_threads(2, body)[1], (length, letter[:80])
 
 
-@pytest.mark.short
 def test_hosts_that_lead_nowhere_end_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     now = [0.0]
@@ -234,7 +226,6 @@ def form(formers: list[Former], first: Generation, between: bool = True) -> Gene
     return found[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.short
 def test_strangers_at_a_desk_neither_join_nor_stop_the_members(key: str | None) -> None:
     formers, _, first, strangers = begun()
     guest, where = open_store(True, PATIENCE)
@@ -259,7 +250,6 @@ def test_strangers_at_a_desk_neither_join_nor_stop_the_members(key: str | None) 
     del guest
 
 
-@pytest.mark.short
 def test_counts_of_a_stranger_keep_no_member_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could count up to a number of visitors that never come: members would look for them for ever, every step."""
     monkeypatch.setattr(forming, "_MOST_VISITORS", 8)
@@ -273,7 +263,6 @@ def test_counts_of_a_stranger_keep_no_member_busy(monkeypatch: pytest.MonkeyPatc
     assert formers[0].has_visitors()
 
 
-@pytest.mark.short
 def test_a_roster_of_junk_leads_no_member_astray(key: str | None) -> None:
     for value in [*JUNK, json.dumps({"number": 1 << 70, "members": [], "fresh": [], "behind": [], "done": 0}).encode()]:
         with pytest.raises(TransportError, match="makes no sense"):
@@ -316,7 +305,6 @@ def strangers_at(
             end.close()
 
 
-@pytest.mark.short
 def test_strangers_at_stores_delay_nobody(key: str | None) -> None:
     port = free_port()
     server = stores.open_store("127.0.0.1", port, 0, 2, 60.0, serve_it=True)
