@@ -1,5 +1,6 @@
 """Rules: what they fit, and the error for each way to get them wrong."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.backend import OPS, CallPolicy, CallRule
+from fusionlayer import UsageError, backend
+from fusionlayer.backend import OPS, CallPolicy, CallRule, hints
 from fusionlayer.backend.choices import CallChoices
 from fusionlayer.base.errors import ConfigError
 from tests.loops import looped
@@ -139,3 +141,39 @@ def test_facts_tell_all_policies_apart() -> None:
     facts = [of(rule).facts for rule in rules] + [of(min_bytes=5).facts, of().facts, of(*rules).facts]
     assert len(set(facts)) == len(facts)
     assert of(*rules).facts == of(*rules).facts
+
+
+def test_the_innermost_hint_of_the_calling_thread_counts() -> None:
+    seen: list[bool] = []
+    with backend.hint(plain=True):
+        thread = threading.Thread(target=lambda: seen.append(hints.current().plain))
+        thread.start()
+        thread.join()
+        with backend.hint():
+            seen.append(hints.current().plain)
+        seen.append(hints.current().plain)
+        with pytest.raises(ZeroDivisionError), backend.hint():
+            raise ZeroDivisionError
+        seen.append(hints.current().plain)
+    assert seen == [False, False, True, True] and hints.current() == hints.NONE
+
+
+def test_a_residual_is_of_all_that_is_summed() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(4)]
+    assert hints.residual_of(tensors) is None
+    with backend.hint(residual=torch.zeros(10)):
+        assert hints.residual_of(tensors) is hints.current().residual
+        with pytest.raises(UsageError, match="residual of 10 elements for an all-reduce of 4"):
+            hints.residual_of(tensors[1:])
+
+
+def test_padding_is_cleared() -> None:
+    x = torch.full((2, 5), float("nan"))
+    with backend.hint(padding=(slice(1, 3), slice(9, 10))):
+        hints.clear_padding([x])
+    assert x.view(-1).isnan().tolist() == [True, False, False, *[True] * 6, False]
+
+
+def test_a_policy_for_groups_that_are_not_there() -> None:
+    with pytest.raises(UsageError, match="needs a default group"):
+        backend.adopt({"rules": []})

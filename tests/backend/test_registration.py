@@ -1,5 +1,6 @@
 """How torch learns of the backend."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import profile
 
 import _fusionlayer_autoload
 from fusionlayer import backend
+from fusionlayer.backend.group import CompressingGroup
+from tests.harness import run_ranks
 from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[2]
@@ -95,3 +99,73 @@ def test_a_program_that_does_not_import_fusionlayer_finds_the_backend(tmp_path: 
         assert later.returncode == 0, later.stderr
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, cwd=tmp_path, capture_output=True, text=True)
     assert "fusionlayer" in done.stderr and done.returncode != 0
+
+
+# The virtual methods of torch that need no method of ours: they queue no work of tensors.
+NOT_OURS = {"getRank", "getSize", "getGroupName", "setGroupName", "getGroupDesc", "setGroupDesc", "mergeRemoteGroup"}
+
+
+def test_every_method_that_torch_lets_python_override_is_overridden() -> None:
+    """Without an override the call holds the GIL in C++ and can block for ever; see ``CompressingGroup``."""
+    (header,) = (Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d").rglob("PyProcessGroup.hpp")
+    text = header.read_text()
+    named = set(re.findall(r"\bProcessGroup, /\* Parent class \*/\s*(\w+)", text))
+    named |= set(re.findall(r'static_cast<const ProcessGroup\*>\(this\),\s*"(\w+)"', text))
+    assert {"allreduce", "broadcast", "send", "all_to_all_single"} <= named, "the header has another form"
+    assert named - NOT_OURS <= set(vars(CompressingGroup)), named - NOT_OURS - set(vars(CompressingGroup))
+
+
+# What Python may call by attribute and queues no work of tensors.
+LEFT = {
+    *("name", "rank", "size", "bound_device_id", "group_desc", "group_name", "get_backend", "set_timeout"),
+    *("boxed", "unbox", "merge_remote_group", "monitored_barrier", "new_window", "supports_window"),
+    *("reconfigure", "supports_reconfigure", "get_reconfigure_handle", "use_pg_for_symm_mem_rendezvous"),
+    *(f"{verb}_{kind}_hook" for verb in ("register", "unregister") for kind in ("abort", "pre", "post")),
+}
+
+
+def test_no_operation_of_torchs_groups_is_unknown() -> None:
+    """A name that fails here may be an operation to override; if not, add it to ``LEFT``."""
+    for name in dir(dist.ProcessGroup):
+        if name[0].islower() and name not in LEFT:
+            assert inspect.isfunction(vars(CompressingGroup).get(name)), name
+
+
+RULES = {"min_bytes": 0, "rules": [{"codec": "int8", "op": list(backend.OPS)}]}
+SHOWN = [
+    ("fusionlayer:all_reduce", [[3, 4]]),
+    ("fusionlayer:reduce_scatter", [[6], [6]]),
+    ("fusionlayer:all_gather", [[5]]),
+    ("fusionlayer:all_to_all", [[2, 7]]),
+]
+
+
+def call_all(world: int, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(3, 4), group=group)
+    dist.reduce_scatter(torch.ones(6), [torch.ones(6) for _ in range(world)], group=group)
+    dist.all_gather([torch.ones(5) for _ in range(world)], torch.ones(5), group=group)
+    dist.all_to_all_single(torch.ones(world, 7), torch.ones(world, 7), group=group)
+
+
+def look(rank: int, world: int) -> tuple[list[tuple[str, list[list[int]]]], set[bool]]:
+    """Return names and shapes of this rank's events, and whether they are asynchronous."""
+    group = dist.new_group(pg_options=RULES)
+    call_all(world, group)  # without a profiler
+    with profile(record_shapes=True) as seen:
+        call_all(world, group)
+    with profile() as ended:
+        if rank == 0:
+            late = dist.all_reduce(torch.ones(8), group=group, async_op=True)
+    dist.barrier()
+    if rank > 0:  # only now is rank 0's call able to end
+        late = dist.all_reduce(torch.ones(8), group=group, async_op=True)
+    late.wait()
+    assert ended.function_events is not None
+    events = [event for event in seen.function_events or [] if event.name.startswith(("fusionlayer:", "gloo:"))]
+    return [(event.name, event.input_shapes) for event in events], {event.is_async for event in events}
+
+
+@pytest.mark.medium
+def test_a_compressed_call_is_one_asynchronous_event_with_the_shapes_of_its_inputs() -> None:
+    for shown, asynchronous in run_ranks(look, 2, backend="fusionlayer"):
+        assert shown == SHOWN and asynchronous == {True}

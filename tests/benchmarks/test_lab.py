@@ -1,17 +1,35 @@
 """The network lab: hosts that are namespaces, links that are shaped, workers that end."""
 
+import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.lab import Network
+from benchmarks.lab import Network, launch
+from benchmarks.lab.check import measure
 from tests.loops import looped
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, long
 
-from .labs import netns, run, thorough
+from .labs import (
+    ROOT,
+    command_of,
+    mark,
+    marked,
+    needs_mpi,
+    needs_switch,
+    netns,
+    run,
+    state_of_machine,
+    thorough,
+    wait_until,
+)
 
 GREET = """
 import os, socket, subprocess
@@ -92,3 +110,176 @@ class TestLink:
 def test_impossible_networks_are_refused(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Network(**arguments)
+
+
+SUM = """
+import os, torch
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+total = world.allreduce(world.rank + 1)
+names = sorted(set(world.allgather(MPI.Get_processor_name())))
+
+import fusionlayer as fl
+fl.init()
+value = torch.full((1000,), float(world.rank + 1))
+fl.all_reduce(value, op=fl.Sum)
+print(world.rank, "of", world.size, total, names, value.unique().tolist(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+fl.shutdown()
+"""
+
+
+def said_by_workers(output: str) -> list[str]:
+    """Return the workers' lines in order, without mpirun's remark on a process group of its own."""
+    return sorted(line for line in output.splitlines() if not re.match(r"\[\w+:\d+\] plm:rsh: Warning: setpgid", line))
+
+
+@needs_mpi
+class TestWorkers:
+    pytestmark = [*netns, thorough]
+
+    def test_compute_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("mpi4py")
+        monkeypatch.setenv("RANK", "5")  # of whatever runs the tests; the workers must not see it
+        status, output = run([sys.executable, "-c", SUM], Network(2, "100mbit"), mpi=True)
+        assert status == 0, output
+        seen = "3 ['node0', 'node1'] [3.0] eth0"
+        assert said_by_workers(output) == [f"0 of 2 {seen}", f"1 of 2 {seen}"]
+
+
+TRANSFER = """
+import os, random, socket, time
+data = random.Random(1).randbytes(2_000_000)
+if os.environ["RANK"] == "0":
+    with socket.create_server(("10.77.0.1", 4000)) as server:
+        got = server.accept()[0].makefile("rb").read()
+    print("length", len(got), "wrong", sum(a != b for a, b in zip(got, data)))
+else:
+    end = time.monotonic() + 180
+    while True:
+        try:
+            peer = socket.create_connection(("10.77.0.1", 4000), timeout=180)
+            break
+        except (ConnectionRefusedError, TimeoutError):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    peer.sendall(data)
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)
+    names, values = [line.split() for line in open("/proc/net/snmp") if line.startswith("Tcp:")]
+    print("again", dict(zip(names, values))["RetransSegs"])
+"""
+
+
+def transfer(network: Network) -> tuple[int, int, int]:
+    """Return how many bytes of two million arrived, how many of them wrong, and how many segments were sent again."""
+    status, output = run([sys.executable, "-c", TRANSFER], network)
+    assert status == 0, output
+    words = output.split()
+    return tuple(int(words[words.index(key) + 1]) for key in ("length", "wrong", "again"))  # type: ignore[return-value]
+
+
+@needs_switch
+class TestLinks:
+    pytestmark = [*netns, thorough]
+
+    def test_delayed(self) -> None:
+        seen = measure(Network(2, "20mbit", delay="5ms"), seconds=1)
+        assert seen.round_trip[1] >= 0.010
+        assert seen.after_idle[1] >= 0.010 + (65536 - 2 * 4608) * 8 / 20e6
+        assert all(rate < NOT_SHAPED for rate in (seen.single, *seen.both))
+
+    def test_lost_and_reordered_frames_are_as_many_as_asked(self) -> None:
+        seen = measure(Network(2, "20mbit", delay="1ms", loss=0.05, reordering=0.1), seconds=1)
+        # Of 2000 datagrams, give or take four standard deviations.
+        assert 0.03 < seen.lost < 0.07
+        assert 0.07 < seen.overtaken < 0.13
+
+    def test_workers_end_with_the_switch(self) -> None:
+        script = "test $RANK = 1 || kill -9 $(grep -l ^switch- /proc/[0-9]*/comm | cut -d/ -f3); sleep 600"
+        with launch(
+            ["sh", "-c", script], Network(2, delay="1ms"), timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            assert process.stdout is not None
+            output = process.stdout.read()
+            assert process.wait() == 1
+        assert output.splitlines()[-1] == "the switch between the hosts has ended; the workers were ended too"
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_switch_builds_without_warnings(tmp_path: Path) -> None:
+    source = ROOT / "benchmarks" / "lab" / "switch.c"
+    command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(tmp_path / "switch"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+LABS = [
+    pytest.param(["--rate", "10mbit"], id="bridge"),
+    pytest.param(["--rate", "10mbit", "--delay", "1ms"], id="switch", marks=needs_switch),
+    pytest.param(["--mpi"], id="mpi", marks=needs_mpi),
+]
+ENDINGS = {"exit": 0, "failure": 7, "interrupt": 130, "terminate": -signal.SIGTERM, "kill": -signal.SIGKILL}
+SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
+
+
+@pytest.fixture
+def marks() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield what ``mark`` gives; end what a failed test leaves."""
+    word, environment = mark()
+    yield word, environment
+    for process in marked(word):
+        os.kill(process, signal.SIGKILL)
+
+
+FAST = ("bridge", "kill")
+# Each kind of lab and each ending once; the long tier has all pairs.
+CI = {("bridge", "exit"), ("switch", "failure"), ("switch", "terminate"), ("mpi", "interrupt")}
+
+
+def tier_of(lab: str, ending: str) -> list[pytest.MarkDecorator]:
+    return [] if (lab, ending) == FAST else [exhaustive] if (lab, ending) in CI else [long]
+
+
+CASES = [
+    pytest.param(*lab.values, end, id=f"{lab.id}-{end}", marks=[*lab.marks, *tier_of(str(lab.id), end)])
+    for lab in LABS
+    for end in ENDINGS
+]
+
+
+@netns
+@pytest.mark.parametrize("lab, ending", CASES)
+def test_nothing_is_left(lab: list[str], ending: str, marks: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    before = state_of_machine()
+    word, environment = marks
+    # The worker's own child leaves its session, so that signals to the group of the worker do not reach it.
+    last = {"exit": "exit 0", "failure": "exit 7"}.get(ending, "wait")
+    script = f"setsid sleep 600 > /dev/null 2>&1 & while ! test -e {tmp_path}/go; do sleep 0.05; done; {last}"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.lab", "run", "--hosts", "2", *lab, "--", "sh", "-c", script],
+        cwd=ROOT,
+        env={**environment, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: sum(is_child_of_worker(process) for process in marked(word)) == 2)
+        (tmp_path / "go").touch()
+        if ending in SIGNALS:
+            driver.send_signal(SIGNALS[ending])
+        status = driver.wait(180)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert status == ENDINGS[ending]
+    wait_until(lambda: not marked(word) and not list(temporary.iterdir()) and state_of_machine() == before)
+
+
+def is_child_of_worker(process: int) -> bool:
+    try:
+        return command_of(process) == "sleep" and b"600" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -1,13 +1,19 @@
 """Tables fit the terminal, and their numbers compare."""
 
+import io
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 
-from fusionlayer.cli import tables
+from fusionlayer.base.errors import ConfigError
+from fusionlayer.cli import drawing, tables
+from fusionlayer.cli.progress import ProgressLine
 from fusionlayer.cli.tables import Column, Table, layout, print_table
 from fusionlayer.cli.units import MEMORY, RATES, SECONDS, in_one_unit
 from tests.loops import looped
+from tests.tiers import needs
 
 NUMBERS = ("1234567.25", "2.00")
 TABLE = Table(
@@ -74,3 +80,68 @@ def test_numbers_of_a_column_have_one_unit_and_equally_many_decimals(
     ladder: dict[str, float], numbers: list[float | None], unit: str, texts: list[str]
 ) -> None:
     assert in_one_unit(ladder, numbers) == (unit, [texts])
+
+
+@needs("matplotlib")
+def test_lines_are_named_at_their_ends_and_names_stay_apart(tmp_path: Path) -> None:
+    with drawing.style():
+        figure = drawing.figure(5, 2)
+        axes = figure.subplots()
+        for place, end in enumerate((5.0, 5.01, 4.99, 0.0, 0.01)):
+            axes.plot([0, 1], [0, end], label=f"line {place}", color=drawing.PALETTE[place])
+        axes.plot([0, 1], [1, 1])  # without a name
+        drawing.name_lines(axes)
+        path = tmp_path / "lines.svg"
+        drawing.save(figure, path)
+        boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert [*boxes] == [f"line {place}" for place in range(5)]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes.values(), 2))
+    assert boxes["line 1"].y0 > boxes["line 0"].y0 > boxes["line 2"].y0 > boxes["line 3"].y0
+    room = axes.get_window_extent()
+    assert all(room.y0 < (box.y0 + box.y1) / 2 + 1 and (box.y0 + box.y1) / 2 < room.y1 + 1 for box in boxes.values())
+    assert all(name in path.read_text() for name in boxes), "text stays text"
+
+
+def test_without_matplotlib_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        drawing.style()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work(file: io.StringIO, seconds: float, parts: int = 10, shown: bool = True) -> str:
+    """Do equal parts that take so many seconds together; return what was told."""
+    now = 100.0
+    with ProgressLine("bench", parts, shown=shown, file=file, clock=lambda: now) as told:
+        for part in range(parts):
+            told.at(part, f"part {part}")
+            now += seconds / parts
+        told.say("it has ended")
+    return file.getvalue()
+
+
+def test_a_log_has_a_line_every_ten_seconds_with_what_is_left() -> None:
+    assert work(io.StringIO(), 9.0) == "it has ended\n", "short work says nothing"
+    assert work(io.StringIO(), 40.0).splitlines() == [
+        "bench: 30% done, about 28 s left; part 3",
+        "bench: 60% done, about 16 s left; part 6",
+        "bench: 90% done, about 4 s left; part 9",
+        "it has ended",
+    ]
+    assert work(io.StringIO(), 400.0).startswith("bench: 10% done, about 6 min left; part 1\n")
+    assert work(io.StringIO(), 400.0, shown=False) == "", "one rank of a job is enough"
+
+
+def test_a_terminal_has_one_line_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = work(Terminal(), 40.0).split("\r\x1b[K")
+    assert lines[1:3] == ["bench: 0% done; part 0", "bench: 10% done, about 36 s l"], "it is never longer than a line"
+    assert len(lines) == 12 and lines[-1] == "it has ended\n"
+    assert len(work(Terminal(), 0.5).split("\r\x1b[K")) < 12, "it is not drawn more often than anybody can read"
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\r" not in work(Terminal(), 40.0)

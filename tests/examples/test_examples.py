@@ -7,8 +7,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.loops import looped
 from tests.tiers import exhaustive
@@ -213,3 +218,69 @@ def test_train_fsdp_learns_at_four_bits_as_without(tmp_path: Path) -> None:
     assert four["weights"].startswith("differences, int(bits=4") and plain["weights"] is None
     assert 0 < abs(four["validation_loss"] / plain["validation_loss"] - 1) < 0.02
     assert four["replica_bytes"] > 0 == plain["replica_bytes"]
+
+
+def told(output: str) -> list[float]:
+    """Return the numbers that an example has printed as losses."""
+    return [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+
+
+def losses_in_one_process(module: Any, epochs: int) -> list[float]:
+    """Return rank 0's loss of every batch of two ranks, and the test loss of each epoch."""
+    torch.manual_seed(42)
+    model = module.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2 * 0.05, momentum=0.9)
+    train_set, test_set = module.digits()
+    samplers: list[Any] = [DistributedSampler(train_set, num_replicas=2, rank=rank, seed=42) for rank in range(2)]
+    losses = []
+    for epoch in range(1, epochs + 1):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        loaders = [DataLoader(train_set, batch_size=32, sampler=sampler) for sampler in samplers]
+        for batches in zip(*loaders, strict=True):
+            optimizer.zero_grad()
+            each = [F.nll_loss(model(images), labels) for images, labels in batches]
+            (sum(each) / 2).backward()
+            optimizer.step()
+            losses.append(each[0].item())
+        images, labels = zip(*test_set, strict=True)
+        with torch.no_grad():
+            losses.append(F.nll_loss(model(torch.stack(images)), torch.stack(labels)).item())
+    return losses
+
+
+@pytest.mark.medium
+@exhaustive(guarded_by="tests/torch/test_behaviours.py::test_behaviour")
+def test_digits_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import hvd_digits
+
+    ((workers, options),) = of_page("horovod.md", "hvd_digits.py")
+    output = torchrun(workers, "hvd_digits.py", *options, "--log-interval", "1")
+    losses, expected = told(output), losses_in_one_process(hvd_digits, 2)
+    assert len(losses) == len(expected) == 2 * 24
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert losses[-1] < 0.5 * losses[0]
+    accuracy = [float(percent) for percent in re.findall(r"accuracy (\S+)%", output)]
+    assert len(accuracy) == 2 and accuracy[1] > 70
+
+
+@pytest.mark.medium
+@exhaustive(guarded_by="tests/publishing/test_processes.py::test_every_version_that_a_follower_shows_is_the_publishers")
+@pytest.mark.parametrize("way", ["tcp", "folder"])
+def test_a_generator_switches_versions_while_it_runs(way: str, tmp_path: Path) -> None:
+    address = ["--address", f"file://{tmp_path}"]
+    if way == "tcp":
+        secret = tmp_path / "secret"
+        secret.touch(0o600)
+        secret.write_text("0123456789abcdef")
+        address = ["--secret-file", str(secret)]
+    command = [sys.executable, str(EXAMPLES / "publish_weights.py"), *address, "--bytes", "8"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = re.findall(r"^generator  version +(\d+) (\w{32})  'def", done.stdout, re.MULTILINE)
+    ended = re.findall(r"^trainer    loss \d\.\d+, version (59) (\w{32})$", done.stdout, re.MULTILINE)
+    assert len(ended) == 1, done.stdout
+    versions = [int(version) for version, _ in shown]
+    assert versions == sorted(versions) and shown[-1] == ended[0]
+    assert way == "folder" or len({*versions}) > 1

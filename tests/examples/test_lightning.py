@@ -55,7 +55,7 @@ SMALL = {
 
 
 @exhaustive(
-    guarded_by="tests/backend/test_workloads.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
+    guarded_by="tests/backend/test_differential.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
 )
 def test_a_script_that_lightning_starts(tmp_path: Path) -> None:
     (page,) = (code for code in blocks("frameworks.md", "python") if "lightning" in code)

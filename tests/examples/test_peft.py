@@ -39,7 +39,7 @@ print(f"rank {fl.rank()} of {fl.size()}: loss {float(loss)}, first weight {total
 
 
 @long(
-    guarded_by="tests/backend/test_workloads.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
+    guarded_by="tests/backend/test_differential.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
 )
 def test_adapters_train_alike_and_the_rest_is_that_of_rank_0(tmp_path: Path) -> None:
     (page,) = (code for code in blocks("frameworks.md", "python") if "peft" in code)

@@ -125,7 +125,7 @@ def parameters(model: nn.Module) -> list[bytes]:
 
 
 @exhaustive(
-    guarded_by="tests/backend/test_workloads.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
+    guarded_by="tests/backend/test_differential.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
 )
 def test_the_programs_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(RULES)

@@ -8,7 +8,7 @@ import pytest
 from fusionlayer import native
 from fusionlayer.base.errors import ConfigError
 from tests.native.conftest import CSRC, sanitized
-from tests.tiers import long
+from tests.tiers import exhaustive, long
 
 pytestmark = pytest.mark.medium
 
@@ -55,3 +55,29 @@ def test_nothing_is_read_or_written_out_of_bounds(fuzzer: Path, isa: str) -> Non
     run = subprocess.run([str(fuzzer), isa, str(RUNS), "7"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout == f"{RUNS} inputs\n"
+
+
+FRAMES_FLAGS = (
+    *("-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"),
+    *(f"-I{CSRC / part}" for part in ("include", "core", "cpu", "sockets")),
+)
+SOURCES = (*(f"sockets/{name}.cpp" for name in ("connection", "incoming", "outgoing", "mac", "tls")), "cpu/crc32c.cpp")
+FAST = {"guarded_by": "tests/transport/test_sockets.py::test_sizes_from_the_wire_are_checked"}
+
+
+@pytest.fixture(scope="module")
+def frames_fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the program; skip where the compiler has no sanitizers."""
+    sources = [*(CSRC / source for source in SOURCES), Path(__file__).with_name("fuzz_frames.cpp")]
+    return sanitized(tmp_path_factory.mktemp("frames"), FRAMES_FLAGS, [(source, source.stem, ()) for source in sources])
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "runs", [pytest.param(20_000, marks=exhaustive(**FAST)), pytest.param(1_000_000, marks=long(**FAST))]
+)
+def test_no_bytes_of_a_peer_lead_out_of_bounds(frames_fuzzer: Path, runs: int) -> None:
+    """Nor, with tags, to a byte in a caller's memory that the peer has not sent."""
+    run = subprocess.run([str(frames_fuzzer), str(runs), "7"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout == f"{runs} inputs\n"

@@ -1,0 +1,274 @@
+"""The benchmarks: their arithmetic and command lines, and in the long tier a little of each that runs."""
+
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import driver, plots, publish, publish_guard, report
+from benchmarks.collective import __main__ as command
+from benchmarks.collective.cell import Cell, Row
+from benchmarks.collective.operations import YARDSTICK
+from benchmarks.faults import __main__ as faults
+from benchmarks.faults.attacks import ATTACKS
+from benchmarks.faults.fronts import PLAIN
+from benchmarks.faults.job import Outcome
+from benchmarks.faults.verdict import FAILURES, GOALS, Expected, judge
+from benchmarks.membership.__main__ import main
+from benchmarks.training.methods import all_methods
+from benchmarks.watching.rounds import _row, play
+from fusionlayer.cli import drawing
+from tests.examples.places import needs_namespaces
+from tests.tiers import DRAWS, long, needs
+
+RIGHT = ["same"] * 3
+FINISHED = Outcome("finished", 11.0, digest="same", status=0)
+
+
+def raised(text: str, ranks: tuple[int, ...] | None = (1,), at: float = 11.0, status: int = 1) -> Outcome:
+    return Outcome("raised", at, ("TransportError",), ranks, text, status=status)
+
+
+def verdict_on(outcomes: list[Outcome], expected: Expected = Expected((1,), (1,)), **more: Any) -> tuple[str, ...]:  # noqa: B008
+    return judge(outcomes, RIGHT, expected, 10.0, 4.0, **more).kinds
+
+
+def test_the_judge_tells_good_from_bad() -> None:
+    gone, lost = raised("rank 1 is gone"), Outcome(status=-signal.SIGKILL)
+    assert verdict_on([gone, lost, gone]) == ()
+    assert verdict_on([gone, lost, Outcome("raised", 11.0, ("E",), (1,), "rank 1", status=None)]) == ("not ended",)
+    assert verdict_on([gone, lost, Outcome(status=None)]) == ("not ended",)
+    assert verdict_on([gone, lost, raised("rank 1", status=-signal.SIGABRT)]) == ("aborted",)
+    assert verdict_on([gone, lost, raised("rank 0 is gone", (0,))]) == ("wrong blame",)
+    assert verdict_on([gone, lost, raised("ranks 0 and 1 are gone", (0, 1))]) == ("wrong blame",)
+    assert verdict_on([gone, lost, raised("the store is gone", None)]) == ("no name",)
+    assert verdict_on([gone, lost, raised("rank 1 is gone", None)]) == ("no type",)
+    both = raised("rank 0 has float32, not float64 as rank 1", None)
+    assert verdict_on([both, lost, gone], Expected((1,), (1,), compared=True)) == ("no type",)
+    assert verdict_on([raised("", (0, 1)), lost, gone], Expected((1,), (1,), compared=True)) == ("wrong blame",)
+    assert verdict_on([gone, lost, raised("rank 1 is gone", at=16.1)]) == ("too late",)
+    assert verdict_on([gone, lost, raised("rank 1 is gone", at=15.9)]) == ()
+    assert verdict_on([gone, lost, gone], strayed=["socket"]) == ("left behind",)
+
+    wrong = Outcome("finished", 11.0, digest="other", status=0)
+    any_error, harmless = Expected(None), Expected((), harmless=True)
+    assert verdict_on([FINISHED] * 3, any_error) == verdict_on([FINISHED] * 3, harmless) == ()
+    assert verdict_on([FINISHED, wrong, FINISHED], any_error) == ("silent wrong",)
+    assert verdict_on([wrong] * 3, any_error) == ("silent wrong",)
+    assert verdict_on([wrong] * 3, Expected(None, any_result=True)) == ()
+    assert verdict_on([FINISHED, wrong, FINISHED], Expected(None, any_result=True)) == ("silent wrong",)
+    assert verdict_on([FINISHED, wrong, gone], any_error) == ()  # the job has failed, and not in silence
+    told = Outcome("finished", 11.0, digest="other", status=0, facts={"warned": ["parameters of ranks [1] differ"]})
+    assert verdict_on([FINISHED, told, FINISHED], any_error) == ()
+    assert verdict_on([FINISHED, gone, FINISHED], harmless) == ("false alarm",)
+    assert judge([FINISHED] * 3, RIGHT, any_error, 0.0, 4.0).fails
+    assert verdict_on([FINISHED] * 3, Expected((1,), own=(1,), ends=True)) == ("not attacked",)
+    assert {*GOALS} < {*FAILURES}
+
+
+@long(guarded_by="tests/benchmarks/test_programs.py::test_the_judge_tells_good_from_bad")
+@pytest.mark.medium
+def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    faults.main(["--smoke", "--trust", "--out", str(tmp_path), "--hardware", "test"])
+    out = capfd.readouterr().out
+    assert "| kill " in out and "| bit flip " in out
+    (result,) = tmp_path.glob("faults_test_*.json")
+    rows = json.loads(result.read_text())["rows"]
+    assert len(rows) == sum(theme.few for theme in ATTACKS.values()) and PLAIN in {row["front"] for row in rows}
+    assert (tmp_path / "plots" / "faults.svg").exists()
+
+
+KB, MB = 1 << 10, 1 << 20
+
+
+def cell(rate: str | None = None, codecs: tuple[str, ...] = ("raw",), mpi: bool = False, **more: Any) -> Cell:
+    """Return a cell of two workers."""
+    hosts = 1 if rate is None and "interfaces" not in more else 2
+    return Cell(rate, hosts, 2 // hosts, (64 * KB,), 2, codecs, ("dense", "one_shot", "two_shot"), mpi, **more)
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def no_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(command, "run", self.fake_run)
+        monkeypatch.setattr(command, "why_not", lambda network, mpi=False: self.no_namespaces)
+        self.cells: list[Cell] = []
+        self.no_namespaces: str | None = None
+        self.failing: str | None = ""
+        self.interrupting: str | None = ""
+
+    def fake_run(self, cell: Cell, *, isolated: bool, timeout: float) -> list[Row] | None:
+        self.cells.append(cell)
+        assert isolated == (self.no_namespaces is None)
+        if cell.rate == self.interrupting:
+            raise KeyboardInterrupt
+        return None if cell.rate == self.failing else [Row(YARDSTICK, "", 64 * KB, 1.0, 1, [0.1], [1e5], [0.1])]
+
+    def call(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["collective", "--busy-ok", *arguments])
+        return command.main()
+
+    def test_writes_table_and_figures(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        status = self.call(monkeypatch, "--rates", "none,1gbit", "--worlds", "2,4", "--out", str(tmp_path))
+        assert status == 0
+        assert [(c.hosts, c.workers) for c in self.cells] == [(1, 2), (1, 4), (2, 1), (2, 2)]
+        assert {c.turn_seconds for c in self.cells} == {0.1}
+        (path,) = tmp_path.glob("collective_*.json")
+        rows = json.loads(path.read_text())["rows"]
+        assert [(r["rate"], r["world"]) for r in rows] == [(None, 2), (None, 4), ("1gbit", 2), ("1gbit", 4)]
+        assert rows[0]["seconds"] == [0.1] and rows[0]["load"] >= 0
+        assert "of the wire" in path.with_suffix(".md").read_text()
+
+    def test_keeps_what_it_has_when_it_is_interrupted(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.interrupting = "1gbit"
+        assert self.call(monkeypatch, "--rates", "none,1gbit", "--worlds", "2", "--out", str(tmp_path)) == 1
+        assert "interrupted" in capsys.readouterr().err
+        (path,) = tmp_path.glob("collective_*.json")
+        assert [r["rate"] for r in json.loads(path.read_text())["rows"]] == [None]
+
+
+@pytest.mark.medium
+def test_workers_that_fail_are_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.run(cell(codecs=("no such codec",)), isolated=False, timeout=180) is None
+    assert "unknown codec 'no such codec'" in capfd.readouterr().err
+
+
+PICTURES = {"drawn": lambda: drawing.figure(1, 1)}
+
+
+def test_results_go_elsewhere_when_their_folder_cannot_be_written_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = driver.make_parser("something", __doc__)
+    driver.add_options(parser)
+    out = tmp_path / "results"
+    options = parser.parse_args(["--out", str(out)])
+    out.rmdir()
+    out.write_text("somebody has put a file here meanwhile")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", str(out)])
+    assert "cannot be written: its folder is a file; name another" in capsys.readouterr().err
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(report, "misplaced", kept := [])
+    monkeypatch.setattr(driver, "misplaced", kept)
+    rows = [{"a": 1}]
+    driver.finish(options, "theme", "Title", driver.begin(options), rows, pictures=PICTURES)
+    (data,) = tmp_path.glob("fusionlayer-results-*/theme_*.json")
+    assert json.loads(data.read_text())["rows"] == rows and (data.parent / "plots" / "drawn.svg").exists() == DRAWS
+    assert f"cannot be written: File exists; results are in {data}\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        driver.leave(lambda: 0)
+    assert ended.value.code == 1
+
+
+@pytest.mark.medium
+@long(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
+def test_a_little_of_it_runs(tmp_path: Path) -> None:
+    assert main(["--smoke", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("membership_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["changes with other bits"] + row["changes not compared"] for row in rows] == [0] * 7
+    (kills,) = (row for row in rows if row["job"] == "kills")
+    # Where steps are slow, one change takes a loss and the next arrival in together.
+    assert 2 <= kills["changes"] <= 4 and sum(row["changes"] for row in rows) == kills["changes"]
+    rough = kills["events"]
+    assert rough["kills without a change"] == 0 and rough["members at the end"] == [4] and rough["ended"] == 4
+    assert rough["workers"] == 6 and all(row["events"]["ended"] == 4 for row in rows)
+
+
+def training_row(method: str, seconds: float, rate: str | None = "100mbit") -> dict[str, Any]:
+    ratio = 4.0 / seconds
+    speedup = {"median": ratio, "low": 0.9 * ratio, "high": 1.2 * ratio, "min": 0.8 * ratio, "max": 1.3 * ratio}
+    return {
+        **{"model": "gpt", "hosts": 2, "workers": 1, "rate": rate, "method": method, "step_seconds": seconds},
+        **{"speedup": speedup, "bytes_per_step": 1e7 * seconds, "compute_seconds": 0.25},
+        "codec_seconds": 0.05 if method.startswith("int") else None,
+    }
+
+
+ROWS = [
+    training_row(method, 4.0 * 0.96**place, rate)
+    for rate in ("1gbit", "100mbit")
+    for place, method in enumerate([*all_methods()][:6])
+]
+
+
+@needs("matplotlib")
+def test_the_command_writes_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "training.json"
+    result.write_text(json.dumps({"title": "Training", "rows": ROWS}))
+    monkeypatch.setattr(sys, "argv", ["plots", str(result), "--out", str(tmp_path / "plots")])
+    assert plots.main() == 0
+    assert len(capsys.readouterr().out.split()) == 2
+    assert "</svg>" in (tmp_path / "plots/speedup_gpt-2x1.svg").read_text()
+
+
+def test_ratios_of_each_guard_and_of_the_flood() -> None:
+    rows: list[dict[str, object]] = [
+        {
+            "link": "1gbit",
+            "nbytes": 10**6,
+            "guard": guard,
+            "seconds": s,
+            "cpu_seconds": 2 * s,
+            "follower_cpu_seconds": s,
+        }
+        for guard, s in zip(publish_guard.GUARDS, (1.0, 1.5, 2.0, 3.0), strict=True)
+    ]
+    rows += [
+        {"strangers": strangers, "cpu_seconds": 4.0 + strangers / 1000, "failed": 0, "digest": "d"}
+        for strangers in (0, 2000)
+    ]
+    lines = publish_guard.summarize(rows)
+    assert [line["times as long"] for line in lines[:4]] == ["1.00", "1.50", "2.00", "3.00"]
+    assert [line["times the CPU"] for line in lines] == ["1.00", "1.50", "2.00", "3.00", "1.00", "1.50"]
+    assert lines[-1]["failed open()"] == 0 and lines[-1]["same bits"] == "true"
+
+
+@long(guarded_by="tests/benchmarks/test_programs.py::test_ratios_of_each_guard_and_of_the_flood")
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
+def test_a_little_of_the_guards(tmp_path: Path) -> None:
+    small = ["--turns", "1", "--floods", "1", "--steps", "2", "--busy-ok", "--out", str(tmp_path), "--hardware", "test"]
+    assert publish_guard.main(small) == 0
+    (path,) = tmp_path.glob("publish-guard_test_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * 2 * 4 + 2 and all(row.get("follower_has_it", True) for row in rows)
+
+
+@long(guarded_by="tests/benchmarks/test_programs.py::test_ratios_of_each_guard_and_of_the_flood")
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
+def test_a_little_of_it_of_publish(tmp_path: Path) -> None:
+    small = ["--rates", "1gbit", "--lrs", "1e-3", "--versions", "2", "--warmup", "1", "--width", "64", "--layers", "1"]
+    assert publish.main([*small, "--busy-ok", "--out", str(tmp_path), "--hardware", "test"]) == 0
+    (path,) = tmp_path.glob("publish_test_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 and all(0 < row["nbytes"] < row["whole_bytes"] < row["weight_bytes"] for row in rows)
+
+
+def test_a_round_is_good_only_if_rank_and_place_are_named_in_time() -> None:
+    log = '{"fault": "x", "at": 100.0}\n[x] fusionlayer watch, 10:00:00: rank 1 is late: it is at program.py:3; a\n'
+    assert _row(log, "x", "gloo", 105.0).is_good
+    assert not _row(log, "x", "gloo", 111.0).is_good
+    assert not _row(log.replace("rank 1", "rank 2"), "x", "gloo", None).is_good
+    assert not _row(log.replace("program.py:3", "an unknown line"), "x", "gloo", 105.0).is_good
+    assert not _row(log, "", "gloo", None).is_good, "a healthy job is not to be told of"
+
+
+@pytest.mark.medium
+@pytest.mark.long(guarded_by="tests/health/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait")
+@pytest.mark.parametrize("fault, backend", [("slow_loader", "fusionlayer"), ("wrong_type", "gloo")])
+def test_faults_in_real_jobs_are_named(fault: str, backend: str) -> None:
+    row = play(fault, backend)
+    assert row.seconds is not None and row.place, row
