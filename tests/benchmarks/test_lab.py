@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks.lab import Network, launch
 from benchmarks.lab.check import measure
+from tests.examples.places import needs_namespaces
 from tests.loops import looped
-from tests.tiers import exhaustive, long
+from tests.tiers import exhaustive
 
 from .labs import (
     ROOT,
@@ -112,72 +113,6 @@ def test_impossible_networks_are_refused(arguments: dict[str, Any], complaint: s
         Network(**arguments)
 
 
-SUM = """
-import os, torch
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-total = world.allreduce(world.rank + 1)
-names = sorted(set(world.allgather(MPI.Get_processor_name())))
-
-import fusionlayer as fl
-fl.init()
-value = torch.full((1000,), float(world.rank + 1))
-fl.all_reduce(value, op=fl.Sum)
-print(world.rank, "of", world.size, total, names, value.unique().tolist(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
-fl.shutdown()
-"""
-
-
-def said_by_workers(output: str) -> list[str]:
-    """Return the workers' lines in order, without mpirun's remark on a process group of its own."""
-    return sorted(line for line in output.splitlines() if not re.match(r"\[\w+:\d+\] plm:rsh: Warning: setpgid", line))
-
-
-@needs_mpi
-class TestWorkers:
-    pytestmark = [*netns, thorough]
-
-    def test_compute_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("mpi4py")
-        monkeypatch.setenv("RANK", "5")  # of whatever runs the tests; the workers must not see it
-        status, output = run([sys.executable, "-c", SUM], Network(2, "100mbit"), mpi=True)
-        assert status == 0, output
-        seen = "3 ['node0', 'node1'] [3.0] eth0"
-        assert said_by_workers(output) == [f"0 of 2 {seen}", f"1 of 2 {seen}"]
-
-
-TRANSFER = """
-import os, random, socket, time
-data = random.Random(1).randbytes(2_000_000)
-if os.environ["RANK"] == "0":
-    with socket.create_server(("10.77.0.1", 4000)) as server:
-        got = server.accept()[0].makefile("rb").read()
-    print("length", len(got), "wrong", sum(a != b for a, b in zip(got, data)))
-else:
-    end = time.monotonic() + 180
-    while True:
-        try:
-            peer = socket.create_connection(("10.77.0.1", 4000), timeout=180)
-            break
-        except (ConnectionRefusedError, TimeoutError):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    peer.sendall(data)
-    peer.shutdown(socket.SHUT_WR)
-    peer.recv(1)
-    names, values = [line.split() for line in open("/proc/net/snmp") if line.startswith("Tcp:")]
-    print("again", dict(zip(names, values))["RetransSegs"])
-"""
-
-
-def transfer(network: Network) -> tuple[int, int, int]:
-    """Return how many bytes of two million arrived, how many of them wrong, and how many segments were sent again."""
-    status, output = run([sys.executable, "-c", TRANSFER], network)
-    assert status == 0, output
-    words = output.split()
-    return tuple(int(words[words.index(key) + 1]) for key in ("length", "wrong", "again"))  # type: ignore[return-value]
-
-
 @needs_switch
 class TestLinks:
     pytestmark = [*netns, thorough]
@@ -232,23 +167,18 @@ def marks() -> Iterator[tuple[str, dict[str, str]]]:
         os.kill(process, signal.SIGKILL)
 
 
-FAST = ("bridge", "kill")
-# Each kind of lab and each ending once; the long tier has all pairs.
-CI = {("bridge", "exit"), ("switch", "failure"), ("switch", "terminate"), ("mpi", "interrupt")}
-
-
-def tier_of(lab: str, ending: str) -> list[pytest.MarkDecorator]:
-    return [] if (lab, ending) == FAST else [exhaustive] if (lab, ending) in CI else [long]
-
-
-CASES = [
-    pytest.param(*lab.values, end, id=f"{lab.id}-{end}", marks=[*lab.marks, *tier_of(str(lab.id), end)])
-    for lab in LABS
-    for end in ENDINGS
+# Each kind of lab and each ending once.
+FAST, OTHERS = (0, "kill"), ((0, "exit"), (1, "failure"), (1, "terminate"), (2, "interrupt"))
+CASES = [pytest.param(*LABS[FAST[0]].values, FAST[1], id="bridge-kill")]
+CASES += [
+    pytest.param(*LABS[lab].values, end, id=f"{LABS[lab].id}-{end}", marks=[*LABS[lab].marks, exhaustive])
+    for lab, end in OTHERS
 ]
 
 
-@netns
+@pytest.mark.medium
+@pytest.mark.netns
+@needs_namespaces
 @pytest.mark.parametrize("lab, ending", CASES)
 def test_nothing_is_left(lab: list[str], ending: str, marks: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     before = state_of_machine()

@@ -20,7 +20,7 @@ from benchmarks.faults.job import Outcome
 from benchmarks.faults.verdict import FAILURES, GOALS, Expected, judge
 from benchmarks.membership.__main__ import main
 from benchmarks.training.methods import all_methods
-from benchmarks.watching.rounds import _row, play
+from benchmarks.watching.rounds import _row
 from fusionlayer.cli import drawing
 from tests.examples.places import needs_namespaces
 from tests.tiers import DRAWS, long, needs
@@ -237,18 +237,6 @@ def test_ratios_of_each_guard_and_of_the_flood() -> None:
 @pytest.mark.medium
 @pytest.mark.netns
 @needs_namespaces
-def test_a_little_of_the_guards(tmp_path: Path) -> None:
-    small = ["--turns", "1", "--floods", "1", "--steps", "2", "--busy-ok", "--out", str(tmp_path), "--hardware", "test"]
-    assert publish_guard.main(small) == 0
-    (path,) = tmp_path.glob("publish-guard_test_*.json")
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 * 2 * 4 + 2 and all(row.get("follower_has_it", True) for row in rows)
-
-
-@long(guarded_by="tests/benchmarks/test_programs.py::test_ratios_of_each_guard_and_of_the_flood")
-@pytest.mark.medium
-@pytest.mark.netns
-@needs_namespaces
 def test_a_little_of_it_of_publish(tmp_path: Path) -> None:
     small = ["--rates", "1gbit", "--lrs", "1e-3", "--versions", "2", "--warmup", "1", "--width", "64", "--layers", "1"]
     assert publish.main([*small, "--busy-ok", "--out", str(tmp_path), "--hardware", "test"]) == 0
@@ -264,11 +252,3 @@ def test_a_round_is_good_only_if_rank_and_place_are_named_in_time() -> None:
     assert not _row(log.replace("rank 1", "rank 2"), "x", "gloo", None).is_good
     assert not _row(log.replace("program.py:3", "an unknown line"), "x", "gloo", 105.0).is_good
     assert not _row(log, "", "gloo", None).is_good, "a healthy job is not to be told of"
-
-
-@pytest.mark.medium
-@pytest.mark.long(guarded_by="tests/health/test_watch.py::test_the_culprit_is_named_with_its_line_while_others_wait")
-@pytest.mark.parametrize("fault, backend", [("slow_loader", "fusionlayer"), ("wrong_type", "gloo")])
-def test_faults_in_real_jobs_are_named(fault: str, backend: str) -> None:
-    row = play(fault, backend)
-    assert row.seconds is not None and row.place, row

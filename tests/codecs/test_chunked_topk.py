@@ -3,11 +3,9 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer.base.errors import WireError
 from fusionlayer.codecs import TensorState
 from fusionlayer.codecs.sparse.chunked_topk import ChunkedTopK
 from tests.loops import looped
@@ -168,8 +166,3 @@ def test_a_chunk_that_is_not_finite_is_heard_and_forgotten() -> None:
         chunk = slice(place // 4096 * 4096, min(n, place // 4096 * 4096 + 4096))
         assert out[chunk].isnan().all() and int(out.isnan().sum()) == chunk.stop - chunk.start
         assert torch.equal(residual[chunk], before[chunk])
-
-
-def test_a_payload_of_another_size_is_refused() -> None:
-    with pytest.raises(WireError, match="has 48 bytes, this one 16"):
-        make().encode_tensor(torch.zeros(10), torch.zeros(16, dtype=torch.uint8), TensorState(), scale=0.5)

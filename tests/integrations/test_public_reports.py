@@ -323,44 +323,6 @@ def used_before_the_last_pass(rank: int, folder: str) -> None:
     hook.close()
 
 
-def checkpointed(rank: int, folder: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/109191: gradients are the same averages on all ranks."""
-    model = DistributedDataParallel(Layers(recomputed))
-    hook = fl.ddp.register(model, codec="raw")
-    (model(batch(rank, 0)) ** 2).mean().backward()
-    assert_gradients(model, summed(recomputed, [()]))
-    hook.close()
-
-
-def resumed(rank: int, folder: str) -> None:
-    """https://github.com/pytorch/pytorch/issues/75666: what the hook holds back is saved; training goes on the same."""
-
-    def make() -> tuple[Any, Any, Optimizer]:
-        model = DistributedDataParallel(Layers(recomputed))
-        hook = fl.ddp.register(model, codec="powersgd", rank=1)
-        return model, hook, SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def go(model: Any, optimizer: Optimizer, steps: Iterable[int]) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            (model(batch(rank, step)) ** 2).mean().backward()
-            optimizer.step()
-
-    model, hook, optimizer = make()
-    go(model, optimizer, range(2))
-    fl.checkpoint.save_ranks(folder, hook=hook)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    go(model, optimizer, range(2, 4))
-    again, other, new = make()
-    again.load_state_dict(saved[0])
-    new.load_state_dict(saved[1])
-    fl.checkpoint.load_ranks(folder, hook=other)
-    go(again, new, range(2, 4))
-    assert torch.equal(weights(model), weights(again))
-    hook.close()
-    other.close()
-
-
 def accumulated_on_a_static_graph(rank: int, folder: str) -> None:
     """https://github.com/huggingface/accelerate/issues/3679: gradients of all passes are averaged in every step.
 
@@ -381,7 +343,7 @@ def accumulated_on_a_static_graph(rank: int, folder: str) -> None:
 
 
 def with_ddp(rank: int, world: int, folder: str) -> None:
-    for job in (unused_by_all, used_before_the_last_pass, accumulated_on_a_static_graph, checkpointed, resumed):
+    for job in (unused_by_all, used_before_the_last_pass, accumulated_on_a_static_graph):
         print(job.__name__)
         job(rank, folder)
 

@@ -2,7 +2,9 @@
 
 import logging
 import socket
+import struct
 import tracemalloc
+import zlib
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,11 +18,12 @@ from fusionlayer.base.secrets import Keys, Seal
 from fusionlayer.publishing import keyring
 from fusionlayer.publishing.frames import receive
 from fusionlayer.publishing.greeting import Greeting, greet
+from fusionlayer.publishing.update import make
 from fusionlayer.transport._announced import take_in
 from tests.publishing.gateway import Gateway
-from tests.publishing.relay import FalseRelay
-from tests.publishing.states import plain_state, until
+from tests.publishing.states import plain_state, snapshot, until
 from tests.publishing.trainer import LONG, Trainer
+from tests.transport.relays import Relay
 
 SECRET, OTHER = "0123456789abcdef", "fedcba9876543210"
 
@@ -37,9 +40,19 @@ def secrets_in(path: Path, *lines: str) -> Path:
 def test_a_relay_cannot_replace_weights_behind_the_greeting() -> None:
     with Trainer(secret=SECRET) as trainer:
         trainer.publish(plain_state(0))
-        relay = FalseRelay(trainer.port, {"weight": torch.zeros(3)})
+        relay, update = Relay(("127.0.0.1", trainer.port)), make(snapshot(0, {"weight": torch.zeros(3)}))
+        prefix = struct.pack("<4sQ", b"DATA", update.nbytes)
+        forged = prefix + struct.pack("<I", zlib.crc32(prefix)) + b"".join(update.parts)
+
+        def replace(place: int, from_follower: bool, passed: int, data: bytes) -> bytes:
+            before, found, _ = data.partition(b"DATA")
+            if found:
+                relay.alter = lambda *given: given[3] if given[1] else b""  # nothing more of the publisher
+            return before + forged if found else data
+
+        relay.alter = replace
         try:
-            with fl.subscribe(relay.address, secret=SECRET) as follower:
+            with fl.subscribe(f"tcp://127.0.0.1:{relay.address[1]}", secret=SECRET) as follower:
                 until(lambda: isinstance(follower.trouble, WireError) or follower.latest is not None)
                 assert "they were changed or damaged" in str(follower.trouble) and follower.latest is None
         finally:

@@ -34,6 +34,36 @@ def gradients(rank: int, step: int, tensors: list[TensorInfo] = MODEL) -> dict[s
     }
 
 
+SHAPES = {"image": (4, 3, 5, 2), "sliced": (40,), "scalar": (), "empty": (0, 3)}
+KINDS = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def of_layouts(*more: str) -> list[TensorInfo]:
+    """Return tensors of all types that ``views`` lays out, and flat ones of the names in ``more``."""
+    shapes = SHAPES | dict.fromkeys(more, (20,))
+    return [
+        TensorInfo(f"{name} {dtype}", torch.Size(shape).numel(), dtype, size)
+        for name, shape in shapes.items()
+        for dtype, size in KINDS.items()
+    ]
+
+
+def views(rank: int, step: int, tensors: list[TensorInfo]) -> dict[str, Tensor]:
+    """Return gradients whose memory is laid out as their names say, that of images otherwise on each rank."""
+    made = gradients(rank, step, tensors)
+    for name, flat in made.items():
+        if name.startswith("image"):
+            image = flat.view(SHAPES["image"])
+            made[name] = image.contiguous(memory_format=torch.channels_last) if rank else image
+        elif name.startswith("sliced"):
+            made[name] = torch.stack([flat, flat], 1)[:, 1]
+        elif name.startswith("of another type"):
+            made[name] = flat.to(torch.bfloat16 if flat.dtype == torch.float32 else torch.float32)
+        else:
+            made[name] = flat.view(SHAPES[name.rpartition(" ")[0]])
+    return made
+
+
 def exact_sum(world: int, step: int, tensors: list[TensorInfo] = MODEL) -> dict[str, Tensor]:
     """Return the f64 sum over ranks of their ``gradients``."""
     every = [gradients(rank, step, tensors) for rank in range(world)]

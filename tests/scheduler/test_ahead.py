@@ -24,7 +24,7 @@ from tests.loops import looped
 from tests.ranks import on_processes, on_threads, over_threads
 from tests.spans import spans_of
 
-from .engines import MODEL, exact_sum, gradients, make_engine, run_step
+from .engines import MODEL, exact_sum, gradients, make_engine, of_layouts, run_step, views
 
 WORLDS = [1, 2, 3, 4, 8]
 
@@ -152,34 +152,12 @@ def test_noise_differs_between_ranks_steps_and_tensors_and_selections_do_not() -
 
 @looped("overlap_forward", [False, True])
 def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
-    kinds = [("float32", 4), ("bfloat16", 2), ("float16", 2)]
-    shapes: dict[str, tuple[int, ...]] = {"image": (4, 3, 5, 2), "sliced": (40,), "scalar": (), "empty": (0, 3)}
-    shapes["of another type"] = (20,)
-    tensors = [
-        TensorInfo(f"{name} {dtype}", torch.Size(shape).numel(), dtype, size)
-        for name, shape in shapes.items()
-        for dtype, size in kinds
-    ]
-
-    def views(rank: int, step: int) -> dict[str, Tensor]:
-        made = {}
-        for name, flat in gradients(rank, step, tensors).items():
-            if name.startswith("image"):
-                # The layout differs between ranks, the order of the elements must not.
-                image = flat.view(4, 3, 5, 2)
-                made[name] = image.contiguous(memory_format=torch.channels_last) if rank else image
-            elif name.startswith("sliced"):
-                made[name] = torch.stack([flat, flat], 1)[:, 1]
-            elif name.startswith("of another type"):
-                made[name] = flat.to(torch.bfloat16 if flat.dtype == torch.float32 else torch.float32)
-            else:
-                made[name] = flat.view(shapes[name.rpartition(" ")[0]])
-        return made
+    tensors = of_layouts("of another type")
 
     def body(transport: Transport) -> None:
         engine = make_engine(transport, tensors, codec=codecs.get("raw"), ahead=True, overlap_forward=overlap_forward)
         for step in range(2):
-            values = views(transport.rank, step)
+            values = views(transport.rank, step, tensors)
             for name, value in values.items():
                 engine.submit(name, value)
             engine.end_step()
@@ -187,13 +165,13 @@ def test_all_element_types_and_layouts(overlap_forward: bool) -> None:
             for index in sorted(engine.untaken):
                 results |= engine.take(index)
             for tensor in tensors:
-                parts = [views(rank, step)[tensor.name].float() for rank in range(2)]
+                parts = [views(rank, step, tensors)[tensor.name].float() for rank in range(2)]
                 expected = torch.stack(parts).sum(0).to(getattr(torch, tensor.dtype))
                 if not overlap_forward:
                     expected = expected.to(values[tensor.name].dtype)
                 assert torch.equal(results[tensor.name], expected)
                 if overlap_forward:
-                    assert torch.equal(values[tensor.name], views(transport.rank, step)[tensor.name])
+                    assert torch.equal(values[tensor.name], views(transport.rank, step, tensors)[tensor.name])
                 else:
                     assert torch.equal(values[tensor.name], expected)
         engine.close()

@@ -23,7 +23,7 @@ from tests.ranks import on_threads, over_threads
 from tests.spans import spans_of
 from tests.tiers import tiered
 
-from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, run_step
+from .engines import MODEL, collective_named, exact_sum, gradients, make_engine, of_layouts, run_step, views
 
 PATIENCE = 180
 
@@ -87,32 +87,15 @@ def exact_norm(world: int, step: int) -> float:
 
 @looped("world", [1, 2])
 def test_all_element_types_and_layouts(world: int) -> None:
-    """Gradients of three types, transposed, sliced, scalar and empty; a bucket never mixes types."""
-    kinds = [("float32", 4), ("bfloat16", 2), ("float16", 2)]
-    shapes: dict[str, tuple[int, ...]] = {"matrix": (30, 7), "sliced": (40,), "scalar": (), "empty": (0, 3)}
-    tensors = [
-        TensorInfo(f"{name} {dtype}", torch.Size(shape).numel(), dtype, size)
-        for name, shape in shapes.items()
-        for dtype, size in kinds
-    ]
-
-    def views(rank: int, step: int) -> dict[str, Tensor]:
-        made = {}
-        for name, flat in gradients(rank, step, tensors).items():
-            if name.startswith("matrix"):
-                made[name] = flat.view(7, 30).t()
-            elif name.startswith("sliced"):
-                made[name] = torch.stack([flat, flat], 1)[:, 1]
-            else:
-                made[name] = flat.view(shapes[name.split()[0]])
-        return made
+    """Gradients of three types, permuted, sliced, scalar and empty; a bucket never mixes types."""
+    tensors = of_layouts()
 
     def body(transport: Transport) -> None:
         engine = make_engine(transport, tensors, codec=codecs.get("raw"))
         for step in range(2):
-            values = run_step(engine, views(transport.rank, step))
+            values = run_step(engine, views(transport.rank, step, tensors))
             for tensor in tensors:
-                parts = [views(rank, step)[tensor.name].float() for rank in range(world)]
+                parts = [views(rank, step, tensors)[tensor.name].float() for rank in range(world)]
                 expected = torch.stack(parts).sum(0).to(getattr(torch, tensor.dtype))
                 assert torch.equal(values[tensor.name], expected)
         assert engine.plan is not None
