@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["comma_separated", "count", "one_of"]
+__all__ = ["comma_separated", "count", "one_of", "positive"]
 
 T = TypeVar("T")
 
@@ -37,3 +38,14 @@ def one_of(known: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def positive(text: str) -> float:
+    """Return a positive number, or refuse the argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number")
+    return value

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import driver, peers
-from benchmarks.arguments import comma_separated, count, one_of
+from benchmarks.arguments import comma_separated, count, one_of, positive
 from benchmarks.lab import why_not
 from benchmarks.report import table
 
@@ -65,10 +65,11 @@ def _make_quick(options: argparse.Namespace, records: Path) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    settings = SETUPS[options.model].settings(options.model, *options.hosts, options.steps)
+    settings = SETUPS[options.model].settings(options.model, *options.hosts, options.steps, options.learning_rate)
     methods = _available(options.methods or METHODS[settings.optimizer] + (NODES if settings.hosts else ()))
     found = Found(settings)
-    folder = options.records / settings.theme
+    theme = settings.theme + (f"-{options.learning_rate:g}" if options.learning_rate else "")
+    folder = options.records / theme
     if folder.exists() and any(folder.glob("*.json")) and not options.resume:
         parser.error(f"{folder} has records; go on with --resume, or choose another --records")
     try:
@@ -81,7 +82,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     failed = _campaign(options, settings, methods, records, found)
     if len(found.machines()) > 1:
         parser.error(f"steps were timed on {' and '.join(sorted(found.machines()))}; times of two machines do not mix")
-    _report(options, settings, environment, found)
+    _report(options, settings, theme, environment, found)
     if failed:
         print(f"not all went well: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -126,7 +127,7 @@ def _hours(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds > 3600 else f"{max(1.0, seconds / 60):.0f} min"
 
 
-def _report(options: argparse.Namespace, settings: Settings, environment: Any, found: Found) -> None:
+def _report(options: argparse.Namespace, settings: Settings, theme: str, environment: Any, found: Found) -> None:
     """Print the tables, and with ``--out`` write result and picture."""
     rows = scores(found, options.seeds)
     if not rows:
@@ -140,7 +141,7 @@ def _report(options: argparse.Namespace, settings: Settings, environment: Any, f
     ]
     if compared := checks(found):
         more.append(table("Minutes of all steps, computed and measured as a whole", compared))
-    theme = options.theme or settings.theme
+    theme = options.theme or theme
     pictures = {theme: lambda: picture(rows)} if any(row["link"] and row["minutes"][-1] for row in rows) else {}
     driver.finish(
         options, theme, title, environment, [*rows, *found.rows()], overview(rows), more=more, pictures=pictures
@@ -181,6 +182,9 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         help=f"RATE/RTT, comma-separated (default {','.join(map(str, LINKS))})",
     )
     parser.add_argument("--steps", type=count(), help="of training (default: the model's, 600 for gpt)")
+    parser.add_argument(
+        "--learning-rate", type=positive, help="at the end of its warm-up (default: the model's, 0.001 for gpt)"
+    )
     parser.add_argument(
         "--parts",
         type=comma_separated(one_of(PARTS)),

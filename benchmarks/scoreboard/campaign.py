@@ -49,7 +49,9 @@ class Setup:
     learning_rate: float
     every: int
 
-    def settings(self, model: str, hosts: int, workers: int, steps: int | None) -> Settings:
+    def settings(
+        self, model: str, hosts: int, workers: int, steps: int | None = None, learning_rate: float | None = None
+    ) -> Settings:
         """Return what is to be trained for its losses.
 
         Args:
@@ -57,13 +59,14 @@ class Setup:
             hosts: number of hosts.
             workers: on each host.
             steps: None for as many as by default.
+            learning_rate: None for the default one.
         """
         return Settings(
             model,
             hosts * workers,
             MODELS[model].batch_size,
             steps or self.steps,
-            self.learning_rate,
+            learning_rate or self.learning_rate,
             self.every if steps is None else max(1, steps * self.every // self.steps),
             self.optimizer,
             hosts if workers > 1 else None,

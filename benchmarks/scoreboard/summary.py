@@ -127,7 +127,7 @@ def _losses(
         **{"link": None, "rate": None, "rtt": None, "seeds": len(runs), "of_seeds": len(seeds)},
         "final": statistics.fmean(finals) if finals else None,
         "spread": statistics.stdev(finals) if len(finals) > 1 else None,
-        "above": None,
+        **{"above": None, "differences": []},
         "best": None,
         "levels": list(goals),
         "steps": [None] * len(SHARES),
@@ -139,7 +139,9 @@ def _losses(
     row["best"] = min(loss for _, loss in curve)
     if base:
         same = [run["final"] for run in _runs(found, BASELINE, [run["seed"] for run in runs])]
-        row["above"] = statistics.fmean(finals) / statistics.fmean(same) - 1 if len(same) == len(finals) else None
+        if len(same) == len(finals):
+            row["above"] = statistics.fmean(finals) / statistics.fmean(same) - 1
+            row["differences"] = [mine / theirs - 1 for mine, theirs in zip(finals, same, strict=True)]
     if base:
         row["steps"] = [reached(curve, goal) for goal in goals]
         if row["steps"][-1] is None and curve[-1][1] <= goals[-1] + spread:
@@ -209,7 +211,8 @@ def overview(rows: Sequence[Row]) -> list[dict[str, str]]:
             "method": name,
             "seeds": str(row["seeds"]),
             "final loss": _number(row["final"], ".3f") + spread,
-            "above f32": _number(row["above"], "+.1%"),
+            "above f32": _number(row["above"], "+.2%"),
+            "by seed": " to ".join(f"{end(row['differences']):+.2%}" for end in (min, max) if row["differences"]),
             "MB a step": _range([each["bytes_per_step"] / 1e6 for each in timed.values()]),
         }
         for link in links:
