@@ -191,7 +191,7 @@ def test_the_python_about_fsdp_runs() -> None:
 
 
 def hold_fsdp(rank: int, world: int, folder: str) -> None:
-    training, checkpoints = blocks("fsdp.md", "python")
+    training, replicas, checkpoints = blocks("fsdp.md", "python")
     mesh = dist.init_device_mesh("cpu", (world,))
     data = torch.randn(2, 4, 8, 256, generator=torch.Generator().manual_seed(rank))
     names: dict[str, Any] = {"mesh": mesh, "batches": list(zip(*data, strict=True)), "folder": folder}
@@ -201,6 +201,10 @@ def hold_fsdp(rank: int, world: int, folder: str) -> None:
     exec(checkpoints, names)
     names["model"](names["batches"][0][0])
     assert names["compression"].replica_bytes > 0
+    names |= {"dist": dist, "model": nn.Sequential(nn.Linear(256, 256)), "nodes": world, "ranks": 1}
+    exec(replicas, names)
+    names["model"](names["batches"][0][0]).sum().backward()
+    assert names["compression"].bytes_between_replicas > 0
 
 
 @pytest.mark.medium

@@ -107,7 +107,8 @@ class ReplicaGroup(_ProcessGroup):  # type: ignore[misc]
             return None
         trained = self.shards.trained
         if x.numel() != sum(length for _, length in trained.values()):
-            _warn_of_unused(next(iter(trained)))
+            if not self._direction.choice.codec.lossless:
+                _warn_of_unused(next(iter(trained)))
             return None
         slots, start = [], 0
         for name, (p, length) in trained.items():

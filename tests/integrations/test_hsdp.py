@@ -197,7 +197,8 @@ class Job:
     def __init__(self, replicas: int, shards: int) -> None:
         self.mesh = mesh_of(replicas, shards)
         self.model = sharded(self.mesh, "bf16")
-        self.compression = fl.fsdp.compress(self.model, "qwd", "int8", replicas="int4")
+        rotated = fl.codecs.get("int", bits=4, hadamard=True)  # it spreads noise into padding
+        self.compression = fl.fsdp.compress(self.model, "qwd", "int8", replicas=rotated)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 
     def train(self, *steps: int) -> None:
