@@ -229,7 +229,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=str, required=True, metavar="PROFILE.yaml", help="measured costs")
     parser.add_argument(
         "--rate",
-        help="of each host's link, such as 1gbit (default: collectives as they were measured with so many workers, or "
-        "else the profile's highest rate)",
+        help="rate of each host's link, such as 1gbit (default: collectives as measured with so many workers, or the "
+        "profile's highest rate)",
     )
     parser.add_argument("--per-host", type=positive, metavar="N", help="workers on each host (default: as measured)")
