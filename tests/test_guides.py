@@ -1,27 +1,32 @@
 """The pages for newcomers: Start, Choosing, the guides and the concepts. Their code runs, and their commands start."""
 
 import importlib
+import os
 import random
 import re
 import shlex
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer.base.plan import TensorInfo
-from fusionlayer.cli import main
+from fusionlayer.cli import main, ratio
 from fusionlayer.planning.cost_model import AlphaBeta
 from fusionlayer.scheduler.planners import StepCosts
 from fusionlayer.scheduler.planners._base import registry
+from tests.harness import run_ranks
 from tests.loops import looped
 from tests.pages import DOCS, ROOT, blocks, lines
+from tests.ports import free_port
 
 PAGES = [DOCS / name for name in ("choosing.md", "watching.md", "adding_a_codec.md", "adding_a_planner.md")]
 PAGES += sorted(page for folder in ("start", "guides", "concepts") for page in (DOCS / folder).glob("*.md"))
@@ -97,14 +102,43 @@ def test_every_line_to_choose_from_trains(line: str) -> None:
     assert first == second
 
 
-def test_the_code_of_the_concepts_runs() -> None:
-    pages = [
-        code for page in sorted((DOCS / "concepts").glob("*.md")) for code in blocks(f"concepts/{page.name}", "python")
-    ]
-    assert len(pages) == 3
+def test_the_rows_of_the_page_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "choosing.md").read_text()
+    (command,) = lines("choosing.md", "explain")
+    assert main(shlex.split(command)[1:]) == 0
+    told = capsys.readouterr().out
+    assert "sends 750 MB a step in 6 s" in told and "Sending / computing: 17.1\n" in told and "Row 'above 10'" in told
+    for row in ratio.ROWS:
+        assert re.search(rf"^\| {row.name}\b.*\|", page, re.MULTILINE), row
+        assert f'codec="{row.codec}"' in page and all(line.split("= ")[1].split("(")[0] in page for line in row.before)
+
+
+@pytest.mark.medium
+def test_the_code_for_each_user_trains(tmp_path: Path) -> None:
+    users = blocks("choosing.md", "python")
+    assert len(users) == 8
+    run_ranks(hold_users, 2, users, [free_port() for _ in users], tmp_path, backend=None)
+
+
+def hold_users(rank: int, world: int, users: list[str], ports: list[int], folder: Path) -> None:
+    """Run each program as a launcher would; the one that is two jobs has another role on each rank."""
+    os.chdir(folder)
+    for code, port in zip(users, ports, strict=True):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        sys.argv = ["train.py", ("train", "serve")[rank]]
+        names: dict[str, Any] = {}
+        exec(compile(code, "choosing.md", "exec"), names)
+        assert not dist.is_initialized() and not fl.is_initialized(), code
+
+
+def test_the_code_of_concepts_and_api_runs() -> None:
+    pages = [page.relative_to(DOCS) for folder in ("concepts", "api") for page in (DOCS / folder).glob("*.md")]
+    codes = [code for page in sorted(pages) for code in blocks(str(page), "python")]
+    assert len(codes) == 9
 
     def run(rank: int) -> bool:
-        for code in pages:
+        for code in codes:
             for line in filter(None, code.splitlines()):
                 model = nn.Linear(40, 30)
                 names: dict[str, Any] = {"fl": fl, "torch": torch, "model": model, "tensor": torch.ones(300)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ __all__ = [
         "link_share",
         "load",
         "mean",
-        "minutes",
         "more",
         "result",
         "rows",
@@ -144,25 +142,6 @@ def link_gain(operation: str, codec: str = "", size: int = 1 << 26, theme: str =
     return statistics.median(theirs / own for theirs, own in zip(gloo, seconds, strict=False))
 
 
-def minutes(method: str, rate: str, goal: float) -> float:
-    """Return how long training takes until the loss, the mean over seeds, is at ``goal`` or below.
-
-    Losses are those of convergence runs. Each step takes as long as the training benchmark has measured at this rate;
-    overlap computes the same values.
-
-    Raises:
-        LookupError: the method does not get there.
-    """
-    runs = rows(CONVERGENCE, method=method.removesuffix("+overlap"))
-    steps: Iterable[float] = [step for step, _ in runs[0].losses]
-    means = [statistics.fmean(run.losses[place][1] for run in runs) for place, _ in enumerate(runs[0].losses)]
-    reached = next((step for step, loss in zip(steps, means, strict=True) if loss <= goal), None)
-    if reached is None:
-        raise LookupError(f"{method} does not reach a loss of {goal:.3f}; its lowest is {min(means):.3f}")
-    seconds: float = the(TRAINING, method=method, rate=rate).step_seconds
-    return reached * seconds / 60
-
-
 def scored(method: str, link: str, theme: str = SCOREBOARD) -> Record:
     """Return a method's row of a scoreboard on a link, such as ``100mbit/1ms``."""
     return the(theme, kind="score", method=method, link=link)
@@ -191,7 +170,6 @@ NAMES: dict[str, Any] = {
                 link_gain,
                 link_share,
                 mean,
-                minutes,
                 more,
                 rows,
                 score,

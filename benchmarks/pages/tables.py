@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.pages.found import CONVERGENCE, SCOREBOARD, TRAINING, Record, end, minutes, rows, the
+from benchmarks.pages.found import CONVERGENCE, SCOREBOARD, TRAINING, Record, end, rows, the
 from benchmarks.scoreboard.links import Link
 
 __all__ = ["HEADLINE", "TABLES", "fill"]
@@ -49,15 +49,14 @@ def headline() -> Lines:
 
 
 ALL_METHODS = (
-    *("ddp-fp16", "ddp-bf16", "ddp-powersgd", "horovod"),
-    *("bf16", "int8", "int8+overlap", "int4", "int4+overlap", "mxfp4"),
-    *("topk", "sidco", "dgc", "dgc+safusion", "dgc+wfbp", "dgc+behind+single", "auto", "auto+fidelity=aggressive"),
+    *("ddp-bf16", "ddp-powersgd", "horovod", "bf16", "int8", "int8+overlap", "int4", "int4+overlap"),
+    *("topk", "dgc", "dgc+wfbp", "dgc+behind+single", "auto", "auto+fidelity=aggressive"),
 )
 _NOTES = {"ddp-powersgd": "ddp-powersgd, rank 4", "topk": "topk, density 0.01"}
 
 
 def training() -> Lines:
-    """Speed-ups of every method over DDP, beside what computing and sending would allow."""
+    """Speed-ups of methods over DDP, beside what computing and sending would allow."""
     yield "method", "over DDP at 100 Mbit/s", "bound", "over DDP at 1 Gbit/s", "bound"
     for method in ALL_METHODS:
         cells = []
@@ -66,41 +65,6 @@ def training() -> Lines:
             ddp = the(TRAINING, rate=rate, method="ddp")
             cells += [_interval(row.speedup), f"{ddp.step_seconds / row.bound_seconds:.1f}"]
         yield _NOTES.get(method, method), *cells
-
-
-def time_to_loss() -> Lines:
-    """Minutes until the loss that PowerSGD ends with."""
-    goal = end("ddp-powersgd")
-    yield f"minutes until loss {goal:.3f}", "100 Mbit/s", "1 Gbit/s"
-    for method in ("ddp", "ddp-powersgd", "int4+overlap", "int4", "int8"):
-        yield _NOTES.get(method, method), *(f"{minutes(method, rate, goal):.3g}" for rate in ("100mbit", "1gbit"))
-
-
-ARRIVALS = {
-    "ddp": "`DistributedDataParallel(model)`",
-    "ddp-powersgd": "the same with torch's PowerSGD hook, rank 4",
-    "int8": '`fl.DistributedOptimizer(optimizer, model, codec="int8")`',
-    "int4": '`fl.DistributedOptimizer(optimizer, model, codec="int4")`',
-    "int4+overlap": '`fl.DistributedOptimizer(optimizer, model, codec="int4", overlap_forward=model)`',
-    "topk": '`fl.DistributedOptimizer(optimizer, model, codec="topk", density=0.01)`',
-}
-"""Lines of code of which a page tells how long they take to f32's final loss."""
-
-
-def arrivals() -> Lines:
-    """Minutes until f32's final loss, and what computing alone takes for as many steps as f32."""
-    goal, steps = end("ddp"), rows(CONVERGENCE, method="ddp")[0].losses[-1][0]
-    yield f"minutes until loss {goal:.3f}, where f32 ends", "100 Mbit/s", "1 Gbit/s", "its own end"
-    for method, line in ARRIVALS.items():
-        cells = []
-        for rate in ("100mbit", "1gbit"):
-            try:
-                cells.append(f"{minutes(method, rate, goal):.3g}")
-            except LookupError:
-                cells.append("never")
-        yield line, *cells, f"{end(method.removesuffix('+overlap')):.3f}"
-    alone = (the(TRAINING, rate=rate, method="alone").step_seconds * steps / 60 for rate in ("100mbit", "1gbit"))
-    yield "computing alone, as many steps", *(f"{each:.3g}" for each in alone), ""
 
 
 SCORED = {
@@ -175,8 +139,7 @@ def horovod() -> Lines:
 
 
 TABLES: dict[str, Callable[[], Lines]] = {
-    function.__name__: function
-    for function in (headline, scoreboard, training, time_to_loss, arrivals, losses, horovod)
+    function.__name__: function for function in (headline, scoreboard, training, losses, horovod)
 }
 
 

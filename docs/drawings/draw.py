@@ -224,7 +224,7 @@ def two_level() -> Canvas:
 
 def choosing() -> Canvas:
     """From a network to a codec."""
-    canvas = Canvas(940, 424, "Which codec: compare sending with computing, then look at optimizer and network")
+    canvas = Canvas(940, 362, "Which codec: by sending time / computing time, then by optimizer")
 
     def question(x: float, y: float, width: float, words: str) -> None:
         canvas.box(x, y, width, 54, "#e8eef7", radius=27, edge=COLOURS["update"])
@@ -235,31 +235,29 @@ def choosing() -> Canvas:
         canvas.text(x + width / 2, y + 26, codec, 14, "middle", bold=True)
         canvas.text(x + width / 2, y + 46, words, 12, "middle", SOFT)
 
-    question(330, 24, 280, "sending f32 gradients takes,\nbeside computing a step ...")
-    canvas.arrow(330, 60, 154, 128)
-    canvas.text(210, 84, "less than half", 12.5, "end", SOFT)
-    canvas.arrow(420, 78, 375, 128)
-    canvas.text(386, 108, "about as long", 12.5, "end", SOFT)
-    canvas.arrow(540, 78, 610, 140)
-    canvas.text(590, 108, "several times as long", 12.5, "start", SOFT)
+    question(330, 24, 280, "sending f32 gradients takes,\ncompared with computing a step ...")
     canvas.arrow(610, 50, 726, 50)
     canvas.text(668, 42, "not known", 12.5, "middle", SOFT)
     answer(728, 20, 188, "auto", "measures, then chooses")
-    answer(40, 132, 220, "raw, or nothing", "the network is no bottleneck")
-    answer(286, 132, 180, "int8", "a quarter of the bytes")
-    question(500, 144, 290, "SGD with momentum,\nand 100 Mbit/s or less?")
-    canvas.arrow(720, 198, 790, 256)
-    canvas.text(764, 222, "yes", 12.5, "start", SOFT)
-    canvas.arrow(600, 198, 520, 256)
-    canvas.text(548, 222, "no", 12.5, "end", SOFT)
-    answer(690, 260, 226, "dgc", "1 % of the elements, warm-up")
-    question(390, 260, 240, "is the network by far\nthe bottleneck?")
-    canvas.arrow(450, 314, 330, 352)
-    canvas.text(384, 352, "no", 12.5, "middle", SOFT)
-    answer(110, 336, 216, "int4", "an eighth of the bytes")
-    canvas.arrow(560, 314, 640, 354)
-    canvas.text(586, 352, "yes", 12.5, "middle", SOFT)
-    answer(644, 342, 272, "int4 + overlap_forward", "the next forward hides the rest")
+    answer(24, 142, 200, "raw, or DDP", "the network is no bottleneck")
+    answer(244, 142, 180, "int8", "a fourth of the bytes")
+    answer(444, 142, 180, "int4", "an eighth of the bytes")
+    question(644, 146, 276, "optimizer, and what counts")
+    for start, end, words in (
+        (330, 124, "below 0.5"),
+        (400, 334, "0.5 to 1"),
+        (500, 534, "1 to 10"),
+        (590, 782, "above 10"),
+    ):
+        canvas.arrow(start, 78, end, 138)
+        side = "end" if end < start else "start"
+        canvas.text((start + end) / 2 + (-10 if end < start else 10), 106, words, 12.5, side, SOFT)
+    for start, end, words in ((690, 368, "AdamW"), (765, 614, "SGD"), (840, 816, "a good loss soon")):
+        canvas.arrow(start, 200, end, 272)
+        canvas.text(end + 28, 262, words, 12.5, "start", SOFT)
+    answer(262, 276, 212, "OneBitAdam, onebit", "a bit of each value")
+    answer(500, 276, 190, "dgc", "1 % of the elements, warm-up")
+    answer(716, 276, 204, "Local.overlapped(4)", "sends every few steps")
     return canvas
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -79,50 +79,65 @@ def configuration() -> str:
         ["srun", as_code(SLURM)],
     ]
     keys = {f"FUSIONLAYER_{name.upper()}" for name in config.flat(config.Config())}
+    more = {name: meaning for name, meaning in config.VARIABLES.items() if name not in keys}
+    builds = [name for name, meaning in more.items() if meaning.startswith("when building")]
     head = ["key", "type", "default", "meaning"]
     return as_page(
-        "# Configuration",
-        "Precedence, highest first: an argument in code, such as `codec=` of `fl.DistributedOptimizer`; an\n"
-        "environment variable; the file that `FUSIONLAYER_CONFIG` names; the default. So a script that names no codec\n"
-        "can be tried with another one without an edit:",
+        "# Settings",
+        "Which settings and environment variables are there, and which one counts? Precedence, highest first: an\n"
+        "argument in code, such as `codec=` of `fl.DistributedOptimizer`; an environment variable; the file that\n"
+        "`FUSIONLAYER_CONFIG` names; the default. So another codec needs no edit of the script:",
         "```\nFUSIONLAYER_CODEC=int4 torchrun --nproc-per-node 2 examples/train_gpt.py\n```",
         "`fusionlayer doctor` explains the variables that are set. `fl.init()` warns of unknown names that begin with\n"
         "`FUSIONLAYER_`.",
-        "## Settings",
-        "The file is YAML, with any of these keys. An unknown key is an error. The variable of each key is\n"
-        "`FUSIONLAYER_` and the key in capitals: `FUSIONLAYER_CODEC`, `FUSIONLAYER_LANES`. Values in a variable are\n"
-        "YAML too: `FUSIONLAYER_CODEC_OPTIONS='{group_size: 64}'`; yes and on mean true, no and off false. An empty\n"
-        "variable changes nothing.",
+        "## Keys of the file",
+        "The file is YAML. An unknown key is an error. The variable of a key is `FUSIONLAYER_` and the key in\n"
+        "capitals, such as `FUSIONLAYER_LANES`. Its value is YAML too: `FUSIONLAYER_CODEC_OPTIONS='{bits: 4}'`;\n"
+        "yes and on mean true, no and off false. An empty variable changes nothing.",
         table(head, _settings(config.Config())),
         "### Planning",
-        "These keys stand below `planning`, or at the top. Each has a variable: `FUSIONLAYER_PLANNER`.",
+        "These keys stand below `planning`, or at the top.",
         table(head, _settings(config.PlanningSettings())),
         "### Keys that depend on each other",
-        "`FUSIONLAYER_CODEC` replaces the `codec_options`, `policy` and `plan` of the file too, `FUSIONLAYER_POLICY`\n"
-        "its `plan`, and `FUSIONLAYER_PLANNER` its `planner_options` and `plan`. A plan takes precedence over a\n"
-        "codec, also over one named in code, because a plan names codecs itself. The codec `auto` is for optimizers:\n"
-        "calls on single tensors without a codec send them uncompressed.",
+        table(
+            ["given", "also replaces, from the file"],
+            [
+                ["`FUSIONLAYER_CODEC`", "`codec_options`, `policy`, `plan`"],
+                ["`FUSIONLAYER_POLICY`", "`plan`"],
+                ["`FUSIONLAYER_PLANNER`", "`planner_options`, `plan`"],
+            ],
+        ),
+        "A plan takes precedence over a codec, even over one named in code, because a plan names codecs itself. The\n"
+        "codec `auto` is for optimizers: calls on single tensors without a codec send them uncompressed.",
         "## Other variables of fusionlayer",
-        table(["variable", "meaning"], ([f"`{n}`", m] for n, m in config.VARIABLES.items() if n not in keys)),
+        _variables({name: meaning for name, meaning in more.items() if name not in builds}),
+        f"When building: {as_code([*builds, *BUILD])} ([installing](install.md#what-is-built)).",
         "## Variables of other programs",
-        table(["variable", "meaning"], ([f"`{n}`", m] for n, m in {**environment.OTHERS, **BUILD}.items())),
+        _variables(environment.OTHERS),
         "## Variables of launchers",
-        "Rank, number of ranks, local rank and local number of ranks come from the first of these that is set.\n"
-        "[Operations](operations.md#start-a-job) describes how jobs are started.",
+        "Rank, number of ranks, local rank and local number of ranks come from the first of these that is set\n"
+        "([starting a job](operations.md#start-a-job)). If none is set, fusionlayer asks Ray Train, where the program\n"
+        "has imported it.",
         table(["launcher", "variables"], launchers),
-        "Where none is set Ray Train is asked, if the program has imported it. `PET_NNODES` and `PET_NPROC_PER_NODE`,\n"
-        "which Kubeflow sets for torchrun, only show that torchrun was forgotten. `PMI_RANK` and `PMI_SIZE` that srun\n"
-        "itself has set do not count.",
+        "`PET_NNODES` and `PET_NPROC_PER_NODE`, which Kubeflow sets for torchrun, only show that torchrun was\n"
+        "forgotten. `PMI_RANK` and `PMI_SIZE` that srun itself has set do not count.",
         "A process without a rank would train alone. It is refused where one of the following variables reports\n"
-        "several hosts or tasks: it was not started by a launcher, or a container has dropped variables. `RANK=0` and\n"
+        "several hosts or tasks: no launcher started it, or a container has dropped variables. `RANK=0` and\n"
         "`WORLD_SIZE=1` let it train alone.",
         as_code(allocations.VARIABLES),
         "## Horovod's variables",
         "`fusionlayer.torch` reads these, so that jobs of Horovod keep their settings.",
-        table(["variable", "meaning"], ([f"`{n}`", m] for n, m in environment.HOROVOD.items())),
-        "These have no effect here:",
-        table(["variable", "because"], ([f"`{n}`", m] for n, m in environment.HOROVOD_UNUSED.items())),
+        _variables(environment.HOROVOD),
+        f"These have no effect here; `fusionlayer doctor` prints why: {as_code(environment.HOROVOD_UNUSED)}.",
     )
+
+
+def _variables(meanings: Mapping[str, str]) -> list[str]:
+    """Return a table of variables; those of one meaning share a row."""
+    names: dict[str, list[str]] = {}
+    for name, meaning in meanings.items():
+        names.setdefault(meaning, []).append(name)
+    return table(["variable", "meaning"], ([as_code(same), meaning] for meaning, same in names.items()))
 
 
 def _settings(defaults: config.Config | config.PlanningSettings) -> Iterator[list[str]]:
@@ -195,7 +210,7 @@ def _usage(parser: argparse.ArgumentParser) -> str:
         if action.required and action.option_strings
     ]
     places = [
-        _value(action) + (" ..." if action.nargs == "+" else "")
+        f"[{_value(action)}]" if action.nargs == "?" else _value(action) + (" ..." if action.nargs == "+" else "")
         for action in parser._actions
         if not action.option_strings
     ]
@@ -244,18 +259,29 @@ def codec_table() -> str:
             ]
             for name in names
         ]
-        parts += [f"## {family}", table(["codec", "what travels", "bits", "keeps", "collective", "paper"], rows)]
-    pairs = [
-        [f"`{name}`", as_code(n for n, codec in known.items() if _fits(name, codec))] for name in collectives.names()
-    ]
+        parts += [f"## {family}", table(["codec", "what is sent", "bits", "keeps", "collective", "paper"], rows)]
+    pairs: dict[str, list[str]] = {}
+    for name in collectives.names():
+        fitting = {n for n, codec in known.items() if _fits(name, codec)}
+        pairs.setdefault(
+            "; ".join(_of_family(*each, fitting) for each in families.items() if fitting & {*each[1]}), []
+        ).append(name)
     return as_page(
         "# Codecs",
         INTRODUCTION.strip(),
         *parts,
         "## Which collective takes which codec",
         f"For {_RANKS} ranks. A pair that is not here is refused when an optimizer, a rule or a plan names it.",
-        table(["collective", "codecs"], pairs),
+        table(["collective", "codecs"], ([as_code(names), fitting] for fitting, names in pairs.items())),
     )
+
+
+def _of_family(family: str, names: Sequence[str], fitting: Collection[str]) -> str:
+    """Return which codecs of a family are fitting: "all quantizers but `thc`"."""
+    others = [name for name in names if name not in fitting]
+    if len(others) > len(names) // 2:
+        return as_code(name for name in names if name in fitting)
+    return f"all of {family.lower()}" + (f" but {as_code(others)}" if others else "")
 
 
 def _family(codec: Codec) -> str:
@@ -267,34 +293,30 @@ def _family(codec: Codec) -> str:
 
 
 INTRODUCTION = """
-A codec says what the bytes of a message mean. Give its name where gradients are reduced:
-`fl.DistributedOptimizer(optimizer, model, codec="int8")`. Options follow the name:
-`codec="int", bits=4, group_size=128`. The [API reference](api/codecs.md) tells what a codec can do by itself.
-[Choosing](choosing.md) goes from your network, model and optimizer to one line; in short:
+Which codecs are there, what does each send, and what does it cost? A codec turns gradients into messages and back. Give
+its name where gradients are reduced: `fl.DistributedOptimizer(optimizer, model, codec="int8")`. Options follow the
+name: `codec="int", bits=4, group_size=128`. [Choosing](choosing.md) recommends one for your network and optimizer. It
+does not name these:
 
-| you have | take |
+| you have | use |
 |---|---|
-| a slow network, and want to change nothing else | `int8`: a fourth of the bytes; `int4`: an eighth |
-| a network for which that is still too much | `int3` (a tenth) or `int2` (a fourteenth); measure your loss |
+| a network for which `int4` sends too much | `int3` (a tenth of the bytes), `int2` (a fourteenth); measure your loss |
 | a result that must not change by a bit | `raw`, or `zip` where the network is very slow |
-| no idea | `codec="auto"`: it measures the first steps and chooses |
-| matrices, and a network for which four bits are still too many | `powersgd` |
-| SGD with momentum, and such a network | `dgc`, with momentum correction and warm-up |
-| updates that travel every few steps, and such a network | `chunked_topk`: a fourth of the bytes of `topk` |
-| sharded weights (FSDP2) | `sdp4bit`, a preset of [FSDP](fsdp.md) |
-| activations of tensor parallelism, a pipeline | `taco`, `tahquant` ([model parallelism](model_parallel.md)) |
+| matrices, and a network for which four bits are too many | `powersgd` |
+| local steps on such a network | `chunked_topk`: fewer bytes than `topk` |
+| activations of tensor parallelism, of a pipeline | `taco`, `tahquant` ([model parallelism](model_parallel.md)) |
 
 The columns:
 
-- **bits** for each element of f32, everything included, for a tensor of a million elements and the codec's defaults. A
-  codec of variable size has those of normal random values.
-- **keeps**: what a rank keeps of each tensor from step to step. A *residual* is f32, as large as the gradient, and is
-  made by default; `error_feedback=False` leaves it out where the codec can do without.
-- **collective**: what is taken without `algorithm`, on 8 ranks of one node. On several nodes of several ranks
-  `two_level` stands in for `two_shot`. On two ranks `one_shot` stands in for `two_shot`,
-  `butterfly` and `integer_sum`, on numbers that are no power of two `ring` for `butterfly`. Sparse codecs without
-  a collective of their own are encoded [ahead](glossary.md) and gathered.
-- **paper**: where the idea comes from. [Papers](papers.md) says what is different here, and what checks it.
+- **bits** for each element of f32, metadata included, for a million elements and the codec's defaults. A codec of
+  variable size has the bits of normal random values.
+- **keeps**: what a rank keeps of each tensor between steps. A *residual* is f32, as large as the gradient. It is the
+  default here; `error_feedback=False` leaves it out where the codec can do without.
+- **collective**: the default on 8 ranks of one node. Several nodes of several ranks use `two_level` instead of
+  `two_shot`. Two ranks use `one_shot` instead of `two_shot`, `butterfly` and `integer_sum`. `butterfly` becomes
+  `ring` if the number of ranks is no power of two. Sparse codecs without a collective of their own are encoded
+  [ahead](glossary.md) and gathered.
+- **paper**: the source of the idea. [Papers](papers.md) says what differs here, and what checks it.
 """
 
 

@@ -224,9 +224,9 @@ def add_device(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=f"{what} (default cpu)")
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe the cluster of a plan."""
-    parser.add_argument("--profile", type=str, required=True, metavar="PROFILE.yaml", help="measured costs")
+def add_cluster(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the options that describe the cluster of a plan; ``required``: whether a profile is."""
+    parser.add_argument("--profile", type=str, required=required, metavar="PROFILE.yaml", help="measured costs")
     parser.add_argument(
         "--rate",
         help="rate of each host's link, such as 1gbit (default: collectives as measured with so many workers, or the "

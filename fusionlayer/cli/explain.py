@@ -16,6 +16,7 @@ from ..planning.profile import Profile
 from ..planning.simulation import SimulatedStep
 from ..planning.zipped_costs import expected_costs
 from ..scheduler.fusing import check_pairs
+from . import ratio
 from .arguments import check_file
 from .outputs import keep
 from .predicted_step import write_trace
@@ -31,6 +32,9 @@ _SWITCH_SIZES = (1 << 20, 16 << 20)
 
 def run(options: argparse.Namespace) -> None:
     """Print what ``options`` ask for."""
+    if options.plan is None:
+        ratio.run(options)
+        return
     if options.timeline:
         check_file(options.timeline, "--timeline")
     profile = Profile.from_yaml(options.profile)

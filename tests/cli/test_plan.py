@@ -128,6 +128,22 @@ class TestExplain:
         assert "Backward, with what is encoded in it: 200.00 ms." in output
         assert "A node sends 3.19 MB to other nodes (4 nodes of 1 rank)." in output
 
+    @looped(
+        "arguments, told",
+        [
+            ("--nodes 2", "Sending / computing: "),
+            ("--nodes 2 --rate 1gbit --step 0.1", "a node sends 16 MB a step in 128 ms. Computing takes 100 ms."),
+            ("--nodes 1 --per-host 4 --rate 100gbit", "a rank sends 24 MB"),
+            ("--nodes 2 --parameters 1e9 --rate 2gbit", "Links above 1gbit were not measured"),
+        ],
+    )
+    def test_without_a_plan_the_ratio_of_a_profile(
+        self, path: Path, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["explain", "--profile", str(path), *arguments.split()]) == 0
+        output = capsys.readouterr().out
+        assert told in " ".join(output.split()) and "optimizer = fl.DistributedOptimizer(" in output
+
 
 SMALL = ["--model", "gpt", "--codec", "int4,raw", "--steps", "1", "--repeats", "1", "--largest", "4096"]
 

@@ -18,7 +18,7 @@ examples:
     torchrun --nproc-per-node 2 --no-python fusionlayer profile --device cuda
 
 One process measures the model's step, codecs and copies. Several ranks also
-measure links and collectives, and write means over ranks. With --device cuda all
+measure links and collectives, and write means over ranks. With --device cuda
 of it is on GPUs, in their time. profiles/README.md has the file's schema.
 """
 
