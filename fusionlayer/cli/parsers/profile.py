@@ -19,7 +19,7 @@ examples:
 
 One process measures the model's step, codecs and copies. Several ranks also
 measure links and collectives, and write means over ranks. With --device cuda
-of it is on GPUs, in their time. profiles/README.md has the file's schema.
+all of it is on GPUs, in their time. profiles/README.md has the file's schema.
 """
 
 
