@@ -13,14 +13,14 @@ from ..planning.profile import Profile
 from .tables import print_text
 from .units import BYTES, SECONDS, in_words
 
-__all__ = ["ROWS", "Row", "run"]
+__all__ = ["ROWS", "Recommendation", "run"]
 
 _MEASURED = 1e9  # bits per second of the fastest link with results
 _LINE = 'optimizer = fl.DistributedOptimizer(optimizer, model, codec="{}")'
 
 
 @dataclass(frozen=True)
-class Row:
+class Recommendation:
     """A row of the table in docs/choosing.md.
 
     Attributes:
@@ -39,10 +39,10 @@ class Row:
 
 
 ROWS = (
-    Row(0.5, "below 0.5", "raw", "The network is no bottleneck. Keep DDP, or send gradients unchanged."),
-    Row(1, "0.5 to 1", "int8", "A fourth of the bytes is sent while backward computes."),
-    Row(10, "1 to 10", "int4", "An eighth of the bytes. The row above 10 sends fewer."),
-    Row(
+    Recommendation(0.5, "below 0.5", "raw", "The network is no bottleneck. Keep DDP, or send gradients unchanged."),
+    Recommendation(1, "0.5 to 1", "int8", "A fourth of the bytes is sent while backward computes."),
+    Recommendation(10, "1 to 10", "int4", "An eighth of the bytes. The row above 10 sends fewer."),
+    Recommendation(
         math.inf,
         "above 10",
         "onebit",
