@@ -112,7 +112,7 @@ def compare(console: Console, link: Network, methods: Sequence[str], steps: int,
 def describe(console: Console, steps: int, link: Network, obstacle: str | None) -> None:
     """Print what is about to be run, and on what."""
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    console.print(f"[bold]fusionlayer beside DDP[/]: {WORKERS} workers, {steps} steps, the same weights and data\n")
+    console.print(f"[bold]fusionlayer and DDP[/]: {WORKERS} workers, {steps} steps, the same weights and data\n")
     facts = Table.grid(padding=(0, 2))
     facts.add_row("machine", f"{escape(cpu_name())}, {cores} cores, {platform.system()} {platform.release()}")
     if load > cores / 2:

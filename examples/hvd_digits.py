@@ -82,7 +82,7 @@ def metric_average(value: float, name: str) -> float:
 
 
 def main() -> None:
-    """Train, and tell the loss and the accuracy of each epoch."""
+    """Train, and print the loss and the accuracy of each epoch."""
     options = parse_options()
     hvd.init()
     torch.manual_seed(options.seed)

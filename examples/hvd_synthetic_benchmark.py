@@ -46,7 +46,7 @@ def parse_options() -> argparse.Namespace:
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut."""
+    """Three convolutions next to a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def make_model(blocks: list[int], width: int) -> nn.Sequential:
 
 
 def main() -> None:
-    """Time some batches, and tell the mean and what all workers make together."""
+    """Time some batches, and print the mean rate, and that of all workers together."""
     options = parse_options()
     hvd.init()
     torch.manual_seed(hvd.rank())

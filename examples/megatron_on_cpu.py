@@ -51,7 +51,7 @@ class _CPUForCUDA(TorchFunctionMode):
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within it, Megatron-Core uses the CPU in place of a GPU, and compiles nothing; with a GPU nothing changes."""
+    """Within it, Megatron-Core uses the CPU instead of a GPU, and compiles nothing; with a GPU nothing changes."""
     if torch.cuda.is_available():
         yield
         return
@@ -66,7 +66,7 @@ def on_cpu() -> Iterator[None]:
     exchange = dist.all_to_all_single
 
     def exchange_rows(out: Tensor, x: Tensor, outgoing: Any = None, incoming: Any = None, **options: Any) -> Any:
-        """Take tensors for numbers of rows: Megatron brings those of a GPU to the host, and leaves others."""
+        """Take tensors for numbers of rows: Megatron copies those of a GPU to the host, and leaves others."""
         names = ("output_split_sizes", "input_split_sizes")
         rows = [options.pop(name, given) for name, given in zip(names, (outgoing, incoming), strict=True)]
         return exchange(out, x, *(None if each is None else [int(n) for n in each] for each in rows), **options)

@@ -49,7 +49,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("role", nargs="?", choices=("trainer", "generator"), help="without it both run on this host")
     parser.add_argument("--address", help="where versions are published; tcp://:29600 is on this host alone")
     parser.add_argument(
-        "--secret-file", type=Path, help="has what both know; without it anybody who can connect gets the weights"
+        "--secret-file", type=Path, help="file with the secret; without it any process that connects gets the weights"
     )
     parser.add_argument("--steps", type=int, default=60, help="of training (60)")
     parser.add_argument("--bytes", type=int, default=48, help="of a piece of text (48)")
@@ -79,7 +79,7 @@ def start_publishing(options: argparse.Namespace, address: str) -> tuple[GPT, fl
     torch.manual_seed(0)
     model = GPT(CONFIG)
     served = {name: x.bfloat16() for name, x in model.state_dict().items()}
-    served["head.weight"] = served["tokens.weight"]  # tied, so it travels once
+    served["head.weight"] = served["tokens.weight"]  # tied, so it is sent once
     return model, fl.publish(served, address, secret=options.secret_file), served
 
 

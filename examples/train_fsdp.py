@@ -1,4 +1,4 @@
-"""Train a small GPT with FSDP2, whose weights and gradients travel at four bits, or as torch sends them.
+"""Train a small GPT with FSDP2, whose weights and gradients are sent in four bits, or as torch sends them.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py
     torchrun --nproc-per-node 4 examples/train_fsdp.py --nodes 2
@@ -55,9 +55,9 @@ def parse_options() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = Parser(__doc__)
     parser.add_argument(
-        "--weights", default="sdp4bit", help="what travels: qwd, qw, qwz, a codec, none, or sdp4bit (default) or zero++"
+        "--weights", default="sdp4bit", help="what is sent: qwd, qw, qwz, a codec, none, or sdp4bit (default) or zero++"
     )
-    parser.add_argument("--gradients", default="auto", help="what travels: a codec, or none (default: by --weights)")
+    parser.add_argument("--gradients", default="auto", help="codec, or none (default: by --weights)")
     parser.add_argument("--nodes", type=positive, help="ranks of each node (default: found)")
     parser.add_argument("--dtype", choices=list(TYPES), default="bf16", help="that blocks compute in (default bf16)")
     parser.add_argument("--steps", type=positive, default=200, help="optimizer steps (default 200)")

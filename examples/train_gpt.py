@@ -98,13 +98,13 @@ def parse_options() -> argparse.Namespace:
         "--codec",
         choices=["auto", *fl.codecs.names()],
         default=None if {"FUSIONLAYER_CODEC", "FUSIONLAYER_CONFIG"} & os.environ.keys() else "int8",
-        help="what travels; auto: chosen by costs measured in the first steps (default: as configured, else int8)",
+        help="codec; auto: chosen by costs measured in the first steps (default: as configured, else int8)",
     )
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
     )
     algorithms = [*fl.collectives.names(), *fl.collectives.gather_names()]
-    parser.add_argument("--algorithm", choices=algorithms, help="how it travels (default: chosen by codec)")
+    parser.add_argument("--algorithm", choices=algorithms, help="collective (default: chosen by codec)")
     parser.add_argument(
         "--ahead",
         action=argparse.BooleanOptionalAction,
@@ -112,7 +112,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--fidelity", choices=("lossless", "near_lossless", "aggressive"), help="of --codec auto")
     parser.add_argument("--planner", choices=fl.planners.names(), help="how gradients are fused (default: configured)")
-    parser.add_argument("--plan", metavar="FILE", help="fusion plan, which names its codecs, in place of a planner")
+    parser.add_argument("--plan", metavar="FILE", help="fusion plan, which names its codecs, instead of a planner")
     parser.add_argument("--save-plan", metavar="FILE", type=writable, help="write the plan of the last step there")
     parser.add_argument(
         "--overlap-forward", action="store_true", help="let the next forward begin before all gradients have arrived"
@@ -275,7 +275,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def local_steps(options: argparse.Namespace) -> fl.Local | None:
-    """Return how often workers sync, or None for gradients that travel in each step."""
+    """Return how often workers sync, or None for gradients that are sent in each step."""
     if options.sync is None:
         return None
     every = {} if options.every is None else {"every": options.every}
@@ -344,7 +344,7 @@ def label(options: argparse.Namespace) -> str:
 
 
 def in_words(plan: fl.FusionPlan) -> str:
-    """Return how many buckets a plan has, and how they travel."""
+    """Return how many buckets a plan has, and how they are sent."""
     ways = Counter(f"{bucket.codec} by {bucket.algorithm}" for bucket in plan.buckets)
     return ", ".join(f"{count} of {way}" for way, count in ways.most_common())
 
@@ -396,7 +396,7 @@ def report(result: dict[str, Any], path: str | None) -> None:
         print(f"buckets           {result['fusion_plan']}")
     if sent:
         print(f"sent per step     {sent / 1e6:.3f} MB by each worker: all that {device} carried, protocol included")
-        print(f"compression       {dense / sent:.2f}x, beside {dense / 1e6:.3f} MB of a dense f32 ring all-reduce")
+        print(f"compression       {dense / sent:.2f}x; a dense f32 ring all-reduce sends {dense / 1e6:.3f} MB")
     elif result["workers"] > 1:
         print("sent per step     not measured: no network device of this host carries it")
     print(f"replicas          {'identical' if result['replicas_identical'] else 'DIFFERENT'}")

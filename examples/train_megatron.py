@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_megatron.py --weights delta --gradients zip
     torchrun --nproc-per-node 2 examples/train_megatron.py --experts 4 --tokens zip
 
-Activations between tensor-parallel ranks travel by TACO, weights and gradients between data-parallel ranks by
+Activations between tensor-parallel ranks are sent by TACO, weights and gradients between data-parallel ranks by
 SDP4Bit; ``raw`` sends what it is given for as it is. Megatron-Core is installed by pip install 'fusionlayer[megatron]'.
 Without a GPU the CPU does what Megatron asks of CUDA. Nothing is downloaded.
 """
@@ -155,7 +155,7 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
         ),
         [model],
     )
-    # The second difference: how weights and gradients travel between data-parallel ranks.
+    # The second difference: how weights and gradients are sent between data-parallel ranks.
     fl.megatron.compress(optimizer, options.weights, options.gradients)
     return model, optimizer
 

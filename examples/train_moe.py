@@ -1,4 +1,4 @@
-"""Train a small GPT with mixtures of experts, which are dealt out to ranks: tokens travel to them compressed.
+"""Train a small GPT with mixtures of experts, which are dealt out to ranks: tokens are sent to them compressed.
 
     torchrun --nproc-per-node 2 examples/train_moe.py --codec zip
     torchrun --nproc-per-node 4 examples/train_moe.py --codec int8 --gradient-codec zip

@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
     )
     parser.add_argument("--gradient-codec", choices=fl.codecs.names(), help="of gradients (default: as activations)")
-    parser.add_argument("--warmup-steps", type=int, default=0, help="steps that travel uncompressed (default 0)")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="steps that send uncompressed tensors (default 0)")
     parser.add_argument("--schedule", choices=STAGES_PER_RANK, default="1f1b", help="(default 1f1b)")
     parser.add_argument("--microbatches", type=positive, default=4, help="per step (default 4)")
     parser.add_argument("--steps", type=positive, default=200, help="optimizer steps (default 200)")
@@ -139,7 +139,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_cosine(step, options.steps))
 
     def run(call: Any, tokens: Tensor, targets: Tensor) -> float:
-        """Send a batch through all stages; return its loss, which the last rank tells the others."""
+        """Send a batch through all stages; return its loss, which the last rank sends to the others."""
         losses: list[Tensor] = []
         inputs = [tokens.to(device)] if stages[0].is_first else []
         ending = {"target": targets.to(device), "losses": losses} if stages[-1].is_last else {}

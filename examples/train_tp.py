@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--codec-option", metavar="KEY=VALUE", type=option, action="append", default=[], help="may be repeated"
     )
-    parser.add_argument("--piece-bytes", type=positive, help="of an activation that travel at a time")
+    parser.add_argument("--piece-bytes", type=positive, help="bytes of an activation that are sent at a time")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut norms and residuals by tokens as well")
     parser.add_argument("--data-parallel", type=positive, default=1, help="replicas of the model (default 1)")
     parser.add_argument("--data-codec", choices=fl.codecs.names(), default="int8", help="of gradients (default int8)")

@@ -8,7 +8,7 @@ __all__ = ["carrier", "sent_bytes"]
 
 
 def carrier(local_size: int, size: int, interface: str | None = None) -> str | None:
-    """Return the device that carries what the workers send to each other; None if it cannot be told.
+    """Return the device that carries what the workers send to each other; None if it is not known.
 
     Args:
         local_size: workers of this host.
