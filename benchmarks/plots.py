@@ -29,7 +29,7 @@ __all__ = ["Setting", "breakdown", "draw", "main", "save", "settings_of", "speed
 Row = Mapping[str, Any]
 
 COMPUTE_COLOUR, CODEC_COLOUR, WAIT_COLOUR = drawing.GREY, drawing.PALETTE[4], drawing.PALETTE[0]
-OURS, THEIRS, LIMIT = drawing.PALETTE[0], drawing.GREY, "#dddddd"
+OURS, THEIRS, LIMIT = drawing.PALETTE[0], drawing.GREY, "#B8B8B8"
 
 
 @dataclass(frozen=True, order=True)
@@ -100,6 +100,7 @@ def speedup(setting: Setting, rows: Sequence[Row]) -> Figure:
         drawing.name_bars(axes, [f"{median:#.3g}" for median in medians], ends)
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set(title=link, xlabel="steps per second, DDP = 1")
+    panels[0].set_ylabel("method")
     figure.suptitle(_statement(setting, links[0]), x=0.01, ha="left")
     _key(figure, {"fusionlayer": OURS, "torch and Horovod": THEIRS, "no communication": LIMIT})
     return figure
@@ -149,6 +150,7 @@ def breakdown(setting: Setting, rows: Sequence[Row]) -> Figure:
         axes.barh(order, wait, left=both, color=WAIT_COLOUR)
         drawing.name_bars(axes, [f"{step:.0f}" for step in steps], steps)
         axes.set(title=link, xlabel="time of a step, ms")
+    panels[0].set_ylabel("method")
     figure.suptitle(f"{setting.title}: what a step's time goes to", x=0.01, ha="left")
     _key(figure, {"computing": COMPUTE_COLOUR, "codec, at most": CODEC_COLOUR, "waiting for the network": WAIT_COLOUR})
     return figure

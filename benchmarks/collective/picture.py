@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_shares"]
 
-_LIMIT = 0.85
-"""Share of a link that is to be filled."""
-
-
 def draw_shares(measured: Sequence[tuple[Cell, Sequence[Row]]]) -> Figure:
     """Return a panel for each link: bars for each call of the longest messages, by what they travelled over.
 
@@ -26,7 +22,7 @@ def draw_shares(measured: Sequence[tuple[Cell, Sequence[Row]]]) -> Figure:
         measured: links and what was measured on each; cells without a rate have no share and are left out.
     """
     panels = [(cell, rows) for cell, rows in measured if cell.lab().bits_per_second is not None]
-    figure = drawing.figure(max(6.8, 3.6 * len(panels)), 4.2)
+    figure = drawing.figure(max(6.8, 3.6 * len(panels)), 3.6)
     for axes, (cell, rows) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
         largest = max(row.size for row in rows)
         groups: dict[str, list[tuple[str, float]]] = {}
@@ -40,10 +36,11 @@ def draw_shares(measured: Sequence[tuple[Cell, Sequence[Row]]]) -> Figure:
         for place, bars in enumerate(groups.values()):
             for number, (way, share) in enumerate(bars):
                 colour = drawing.GREY if not way else drawing.PALETTE[ways.index(way) % len(drawing.PALETTE)]
-                axes.barh(place + (number - (len(bars) - 1) / 2) * height, share, height, color=colour)
+                at = place + (number - (len(bars) - 1) / 2) * height
+                axes.barh(at, share, height, color=colour)
+                axes.text(share + 0.5, at, f"{share:.0f}", va="center", size=drawing.SIZE - 2)
         axes.set_yticks(range(len(groups)), list(groups))
-        axes.axvline(100 * _LIMIT, color="black", linewidth=0.8, linestyle="--")
-        axes.set(title=f"{cell.network}, {in_words(largest)}", xlabel="% of the link", xlim=(0, 100))
+        axes.set(title=f"{cell.network}, {in_words(largest)}", xlabel="% of the link", ylabel="call", xlim=(0, 100))
         axes.invert_yaxis()
         for number, way in enumerate(ways):
             if way:

@@ -28,7 +28,7 @@ from .controller import lab_field, local_field
 from .isolation import leave
 from .job import Job, Outcome
 from .rounds import Round, Rounds
-from .summary import picture, table_of, worst
+from .summary import table_of, worst
 from .verdict import GOALS
 
 __all__ = ["main"]
@@ -73,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows,
         table_of(rows),
         more=[notes],
-        pictures={"faults": lambda: picture(rows)},
     )
     return 1 if any(row["ours"] and set(row["verdict"]) & {*GOALS, "not attacked"} for row in rows) else 0
 

@@ -1,21 +1,15 @@
-"""The table and the picture of all rounds."""
+"""The table of all rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from fusionlayer.cli import drawing
+from typing import Any
 
 from .verdict import FAILURES, GOALS
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["picture", "table_of", "worst"]
+__all__ = ["table_of", "worst"]
 
 Row = Mapping[str, Any]
-OURS, THEIRS = "fusionlayer", "DDP on gloo"
 
 
 def table_of(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -56,35 +50,3 @@ def worst(rows: Sequence[Row]) -> Iterator[str]:
     for row in wrong:
         where = f"{row['front']}, {row['world']} ranks, store of {row['keeper']}"
         yield f"- {row['attack']}, {where}, {row['what']}: {', '.join(row['verdict'])}: {row['why'][:240]}"
-
-
-def picture(rows: Sequence[Row]) -> Figure:
-    """Return seconds from the attack to the last rank's error, by kind of attack, beside DDP's; and what was wrong."""
-    attacks = list(dict.fromkeys(row["attack"] for row in rows))
-    figure = drawing.figure(9, 0.9 + 0.45 * len(attacks))
-    times, faults = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for shift, ours, name, colour, marker in (
-        (-0.15, True, OURS, drawing.PALETTE[0], "o"),
-        (0.15, False, THEIRS, drawing.PALETTE[1], "x"),
-    ):
-        x, y = [], []
-        wrong = []
-        for place, attack in enumerate(attacks):
-            mine = [row for row in rows if row["attack"] == attack and row["ours"] is ours]
-            seconds = [max(row["seconds"], 0.01) for row in mine if row["seconds"] is not None]
-            x += seconds
-            y += [place + shift + 0.12 * (number / max(1, len(seconds)) - 0.5) for number in range(len(seconds))]
-            bad = sum(any(kind in GOALS for kind in row["verdict"]) for row in mine)
-            wrong.append(100 * bad / len(mine) if mine else 0.0)
-        times.plot(x, y, marker, label=name, color=colour, markersize=3, alpha=0.6)
-        places = [place + shift for place in range(len(attacks))]
-        faults.barh(places, wrong, height=0.28, color=colour, label=name)
-    times.set_yticks(range(len(attacks)), attacks)
-    times.invert_yaxis()
-    if any(row["seconds"] is not None for row in rows):
-        times.set(xscale="log")
-    times.set(xlabel="from the attack to the last error, s")
-    faults.set(xlabel="% of rounds that hang, abort, blame wrongly,\nare late or silently wrong", xlim=(0, 100))
-    times.grid(axis="x")
-    faults.legend(loc="lower right")
-    return figure

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GREY", "PALETTE", "SIZE", "figure", "name_bars", "name_lines", "save", "style"]
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's colours, which people with any kind of colour vision can distinguish; yellow would be hard to see."""
+PALETTE = ("#0072B2", "#C4500A", "#007A57", "#9C4A7C", "#8A6100", "#5C5CB8")
+"""Like Okabe and Ito's colours for any kind of colour vision, but dark enough to be read as text on white."""
 
-GREY = "#999999"
+GREY = "#6B6B6B"
 """For what a picture only compares with."""
 
 SIZE = 9.0

@@ -102,6 +102,13 @@ def test_lines_are_named_at_their_ends_and_names_stay_apart(tmp_path: Path) -> N
     assert all(name in path.read_text() for name in boxes), "text stays text"
 
 
+def test_each_colour_can_be_read_as_text_on_white() -> None:
+    for colour in (*drawing.PALETTE, drawing.GREY):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        assert 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) >= 4.5, colour
+
+
 def test_without_matplotlib_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
