@@ -1,21 +1,21 @@
 """The site: pages made from code are current, nothing public is left out, and all of it builds without a warning."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 
 from docs.site import pages
 from fusionlayer.base import config, errors
 from tests.loops import looped
 from tests.pages import DOCS, ROOT
+from tests.site import site
 from tests.tiers import exhaustive
 
 PUBLIC = {
@@ -114,6 +114,7 @@ class _Page(HTMLParser):
         self.loads: list[str] = []
         self.anchors: set[str] = set()
         self.prose: list[str] = []
+        self.description = self.title = False
         self._verbatim = 0
         self.feed(text)
 
@@ -121,6 +122,8 @@ class _Page(HTMLParser):
         given = {key: value or "" for key, value in attrs}
         self.anchors |= {given[key] for key in ("id", "name") if key in given}
         self._verbatim += tag in ("code", "pre", "script", "style")
+        self.title |= tag == "title"
+        self.description |= given.get("name") == "description" and bool(given["content"])
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
         elif "src" in given:
@@ -137,25 +140,54 @@ class _Page(HTMLParser):
 
 
 @pytest.mark.medium
+@pytest.mark.xdist_group("site")
 @exhaustive(guarded_by="tests/test_documents.py::test_links_lead_somewhere")
-def test_the_site_is_built_without_a_warning_and_every_link_leads_somewhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    built = {path: _Page(path.read_text()) for path in tmp_path.rglob("*.html")}
-    assert {f"docs/{page.stem}.html" for page in DOCS.glob("*.md")} <= {str(p.relative_to(tmp_path)) for p in built}
+def test_the_site_is_built_without_a_warning_and_every_link_leads_somewhere() -> None:
+    root = site()
+    built = {path: _Page(path.read_text()) for path in root.rglob("*.html")}
+    assert {f"docs/{page.stem}.html" for page in DOCS.glob("*.md")} <= {str(p.relative_to(root)) for p in built}
+    linked: dict[Path, set[Path]] = {}
     for path, page in built.items():
         for link in [*page.links, *page.loads]:
             place = urlsplit(link)
             if place.scheme or place.netloc:
                 assert link in page.links and place.scheme in ("https", "mailto"), f"{path} loads {link}"
                 continue
-            beside = tmp_path if place.path.startswith("/") else path.parent  # only the page for errors begins with /
+            beside = root if place.path.startswith("/") else path.parent  # only the page for errors begins with /
             target = (beside / unquote(place.path).lstrip("/")).resolve() if place.path else path
             target = target / "index.html" if target.is_dir() else target
             assert target.is_file(), f"{path} links to {link}"
+            linked.setdefault(path, set()).add(target)
             if place.fragment and target in built:
                 assert unquote(place.fragment) in built[target].anchors, f"{path} links to {link}"
         raw = [text for text in page.prose if re.search(r"\]\(|^\s*(- |\||#+ |```)", text, re.MULTILINE)]
         assert not raw, f"{path} shows Markdown: {raw}"
+        assert page.description and page.title, path
+    reached, new = set(), {root / "index.html"}
+    while new:
+        reached |= new
+        new = set().union(*(linked.get(path, set()) for path in new)) - reached
+    assert {*built} - reached == {root / "404.html"}, "pages that no page links to"
+    assert not built[root / "404.html"].loads, "a server shows it at any address"
+
+
+class _Tagless(yaml.SafeLoader):
+    """Reads mkdocs.yml without MkDocs: values with tags are None."""
+
+
+_Tagless.add_multi_constructor("", lambda *_: None)
+
+
+@pytest.mark.short
+def test_the_menu_is_short_and_names_pages_by_their_headings() -> None:
+    def leaves(part: Any) -> list[str]:
+        if isinstance(part, str):
+            return [part]
+        assert isinstance(part, list) or not any(isinstance(value, str) for value in part.values()), part
+        return [leaf for each in (part if isinstance(part, list) else part.values()) for leaf in leaves(each)]
+
+    menu = leaves(yaml.load((ROOT / "mkdocs.yml").read_text(), _Tagless)["nav"])
+    assert len(menu) == len({*menu}) <= 40
+    for page in menu:
+        heading = re.search(r"^# (.+)", (ROOT / page).read_text(), re.MULTILINE)
+        assert heading and len(heading[1]) <= 70, page

@@ -2,11 +2,14 @@
 
 So a relative link means the same on GitHub and on the site. A page or file that a page of the site links to is part of
 the site; a link to a folder leads to the README.md in it. Lists and tables are written as GitHub reads them, and
-Python-Markdown gets them as it needs them. Long commands wrap.
+Python-Markdown gets them as it needs them. Long commands wrap. Each cell of a table knows its column's name, which the
+style sheet shows on phones. A page's first paragraph describes it. Search leaves out results and the changelog, and
+finds each row of a table of errors by the error's text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +29,34 @@ _COMMANDS = re.compile(
     r"(?<=<pre><span></span><code>)"
     r"(?:[A-Z_]+=\S+ )*(?:fusionlayer|fusionrun|mpirun|pip|python|torchrun) [^<]*(?=</code>)"
 )
+_NOT_FOUND_BY_SEARCH = re.compile(r"benchmarks/results/.+_.+\.md|CHANGELOG\.md")
+_INTERNAL = re.compile(
+    r"benchmarks/|tests/|profiles/|docs/(design/|architecture|kernels|papers|releasing|simulation|wire_format|adding_)"
+)
+_LONGEST = 160
+"""Characters of a description that search engines show."""
+_OF_ERRORS = re.compile(r"the error says|error|message")
+"""Headings of the first column of tables of errors."""
+_errors: list[dict[str, str | int]] = []
+"""What search finds of these tables, in the form of its index."""
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Leave out links for editing where the repository has no address."""
+    if not config.repo_url:
+        config.edit_uri = None
+    return config
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Add the rows of tables of errors to the index of the search."""
+    path = Path(config.site_dir) / "search/search_index.json"
+    index = json.loads(path.read_text())
+    index["docs"] += _errors
+    path.write_text(json.dumps(index, separators=(",", ":")))
+    _errors.clear()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -53,6 +83,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for link, target in _targets(here, markdown):
         if target.name == "README.md" and not link.endswith("README.md"):
             markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[)#])", f"{link.rstrip('/')}/README.md", markdown)
+    page.meta.setdefault("description", _first_paragraph(markdown))
+    page.meta.setdefault("search", _weight(page.file.src_uri))
     # GitHub needs the backslash, Python-Markdown would show it.
     markdown = _ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown)
     return _with_wide_lists(markdown)
@@ -65,8 +97,50 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         told = re.sub(r"(?<=[ \n])-\S+", r'<span class="option">\g<0></span>', block[0])
         return "".join(f'<span class="command">{line}</span>' for line in told.splitlines(keepends=True))
 
+    html = _TABLE.sub(lambda table: _labelled(table[0], page), html)
     html = re.sub(r"<code>(-[^<\s]+)</code>", r'<code class="option">\1</code>', html)
     return _COMMANDS.sub(lines, html)
+
+
+def _weight(name: str) -> dict[str, float | bool]:
+    """Return what the search does with a page: guides come before internals, results are found from their page."""
+    if _NOT_FOUND_BY_SEARCH.fullmatch(name):
+        return {"exclude": True}
+    return {"boost": 0.3 if _INTERNAL.match(name) else 0.4 if name.startswith("docs/api/") else 1}
+
+
+def _first_paragraph(markdown: str) -> str:
+    """Return the beginning of a page's first paragraph as plain text, cut after a word."""
+    parts = re.split(r"\n\s*\n", _FENCE.sub("", re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)))
+    prose = (part for part in parts if re.match(r"[A-Z*`\[]", part.strip()) and not part.strip().startswith("[!["))
+    text = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)|[*`]", r"\1", next(prose, "")).split())
+    return text if len(text) <= _LONGEST else text[: text.rfind(" ", 0, _LONGEST)] + "..."
+
+
+def _labelled(table: str, page: Page) -> str:
+    """Return a table whose cells have the text of their column's heading as ``data-label``; note rows of errors."""
+    heads = [_plain(head) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)]
+    says = bool(heads) and bool(_OF_ERRORS.fullmatch(heads[0]))
+
+    def labelled(row: re.Match[str]) -> str:
+        cells = re.findall(r"<td\b([^>]*)>(.*?)</td>", row[1], re.DOTALL)
+        if not cells:
+            return row[0]
+        place = ""
+        if says:
+            texts = [_plain(cell) for _, cell in cells]
+            place = f"error-{len(_errors)}"
+            entry = {"location": f"{page.url}#{place}", "title": texts[0], "text": ". ".join(texts[1:]), "boost": 2}
+            _errors.append(entry)
+        named = (f'<td{more} data-label="{head}">{cell}</td>' for head, (more, cell) in zip(heads, cells, strict=True))
+        return (f'<tr id="{place}">' if place else "<tr>") + "".join(named) + "</tr>"
+
+    return re.sub(r"<tr>(.*?)</tr>", labelled, table, flags=re.DOTALL)
+
+
+def _plain(html: str) -> str:
+    """Return the text of HTML, still escaped."""
+    return " ".join(re.sub(r"<[^>]+>", "", html).replace('"', "&quot;").split())
 
 
 def _with_wide_lists(markdown: str) -> str:

@@ -83,7 +83,7 @@ def configuration() -> str:
     builds = [name for name, meaning in more.items() if meaning.startswith("when building")]
     head = ["key", "type", "default", "meaning"]
     return as_page(
-        "# Settings",
+        "# Settings and environment variables",
         "Which settings and environment variables are there, and which one counts? Precedence, highest first: an\n"
         "argument in code, such as `codec=` of `fl.DistributedOptimizer`; an environment variable; the file that\n"
         "`FUSIONLAYER_CONFIG` names; the default. So another codec needs no edit of the script:",
