@@ -4,7 +4,7 @@ So a relative link means the same on GitHub and on the site. A page or file that
 the site; a link to a folder leads to the README.md in it. Lists and tables are written as GitHub reads them, and
 Python-Markdown gets them as it needs them. Long commands wrap. Each cell of a table knows its column's name, which the
 style sheet shows on phones. A page's first paragraph describes it. Search leaves out results and the changelog, and
-finds each row of a table of errors by the error's text.
+finds each error, in the row of a table or in an item of a list, by its text.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _LONGEST = 160
 """Characters of a description that search engines show."""
 _OF_ERRORS = re.compile(r"the error says|error|message")
 """Headings of the first column of tables of errors."""
+_ITEM = re.compile(r"<li>\s*(?=<code>)(.*?</code>:)(.*?)</li>", re.DOTALL)
+"""An item that begins with texts of errors. The remedy follows."""
 _errors: list[dict[str, str | int]] = []
 """What search finds of these tables, in the form of its index."""
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
@@ -98,6 +100,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return "".join(f'<span class="command">{line}</span>' for line in told.splitlines(keepends=True))
 
     html = _TABLE.sub(lambda table: _labelled(table[0], page), html)
+    if page.file.src_uri == "docs/troubleshooting.md":
+        html = _ITEM.sub(lambda item: f'<li id="{_place_of_error(page, item[1], item[2])}">{item[1]}{item[2]}</li>', html)
     html = re.sub(r"<code>(-[^<\s]+)</code>", r'<code class="option">\1</code>', html)
     return _COMMANDS.sub(lines, html)
 
@@ -128,14 +132,18 @@ def _labelled(table: str, page: Page) -> str:
             return row[0]
         place = ""
         if says:
-            texts = [_plain(cell) for _, cell in cells]
-            place = f"error-{len(_errors)}"
-            entry = {"location": f"{page.url}#{place}", "title": texts[0], "text": ". ".join(texts[1:]), "boost": 2}
-            _errors.append(entry)
+            place = _place_of_error(page, cells[0][1], " ".join(cell for _, cell in cells[1:]))
         named = (f'<td{more} data-label="{head}">{cell}</td>' for head, (more, cell) in zip(heads, cells, strict=True))
         return (f'<tr id="{place}">' if place else "<tr>") + "".join(named) + "</tr>"
 
     return re.sub(r"<tr>(.*?)</tr>", labelled, table, flags=re.DOTALL)
+
+
+def _place_of_error(page: Page, says: str, remedy: str) -> str:
+    """Let the search find an error by its text, and return the name of its place on the page."""
+    place = f"error-{len(_errors)}"
+    _errors.append({"location": f"{page.url}#{place}", "title": _plain(says), "text": _plain(remedy), "boost": 2})
+    return place
 
 
 def _plain(html: str) -> str:
