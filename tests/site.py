@@ -1,7 +1,5 @@
 """The site as ``make docs`` builds it, once for all tests of a process."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

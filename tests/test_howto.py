@@ -1,7 +1,5 @@
 """The pages of docs/howto: their Python trains on two ranks, alike, and their settings are settings."""
 
-from __future__ import annotations
-
 import sys
 import types
 from pathlib import Path
@@ -15,8 +13,6 @@ import fusionlayer as fl
 from fusionlayer.base import config
 from tests.loops import looped
 from tests.pages import DOCS, blocks
-
-pytestmark = pytest.mark.short
 
 PAGES = sorted(page.stem for page in (DOCS / "howto").glob("*.md"))
 TRAIN = [name for name in PAGES if "fl.init()" in (DOCS / "howto" / f"{name}.md").read_text()]

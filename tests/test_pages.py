@@ -103,7 +103,9 @@ def test_results_are_few_linked_and_of_clean_commits() -> None:
     assert 0 < len(paths) <= 90
     assert {path.stem for path in paths} == {path.stem for path in RESULTS.glob("*_*.md")}
     assert not [path.stem for path in paths if f"({path.stem}.md)" not in page], "link it, or remove it"
-    texts = "".join(path.read_text() for path in (figures.ROOT / "README.md", RESULTS / "README.md", *DOCS.rglob("*.md")))
+    texts = "".join(
+        path.read_text() for path in (figures.ROOT / "README.md", RESULTS / "README.md", *DOCS.rglob("*.md"))
+    )
     pictures = {path.stem for path in (RESULTS / "plots").glob("*.svg")}
     assert pictures == set(re.findall(r"plots/([\w-]+)\.svg\)", texts)), "a picture that no page shows"
     changed = {path.stem.split("_")[0] for path in paths if "dirty" in load(path).environment.commit}

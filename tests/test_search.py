@@ -1,7 +1,5 @@
 """What users type into the site's search leads to the right page: the site's own script searches, run by Node."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -77,7 +75,6 @@ require("vm").runInThisContext(worker);
 """Messages 0 and 2 of the theme's worker are the index and a query; an answer has results by page, the best first."""
 
 
-@pytest.mark.short
 def test_queries_lead_to_pages_that_exist() -> None:
     assert len(QUERIES) > 35
     for page in QUERIES.values():

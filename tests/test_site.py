@@ -178,7 +178,6 @@ class _Tagless(yaml.SafeLoader):
 _Tagless.add_multi_constructor("", lambda *_: None)
 
 
-@pytest.mark.short
 def test_the_menu_is_short_and_names_pages_by_their_headings() -> None:
     def leaves(part: Any) -> list[str]:
         if isinstance(part, str):

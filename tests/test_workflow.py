@@ -1,15 +1,10 @@
 """The public CI names the versions that README, pyproject.toml and constraints.txt name, and targets that there are."""
 
-from __future__ import annotations
-
 import re
 
-import pytest
 import yaml
 
 from tests.pages import ROOT
-
-pytestmark = pytest.mark.short
 
 TEXT = (ROOT / ".github/workflows/ci.yml").read_text()
 JOBS = yaml.safe_load(TEXT)["jobs"]

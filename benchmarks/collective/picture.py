@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_shares"]
 
+
 def draw_shares(measured: Sequence[tuple[Cell, Sequence[Row]]]) -> Figure:
     """Return a panel for each link: bars for each call of the longest messages, by what they travelled over.
 

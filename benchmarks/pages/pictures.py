@@ -65,7 +65,9 @@ def _links() -> Figure:
     figure = draw_shares([(cell, [Row(**{name: row[name] for name in names}) for row in found])])
     figure.axes[0].set_title("64 MB, 2 hosts, 100 Mbit/s, round trip 50 ms, 0.05 % lost")
     # As the results of November 2026 are; read it again when there are newer ones.
-    figure.suptitle("One connection fills a tenth of a long link that loses packets, sixteen fill it", x=0.01, ha="left")
+    figure.suptitle(
+        "One connection fills a tenth of a long link that loses packets, sixteen fill it", x=0.01, ha="left"
+    )
     return figure
 
 

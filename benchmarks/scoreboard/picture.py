@@ -83,7 +83,12 @@ def picture(rows: Sequence[Row]) -> Figure:
         axes.plot(
             range(len(links)), _computing(here, links), ":", color="black", linewidth=1.0, label="computing alone"
         )
-        axes.set(title=f"round trip {links[0].trip}", yscale="log", xlim=(-0.15, len(links) - 0.85), xlabel="rate of the link")
+        axes.set(
+            title=f"round trip {links[0].trip}",
+            yscale="log",
+            xlim=(-0.15, len(links) - 0.85),
+            xlabel="rate of the link",
+        )
         axes.set_xticks(range(len(links)), [link.words.split(", ")[0] for link in links])
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

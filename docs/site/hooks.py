@@ -101,7 +101,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     html = _TABLE.sub(lambda table: _labelled(table[0], page), html)
     if page.file.src_uri == "docs/troubleshooting.md":
-        html = _ITEM.sub(lambda item: f'<li id="{_place_of_error(page, item[1], item[2])}">{item[1]}{item[2]}</li>', html)
+        html = _ITEM.sub(
+            lambda item: f'<li id="{_place_of_error(page, item[1], item[2])}">{item[1]}{item[2]}</li>', html
+        )
     html = re.sub(r"<code>(-[^<\s]+)</code>", r'<code class="option">\1</code>', html)
     return _COMMANDS.sub(lines, html)
 

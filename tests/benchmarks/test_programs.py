@@ -81,7 +81,6 @@ def test_a_little_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert len(rows) == sum(theme.few for theme in ATTACKS.values()) and PLAIN in {row["front"] for row in rows}
 
 
-
 KB, MB = 1 << 10, 1 << 20
 
 
