@@ -30,7 +30,7 @@ OVERLAP = SEPARATOR + "overlap"
 LOCAL = "local="
 """Begins the word for local steps: ``local=diloco:every=60`` is ``fusionlayer.Local.diloco(every=60)``."""
 
-_KEYS = ("algorithm", "connections", "feedback_bits", "freeze_step", "warmup_codec")
+_KEYS = ("algorithm", "connections", "feedback_bits", "freeze_step", "muon", "warmup_codec")
 _WORDS = ("behind", "instep", "nodes", "overlap", "unchecked")
 
 
@@ -57,6 +57,7 @@ class Variant:
         feedback_bits: bits of the error feedback between steps, a word feedback_bits=8; None: the default.
         freeze_step: AdamW gives way to ``fl.OneBitAdam``, which sends momentum after so many steps, a word
             freeze_step=100; None: it does not.
+        muon: AdamW gives way to ``fl.Muon``, whose updates have this codec, a word muon=int2; None: it does not.
         warmup_codec: the codec of gradients until then, a word warmup_codec=int4; None: the default.
         overlap: the next forward begins before all gradients have arrived. The word "overlap".
         unchecked: without what is checked by default: messages carry no checksum, and replicas are not compared. The
@@ -76,6 +77,7 @@ class Variant:
     connections: int | None = None
     feedback_bits: int | None = None
     freeze_step: int | None = None
+    muon: str | None = None
     warmup_codec: str | None = None
     overlap: bool = False
     unchecked: bool = False
@@ -143,6 +145,7 @@ class Variant:
         parts += [f"{self.connections} connections of its own"] if self.connections else []
         parts += [f"error feedback in {self.feedback_bits} bits"] if self.feedback_bits else []
         parts += [f"momentum after {self.freeze_step} steps"] if self.freeze_step else []
+        parts += [f"Muon, its updates with {self.muon}"] if self.muon else []
         parts += [f"{self.warmup_codec} before"] if self.warmup_codec else []
         parts += ["sparsified behind fusion"] if self.behind else []
         parts += ["overlap_forward"] if self.overlap else []
@@ -173,6 +176,11 @@ class Variant:
             kept = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
             warm_up = {"freeze_step": self.freeze_step, "warmup_codec": self.warmup_codec or "raw"}
             optimizer = fl.OneBitAdam(group["params"], **kept, **warm_up)
+        if self.muon is not None:
+            (group,) = optimizer.param_groups
+            others = {key: group[key] for key in ("betas", "eps", "weight_decay")}
+            of_gradients, rate = codec or self.make_codec(), {"lr": group["lr"], "adjust_lr_fn": "match_rms_adamw"}
+            return fl.Muon(model, codec=of_gradients, update=self.muon, others=others, **rate)
         own = None
         if self.unchecked or self.connections:
             sockets = SocketOptions(self.connections) if self.connections else None

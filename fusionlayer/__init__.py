@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .publishing import TLS, Follower, subscribe
     from .scheduler import planners
     from .sharded import fsdp
+    from .sharded.muon import Muon
     from .sharded.sharded import ShardedOptimizer
     from .training import checkpoint, ddp
     from .training.distributed import Distributed
@@ -73,6 +74,7 @@ __all__ = [
     "FusionLayerError",
     "FusionPlan",
     "Local",
+    "Muon",
     "OneBitAdam",
     "PlanMismatch",
     "Planning",
@@ -139,6 +141,7 @@ _HOMES = {
     "publishing": "Follower TLS subscribe",
     "scheduler": "planners",
     "sharded": "fsdp",
+    "sharded.muon": "Muon",
     "sharded.sharded": "ShardedOptimizer",
     "training": "checkpoint ddp",
     "training.distributed": "Distributed",

@@ -88,6 +88,7 @@ CALLS = (
         "fl.ShardedOptimizer([], torch.optim.SGD)",
         "fl.ShardedOptimizer(model.parameters(), torch.optim.SGD, gradients=8)",
     ),
+    *("fl.Muon(3)", "fl.Muon(model.parameters())", "fl.Muon(model, codec=4)", "fl.Muon(model, lr='x')"),
     *("fl.backend.use('none.yaml')", "fl.backend.use(3)", "fl.backend.use({'rulez': []})"),
     *("fl.backend.use({'rules': [{'codec': 'int9'}]})", "fl.backend.use({'rules': 3})", "fl.backend.traffic()"),
     *("fl.transport.local.run(print, 0)", "fl.transport.local.run(print, 'two')"),

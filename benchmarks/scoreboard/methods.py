@@ -34,6 +34,9 @@ LOCAL = (
 ONEBIT = "onebit+freeze_step=75+warmup_codec=int4"
 """1-bit Adam: the momentum in one bit, after the warm-up of Adam's variance."""
 
+MUON = "int4+muon=int2"
+"""Muon for hidden matrices, with the learning rate of AdamW: gradients in 4 bits, updates in 2."""
+
 FROZEN = "int8+freeze_step=100+warmup_codec=int4+local=overlapped:every=4"
 """Local steps after the same warm-up: 0/1 Adam."""
 
@@ -44,7 +47,7 @@ METHODS = {
     "AdamW": (
         *("ddp", "ddp-fp16", "ddp-powersgd", "accelerate-local", "torchft-diloco"),
         *("raw", "bf16", "int8", "int8+overlap", "int4", "int4+overlap", "int3", "int2"),
-        *("mxfp4", "thc", "dynamiq", ONEBIT, "powersgd", "topk", "dgc+warmup_steps=60"),
+        *("mxfp4", "thc", "dynamiq", ONEBIT, MUON, "powersgd", "topk", "dgc+warmup_steps=60"),
         *LOCAL,
         FROZEN,
     ),

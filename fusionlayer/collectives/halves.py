@@ -115,12 +115,22 @@ def all_gather(
 
 
 def reduce_scatter(
-    x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, piece: int | None = SUITABLE
+    x: Tensor,
+    out: Tensor,
+    codec: Codec,
+    transport: Transport,
+    *,
+    seed: int = 0,
+    piece: int | None = SUITABLE,
+    residual: Tensor | None = None,
 ) -> None:
     """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n), in rank order in f32.
 
     One quantisation, or two on several nodes of several ranks. The arguments are those of ``all_gather``; rows are cut
     into pieces. ``out`` may be f32 where ``x`` is not: then the sum is not rounded to the type of ``x``.
+
+    ``residual`` (size * n,) f32 is this rank's error feedback, as for ``AllReduce``; n is a multiple of the codec's
+    block. With it there is one level, and this rank's own summand is not quantised.
     """
     size, numel = x.shape
     piece = _piece(piece, x, size)
@@ -133,13 +143,14 @@ def reduce_scatter(
         sum_in_rank_order(every.unbind(0), out)
         return
     # A codec looks its agreed values up by block, from the place of an element. So rows are padded to whole blocks.
-    name = "two_level" if choose(codec, transport.node_sizes) == "two_level" else "two_shot"
+    name = "two_level" if residual is None and choose(codec, transport.node_sizes) == "two_level" else "two_shot"
     log_once("reduce-scatters", codec, name, x, transport, half=True)
     here = _levels.node_grid(transport) if name == "two_level" else None
     padded = -(-numel // codec.block) * codec.block
     rows = x if padded == numel else torch.nn.functional.pad(x, (0, padded - numel))
+    owed = None if residual is None else residual.view(size, padded)
     if isinstance(codec, AgreeingCodec):
-        codec = codec.agree(rows.reshape(-1), transport, seed=seed)
+        codec = codec.agree(rows.reshape(-1), transport, seed=seed, residual=residual)
     if here is not None:
         return two_level.reduce_scatter(x, out, codec, transport, here, seed=seed, piece=piece)
     codec = _levels.one_level(codec, transport)
@@ -150,10 +161,18 @@ def reduce_scatter(
         outgoing = transport.scratch(f"outgoing {slot}", size * capacity, x.device).view(size, capacity)
         incoming = transport.scratch(f"incoming {slot}", size * capacity, x.device).view(size, capacity)
         for to, message in enumerate(outgoing):
-            first = to * padded + part.start
-            codec.encode(x[to, part], message, seed=derive_seed(seed, transport.rank, to), offset=first)
+            if owed is not None and to == transport.rank:
+                continue
+            first, kept = to * padded + part.start, None if owed is None else owed[to, part]
+            codec.encode(x[to, part], message, seed=derive_seed(seed, transport.rank, to), offset=first, residual=kept)
         yield lambda: transport.all_to_all(outgoing, incoming)
-        codec.decode_sum(incoming, out[part], dtype=x.dtype)
+        if owed is None:
+            return codec.decode_sum(incoming, out[part], dtype=x.dtype)
+        rank = transport.rank
+        out[part] = owed[rank, part].add_(x[rank, part])
+        owed[rank, part] = 0
+        for others in (incoming[:rank], incoming[rank + 1 :]):
+            codec.decode_sum(others, out[part], dtype=x.dtype, add=True)
 
     parts = cut(numel, piece, codec.block)
     pipeline([run(index, part) for index, part in enumerate(parts)], transport, x.device)

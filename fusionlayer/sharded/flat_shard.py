@@ -17,49 +17,63 @@ from ..collectives import halves
 from ..native.wire import DTYPE_CODES
 from ..training.weights import Weights
 from ..transport import Transport
+from .layout import Layout
 
-__all__ = ["FlatShard", "check_parameters", "put_back", "stepped_once"]
+__all__ = ["FlatShard", "check_parameters", "copy_options", "put_back", "stepped_once"]
 
 
 class FlatShard:
-    """The parameters of one group as one flat tensor, and this rank's part of it in f32."""
+    """The parameters of one group as one flat tensor, and this rank's part of it in f32.
 
-    def __init__(self, params: list[nn.Parameter], transport: Transport, align: int) -> None:
+    Args:
+        params: the parameters, whose ``data`` become views of the flat tensor.
+        transport: the ranks.
+        layout: the places of the parameters in the flat tensor.
+        feedback: keep in ``residual``, laid out as the flat tensor, what encoding gradients has lost; add it to the
+            next ones.
+    """
+
+    def __init__(
+        self, params: list[nn.Parameter], transport: Transport, layout: Layout, *, feedback: bool = False
+    ) -> None:
         first = params[0]
-        total = sum(p.numel() for p in params)
-        chunk = max(1, -(-total // (transport.size * align))) * align
         self.params = list(params)  # a copy: a user may append to the group's list
-        self._replica = torch.zeros(transport.size * chunk, dtype=first.dtype, device=first.device)
-        self._views = [
-            piece.view_as(p)
-            for piece, p in zip(self._replica[:total].split([p.numel() for p in params]), params, strict=True)
-        ]
+        self.layout = layout
+        self._replica = torch.zeros(layout.size * layout.chunk, dtype=first.dtype, device=first.device)
+        self._views = self._views_of(self._replica)
         for p, view in zip(params, self._views, strict=True):
             view.copy_(p.detach())
             p.data = view
         if transport.size > 1:
             transport.broadcast(self._replica, 0)
-        self._rows = self._replica.view(transport.size, chunk)
+        self._rows = self._replica.view(transport.size, -1)
         self._own = self._rows[transport.rank]
-        self._filled = min(max(0, total - transport.rank * chunk), chunk)
+        self._filled = layout.filled(transport.rank)
+        self._padding = [row[layout.filled(rank) :] for rank, row in enumerate(self._rows)]
         self._gradients = torch.zeros_like(self._replica)
-        self._gradient_views = [
-            piece.view_as(p)
-            for piece, p in zip(self._gradients[:total].split([p.numel() for p in params]), params, strict=True)
-        ]
+        self._gradient_views = self._views_of(self._gradients)
         self.main = nn.Parameter(self._own.float().clone())
+        self.residual = torch.zeros_like(self._replica, dtype=torch.float32) if feedback else None
+        # Where this rank had no gradient: the places in the residual, and what they held before.
+        self._owed: dict[Tensor, tuple[Tensor, Tensor]] = {}
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        return [flat[place].view_as(p) for place, p in zip(self.layout.slices, self.params, strict=True)]
 
     def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
         """Give ``main`` the average of its gradients over ranks: summed and divided in f32, whatever their type."""
         pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self.params, strict=True) if p.grad is not None]
         if len(pairs) < len(self.params):
             self._gradients.zero_()
+        if self.residual is not None:
+            owed = zip(self._views_of(self.residual), self.params, strict=True)
+            self._owed = {p: (place, place.clone()) for place, p in owed if p.grad is None}
         if pairs:
             torch._foreach_copy_([to for to, _ in pairs], [grad for _, grad in pairs])
         rows = self._gradients.view_as(self._rows)
         own = torch.empty_like(self.main)
         if transport.size > 1:
-            halves.reduce_scatter(rows, own, codec, transport, seed=seed)
+            halves.reduce_scatter(rows, own, codec, transport, seed=seed, residual=self.residual)
             own.mul_(1 / transport.size)
         else:
             own.copy_(rows[0])
@@ -75,18 +89,19 @@ class FlatShard:
             if weights.codec.lossless:
                 main = main.to(self._replica.dtype)
             halves.all_gather(main, self._rows, weights.codec, transport, seed=seed, differences=True)
+            torch._foreach_zero_(self._padding)  # a rotation spreads differences there, and no checkpoint has them
         else:
             mine = self.main.to(self._replica.dtype)
             halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed)
 
     def hold(self, unused: Collection[Tensor], state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's elements of ``unused`` parameters in ``main`` and its ``state``: views, and their copies.
+        """Return the elements of ``unused`` parameters in ``main``, its ``state`` and ``residual``: views, and copies.
 
         ``main`` and its gradient become zero there until ``put_back``. Otherwise weight decay, or a lossy codec's
         noise, would add to states that the inner step creates.
         """
         assert self.main.grad is not None
-        main, held = self.main.detach(), []
+        main, held = self.main.detach(), [self._owed[p] for p in unused if p in self._owed]
         states = [
             x for x in state.values() if isinstance(x, Tensor) and x.shape == main.shape and x.is_floating_point()
         ]
@@ -122,6 +137,12 @@ def put_back(held: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy values back to where ``FlatShard`` has taken them."""
     for place, values in held:
         place.copy_(values)
+
+
+def copy_options(source: Optimizer, to: Optimizer) -> None:
+    """Give the groups of ``to`` the options of those of ``source``."""
+    for given, group in zip(source.param_groups, to.param_groups, strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
 
 
 def check_parameters(params: list[nn.Parameter]) -> None:

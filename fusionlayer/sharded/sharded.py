@@ -27,7 +27,8 @@ from ..training.live import refuse_twice
 from ..training.replicas import Replicas, check_interval
 from ..training.weights import Weights, both_ways
 from ..transport import Transport
-from .flat_shard import FlatShard, check_parameters, put_back, stepped_once
+from .flat_shard import FlatShard, check_parameters, copy_options, put_back, stepped_once
+from .layout import Layout, state_for
 
 __all__ = ["ShardedOptimizer"]
 
@@ -76,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_class: Callable[..., Optimizer],
         *,
-        weights: str | Codec | None = None,
+        weights: str | Codec | Weights | None = None,
         gradients: str | Codec | None = None,
         group: Group = None,
         check_replicas: bool | int | None = None,
@@ -92,8 +93,9 @@ class ShardedOptimizer(Optimizer):
             raise ConfigError("ShardedOptimizer got no parameters; give those of a model, such as model.parameters()")
         name = getattr(optimizer_class, "__name__", str(optimizer_class))
         if name in _WHOLE_TENSORS:
-            raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use one such as AdamW or SGD")
-        weights, gradients = both_ways(weights, gradients, default=None)
+            raise ConfigError(f"{name} looks at whole tensors, of which a rank has parts; use AdamW, SGD or fl.Muon")
+        if not isinstance(weights, Weights):
+            weights, gradients = both_ways(weights, gradients, default=None)
         context.refuse_elastic(
             "ShardedOptimizer", "without a rank its shards would be missing; use DistributedOptimizer"
         )
@@ -128,15 +130,11 @@ class ShardedOptimizer(Optimizer):
         alone = self._transport.size == 1 and check_replicas is None
         every = 0 if alone else check_interval(check_replicas)
         self._agree(align, name, every)
-        self._parts = [FlatShard(each["params"], self._transport, align) for each in self.param_groups]
-        mains = [
-            {**{key: value for key, value in each.items() if key != "params"}, "params": [part.main]}
-            for each, part in zip(self.param_groups, self._parts, strict=True)
-        ]
+        self._parts = [self._cut(each, align) for each in self.param_groups]
+        mains = [{**each, "params": [part.main]} for each, part in zip(self.param_groups, self._parts, strict=True)]
         self._inner = optimizer_class(mains, **defaults)
         self.defaults = self._inner.defaults
-        for each, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            each.update({key: value for key, value in inner.items() if key != "params"})
+        copy_options(self._inner, self)
         self._named = names
         # Of each gradient of the last backward, its address and its version then: a change since is refused.
         self._seen: dict[Tensor, tuple[int, int]] = {}
@@ -149,6 +147,11 @@ class ShardedOptimizer(Optimizer):
         weakref.finalize(self, _remove, hooks).atexit = False
         replicas = Replicas(named, broadcast=True, every=every)
         self._check = replicas.check(self._at_once, optimizer=self) if self._transport.size > 1 else None
+
+    def _cut(self, group: Mapping[str, Any], align: int) -> FlatShard:
+        """Return the parts of a group."""
+        params: list[Any] = group["params"]
+        return FlatShard(params, self._transport, Layout(tuple(p.numel() for p in params), self._transport.size, align))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being made; raise ``UsageError`` later, when all parts have been cut."""
@@ -235,8 +238,7 @@ class ShardedOptimizer(Optimizer):
                 f"{self._named[self._late]}: backward has changed its gradient after clip_grad_norm_(); call "
                 "clip_grad_norm_() after the last backward of a step, and zero_grad() of the optimizer between steps"
             )
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+        copy_options(self, self._inner)
         held = [part.hold(self._unused, self._inner.state.get(part.main, {})) for part in self._parts]
         try:
             self._inner.step()
@@ -263,31 +265,33 @@ class ShardedOptimizer(Optimizer):
         self._transport.drain()
         inner = self._inner if self._steps else stepped_once(self._inner)
         weights = [part.main.detach().clone() for part in self._parts]
-        return {self._key: {"step": self._steps, "weights": weights, "optimizer": inner.state_dict()}}
+        state = {"step": self._steps, "weights": weights, "optimizer": inner.state_dict()}
+        owed = [part.residual.clone() for part in self._parts if part.residual is not None]
+        key = f"rank {self._transport.rank} of {self._transport.size}"
+        return {key: {**state, "residuals": owed} if owed else state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank of a job of the same size.
 
+        Of a job of another size, give one mapping with the states of all its ranks.
+
         Raises:
-            ConfigError: the state is of another rank, another number of ranks, or other parameters.
+            ConfigError: the state is of another rank, not of all ranks of another job, or of other parameters.
         """
-        if self._key not in state_dict:
-            raise ConfigError(
-                f"got the state of {', '.join(map(str, state_dict)) or 'no rank'}; this is {self._key}: load what "
-                "the same rank has saved, in a job of as many ranks"
-            )
-        state = state_dict[self._key]
+        state = state_for(state_dict, self._transport.rank, [part.layout for part in self._parts])
         lengths = [len(weights) for weights in state["weights"]]
         expected = [part.main.numel() for part in self._parts]
         if lengths != expected:
             raise ConfigError(f"got the state of parts of {lengths} elements, expected {expected}: of the same model")
         self._steps = state["step"]
-        for part, weights in zip(self._parts, state["weights"], strict=True):
+        for i, (part, weights) in enumerate(zip(self._parts, state["weights"], strict=True)):
             part.main.copy_(weights)
+            if part.residual is not None:
+                owed = state.get("residuals")
+                part.residual.copy_(owed[i]) if owed and owed[i] is not None else part.residual.zero_()
         self._inner.load_state_dict(state["optimizer"] if self._steps else {**state["optimizer"], "state": {}})
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            outer.update({key: value for key, value in inner.items() if key != "params"})
+        copy_options(self._inner, self)
 
     def _reduce(self) -> None:
         for index, part in enumerate(self._parts):
@@ -363,10 +367,6 @@ class ShardedOptimizer(Optimizer):
             if p.grad is not None:
                 self._seen[p] = address, p.grad._version
 
-    @property
-    def _key(self) -> str:
-        return f"rank {self._transport.rank} of {self._transport.size}"
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``UsageError``: a copy would share the transport, and its weights would not be the model's."""
         raise UsageError("a ShardedOptimizer cannot be copied or pickled; copy or save its state_dict()")
@@ -386,6 +386,8 @@ def _note(optimizer: weakref.ref[ShardedOptimizer], p: Tensor) -> None:
     """Note the gradient that backward has just accumulated. The hook of every parameter."""
     self = optimizer()
     if self is not None and p.grad is not None:
+        if p.grad.is_sparse:
+            raise UsageError(f"{self._named[p]}: its gradient is sparse; use a dense layer, as Embedding(sparse=False)")
         self._seen[p] = p.grad.data_ptr(), p.grad._version
         if self._reduced:
             self._late = p

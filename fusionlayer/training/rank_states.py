@@ -115,6 +115,10 @@ def load_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
     shares = [saved.load(rank) for rank in range(place.rank, saved.size, place.size)]
     for name, each in objects.items():
         state = own[name]
+        if isinstance(state, dict) and state and all(_KEY.fullmatch(str(key)) for key in state):  # a ShardedOptimizer's
+            every = [saved.load(rank)[name] for rank in range(saved.size)]
+            each.load_state_dict({key: part for one in every for key, part in one.items()})
+            continue
         if not isinstance(state, dict) or not _is_shared_out(state):
             raise ConfigError(
                 f"{name}: {folder} has its state for {saved.size} ranks, this job has {place.size}, and a "

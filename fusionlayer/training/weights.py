@@ -39,12 +39,14 @@ class Weights:
     differences: bool
 
     @classmethod
-    def of(cls, name: str | Codec | None) -> Weights:
+    def of(cls, name: str | Codec | Weights | None) -> Weights:
         """Return what a user's name stands for: "qwd", "qw", "qwz", or a codec.
 
         "qwd" sends differences in int4 with groups of 2048 (SDP4Bit). "qw" sends weights in the same int4. "qwz" sends
         weights in int8, as ZeRO++ does.
         """
+        if isinstance(name, Weights):
+            return name
         if isinstance(name, str) and name in NAMES:
             codec_name, options = NAMES[name]
             return cls(codecs.get(codec_name, **options).bare, differences=name == "qwd")
