@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -75,13 +76,12 @@ SLURM = (
 def configuration() -> str:
     """Return docs/config.md: all settings and variables."""
     launchers = [
-        *([name, as_code([*places, *MORE.get(name, ())])] for name, places in launch.VARIABLES.items()),
-        ["srun", as_code(SLURM)],
+        *(f"- {name}: {as_code([*places, *MORE.get(name, ())])}" for name, places in launch.VARIABLES.items()),
+        f"- srun: {as_code(SLURM)}",
     ]
     keys = {f"FUSIONLAYER_{name.upper()}" for name in config.flat(config.Config())}
     more = {name: meaning for name, meaning in config.VARIABLES.items() if name not in keys}
     builds = [name for name, meaning in more.items() if meaning.startswith("when building")]
-    head = ["key", "type", "default", "meaning"]
     return as_page(
         "# Settings and environment variables",
         "Which settings and environment variables are there, and which one counts? Precedence, highest first: an\n"
@@ -93,11 +93,11 @@ def configuration() -> str:
         "## Keys of the file",
         "The file is YAML. An unknown key is an error. The variable of a key is `FUSIONLAYER_` and the key in\n"
         "capitals, such as `FUSIONLAYER_LANES`. Its value is YAML too: `FUSIONLAYER_CODEC_OPTIONS='{bits: 4}'`;\n"
-        "yes and on mean true, no and off false. An empty variable changes nothing.",
-        table(head, _settings(config.Config())),
+        "yes and on mean true, no and off false. An empty variable changes nothing. Brackets hold type and default.",
+        [*_settings(config.Config())],
         "### Planning",
         "These keys stand below `planning`, or at the top.",
-        table(head, _settings(config.PlanningSettings())),
+        [*_settings(config.PlanningSettings())],
         "### Keys that depend on each other",
         table(
             ["given", "also replaces, from the file"],
@@ -118,7 +118,7 @@ def configuration() -> str:
         "Rank, number of ranks, local rank and local number of ranks come from the first of these that is set\n"
         "([starting a job](operations.md#start-a-job)). If none is set, fusionlayer asks Ray Train, where the program\n"
         "has imported it.",
-        table(["launcher", "variables"], launchers),
+        launchers,
         "`PET_NNODES` and `PET_NPROC_PER_NODE`, which Kubeflow sets for torchrun, only show that torchrun was\n"
         "forgotten. `PMI_RANK` and `PMI_SIZE` that srun itself has set do not count.",
         "A process without a rank would train alone. It is refused where one of the following variables reports\n"
@@ -133,20 +133,20 @@ def configuration() -> str:
 
 
 def _variables(meanings: Mapping[str, str]) -> list[str]:
-    """Return a table of variables; those of one meaning share a row."""
+    """Return a list of variables; those of one meaning share a line."""
     names: dict[str, list[str]] = {}
     for name, meaning in meanings.items():
         names.setdefault(meaning, []).append(name)
-    return table(["variable", "meaning"], ([as_code(same), meaning] for meaning, same in names.items()))
+    return [f"- {as_code(same)}: {meaning}" for meaning, same in names.items()]
 
 
-def _settings(defaults: config.Config | config.PlanningSettings) -> Iterator[list[str]]:
+def _settings(defaults: config.Config | config.PlanningSettings) -> Iterator[str]:
     for field in fields(defaults):
         kind, default = str(field.type).replace(" | None", " or null"), getattr(defaults, field.name)
         if field.name == "planning":
             kind, default = "mapping", {}
         shown = yaml.safe_dump(default, default_flow_style=True).splitlines()[0]
-        yield [f"`{field.name}`", kind, shown, field.metadata["help"]]
+        yield f"- `{field.name}` (`{kind}`; `{shown}`): {field.metadata['help']}"
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -248,18 +248,9 @@ def codec_table() -> str:
         families[_family(codec)].append(name)
     parts: list[str | list[str]] = []
     for family, names in families.items():
-        rows = [
-            [
-                f"`{name}`",
-                _summary(name, known[name]),
-                _bits(known[name]),
-                _keeps(known[name]),
-                _carriers(known[name]),
-                _paper(name, known[name]),
-            ]
-            for name in names
-        ]
-        parts += [f"## {family}", table(["codec", "what is sent", "bits", "keeps", "collective", "paper"], rows)]
+        usual = Counter(_use(known[name]) for name in names).most_common(1)[0][0]
+        parts += [f"## {family}", f"Unless a line says otherwise: {'; '.join(usual)}."]
+        parts.append([_codec_line(name, known[name], usual) for name in names])
     pairs: dict[str, list[str]] = {}
     for name in collectives.names():
         fitting = {n for n, codec in known.items() if _fits(name, codec)}
@@ -274,6 +265,21 @@ def codec_table() -> str:
         f"For {_RANKS} ranks. A pair that is not here is refused when an optimizer, a rule or a plan names it.",
         table(["collective", "codecs"], ([as_code(names), fitting] for fitting, names in pairs.items())),
     )
+
+
+def _use(codec: Codec) -> tuple[str, str]:
+    """Return what a codec keeps, and its default collective."""
+    collective = collectives.choose(codec, (_RANKS,), ahead=None)
+    return f"keeps {_keeps(codec)}", f"sent by `{collective}`"
+
+
+def _codec_line(name: str, codec: Codec, usual: Sequence[str]) -> str:
+    """Return an item of a list, which leaves out what is usual."""
+    source = _paper(name, codec).partition(" (")[0]
+    known = {"", re.sub(r"\W", "", codec.name)}
+    facts = [_bits(codec), *(fact for fact in _use(codec) if fact not in usual)]
+    facts += [f"from {source}"] if re.sub(r"\W", "", source).lower() not in known else []
+    return f"- `{name}`: {_summary(name, codec)} ({'; '.join(facts)})"
 
 
 def _of_family(family: str, names: Sequence[str], fitting: Collection[str]) -> str:
@@ -306,17 +312,17 @@ does not name these:
 | local steps on such a network | `chunked_topk`: fewer bytes than `topk` |
 | activations of tensor parallelism, of a pipeline | `taco`, `tahquant` ([model parallelism](model_parallel.md)) |
 
-The columns:
+A line of the lists has:
 
-- **bits** for each element of f32, metadata included, for a million elements and the codec's defaults. A codec of
+- the **bits** for each element of f32, metadata included, for a million elements and the codec's defaults. A codec of
   variable size has the bits of normal random values.
-- **keeps**: what a rank keeps of each tensor between steps. A *residual* is f32, as large as the gradient. It is the
-  default here; `error_feedback=False` leaves it out where the codec can do without.
-- **collective**: the default on 8 ranks of one node. Several nodes of several ranks use `two_level` instead of
+- what a rank **keeps** of each tensor between steps. A *residual* is f32, as large as the gradient. It is the default;
+  `error_feedback=False` leaves it out where the codec can do without.
+- the default **collective** on 8 ranks of one node. Several nodes of several ranks use `two_level` instead of
   `two_shot`. Two ranks use `one_shot` instead of `two_shot`, `butterfly` and `integer_sum`. `butterfly` becomes
   `ring` if the number of ranks is no power of two. Sparse codecs without a collective of their own are encoded
   [ahead](glossary.md) and gathered.
-- **paper**: the source of the idea. [Papers](papers.md) says what differs here, and what checks it.
+- the source, if it has another name. [Papers](papers.md) says what differs here, and what checks it.
 """
 
 
@@ -332,7 +338,7 @@ def _summary(name: str, codec: Codec) -> str:
 
 def _bits(codec: Codec) -> str:
     if isinstance(codec, PartsCodec) and not codec.ahead:
-        return "by shape and rank"
+        return "bits by shape and rank"
     if isinstance(codec, VariableSizeCodec):
         x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
         payload = torch.zeros(codec.bare.wire(_ELEMENTS).capacity, dtype=torch.uint8)
@@ -341,7 +347,7 @@ def _bits(codec: Codec) -> str:
     else:
         size = codec.bare.wire(_ELEMENTS).capacity
     digits = f"{8 * size / _ELEMENTS:.2f}".rstrip("0").rstrip(".")
-    return f"{digits} at density {codec.options['density']:.2g}" if codec.ahead else digits
+    return f"{digits} bits at density {codec.options['density']:.2g}" if codec.ahead else f"{digits} bits"
 
 
 def _keeps(codec: Codec) -> str:
@@ -353,10 +359,6 @@ def _keeps(codec: Codec) -> str:
     if isinstance(codec, StatefulCodec):
         kept += codec.kept()
     return ", ".join(kept) or "nothing"
-
-
-def _carriers(codec: Codec) -> str:
-    return f"`{collectives.choose(codec, (_RANKS,), ahead=None)}`"
 
 
 def _fits(name: str, codec: Codec) -> bool:
