@@ -127,7 +127,7 @@ def configuration() -> str:
         as_code(allocations.VARIABLES),
         "## Horovod's variables",
         "`fusionlayer.torch` reads these, so that jobs of Horovod keep their settings.",
-        _variables(environment.HOROVOD),
+        _variables({n: m for n, m in environment.HOROVOD.items() if n not in launch.VARIABLES["horovodrun"]}),
         f"These have no effect here; `fusionlayer doctor` prints why: {as_code(environment.HOROVOD_UNUSED)}.",
     )
 
