@@ -77,7 +77,7 @@ class Direction:
         transport = context.transport(group, self.ranks_per_node)
         if transport not in self._agreed:
             options = self.native, self.ranks_per_node, self.algorithm, self.error_feedback
-            facts = (self.what, self, *options, *self.parameters)
+            facts = (self.what, str(self), *options, *self.parameters)
             transport.agree(f"the codec or the parameters of FSDP's {self.what}", *facts)
             self._agreed.add(transport)
         before = transport.bytes_sent
