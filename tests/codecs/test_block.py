@@ -3,7 +3,6 @@
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from fusionlayer import codecs
 from fusionlayer.codecs import Codec
@@ -15,7 +14,7 @@ from tests.native.abi import each_isa
 from tests.synthetic import awkward, bit_patterns, gradient, noise
 
 from . import block_reference as reference
-from .conformance import DTYPES, decoded, encoded, planes, same_bits, vnmse
+from .conformance import DTYPES, decoded, encoded, planes, same_bits
 
 TACO = [
     Taco(number, block, hadamard, scales, header=False)
@@ -123,7 +122,3 @@ def test_known_answers() -> None:
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
-
-
-def loss(codec: Codec, x: Tensor) -> float:
-    return vnmse(x, codec.decompress(codec.compress(x), x.shape))

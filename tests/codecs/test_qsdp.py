@@ -25,16 +25,6 @@ def test_no_value_is_off_by_more_than_half_a_step(bits: int) -> None:
         assert (error <= steps.repeat_interleave(1024)[:5000] * 0.50001).all()
 
 
-def test_every_place_between_two_points_of_the_grid_is_hit_in_proportion() -> None:
-    """The mean over shifts is the value, of a value anywhere in a step."""
-    codec = codecs.get("qsdp", bits=4, group_size=32)
-    x = torch.linspace(-1, 2, 32)
-    draws = 1500
-    mean = torch.stack([codec.decompress(codec.compress(x, seed=seed), 32) for seed in range(draws)]).mean(0)
-    step = 3 / 14
-    assert (mean - x).abs().max() < 5 * step / (12 * draws) ** 0.5
-
-
 @looped("bits", [4, 8])
 def test_gradients_go_up_or_down_at_random(bits: int) -> None:
     """From minimum to maximum, whose codes are the outermost; the mean is the value, each of its own draw."""

@@ -128,17 +128,6 @@ def test_sent_plus_residual_is_what_was_given(
         assert 1 <= codec.pairs(payload, n) <= codec.capacity(n)
 
 
-@looped("codec", SPARSIFIERS[: len(NAMES)], ids=str)
-def test_everything_is_sent_in_the_end(codec: Sparsifier) -> None:
-    """A rare small coordinate waits, but not for ever."""
-    n = 1000
-    x = gradient(n, 7).sign() * torch.linspace(0.25, 1.0, n)
-    state, total = fresh(n), torch.zeros(n)
-    for step in range(12 * n // codec.target(n)):
-        total += decoded(codec, send(codec, x, state, seed=step), n, torch.float32)
-    assert total.count_nonzero() == n
-
-
 @looped("name", NAMES)
 def test_without_a_residual_nothing_is_kept(name: str) -> None:
     x, state = gradient(5000, 5), TensorState()

@@ -17,10 +17,6 @@ def planes(codec: TAHQuant, x: Tensor) -> tuple[Tensor, ...]:
     return codec.bare.wire(x.numel()).views(payload)
 
 
-def round_trip(codec: TAHQuant, x: Tensor) -> Tensor:
-    return codec.decompress(codec.compress(x), x.shape)
-
-
 def spread(tokens: int, channels: int = 256) -> Tensor:
     """Return (tokens * channels,) without a pivot anywhere: magnitudes of 1/2 to 1."""
     x = gradient(tokens * channels, 5)

@@ -19,7 +19,6 @@ from fusionlayer.process.processes import Identity
 from tests.loops import looped
 
 ME = Identity.own()
-CALL = Call("all_reduce of (4) float32")
 
 
 def ranks(*entered: int, done: int = 7, where: str = "train.py:9") -> dict[int, RankState]:
