@@ -142,8 +142,10 @@ class MuonOfShards(Optimizer):
         return local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum, state["owed"].to_local()
 
     def _exchange(self, rows: Tensor, codec: Codec, residual: Tensor, number: int) -> Tensor:
-        """Send row r of ``rows`` to rank r; return what came, by rank."""
+        """Send row r of ``rows`` to rank r; return what came, by rank. This rank's own row loses nothing."""
         transport, piece = self._transport, rows.size(1)
+        owed = residual.view_as(rows)[transport.rank]
+        own = rows[transport.rank] + owed
         capacity = codec.wire(piece, rows.dtype).capacity
         sends, recvs = (
             transport.scratch(f"{way} 0", rows.size(0) * capacity, rows.device).view(-1, capacity)
@@ -154,6 +156,8 @@ class MuonOfShards(Optimizer):
         transport.all_to_all(sends, recvs)
         out = torch.empty_like(rows)
         codec.decode_chunks(recvs, out.view(-1), piece)
+        out[transport.rank] = own
+        owed.zero_()
         return out
 
 
