@@ -3,8 +3,9 @@
 So a relative link means the same on GitHub and on the site. A page or file that a page of the site links to is part of
 the site; a link to a folder leads to the README.md in it. Lists and tables are written as GitHub reads them, and
 Python-Markdown gets them as it needs them. Long commands wrap. Each cell of a table knows its column's name, which the
-style sheet shows on phones. A page's first paragraph describes it. Search leaves out results and the changelog, and
-finds each error, in the row of a table or in an item of a list, by its text.
+style sheet shows on phones, and long names in tables may break. A picture leads to its file, to be enlarged. A page's
+first paragraph describes it. Search leaves out results and the changelog, and finds each error, in the row of a table
+or in an item of a list, by its text.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _LONGEST = 160
 """Characters of a description that search engines show."""
 _OF_ERRORS = re.compile(r"the error says|error|message")
 """Headings of the first column of tables of errors."""
+_PICTURE = re.compile(r'(<img [^>]*src="([^"]+\.svg)"[^>]*>)')
+_BREAKS = re.compile(r"(?<=[/_.:=(,])(?=\w)")
+"""Where a long name in a table may go on in the next line."""
 _ITEM = re.compile(r"<li>\s*(?=<code>)(.*?</code>:)(.*?)</li>", re.DOTALL)
 """An item that begins with texts of errors. The remedy follows."""
 _errors: list[dict[str, str | int]] = []
@@ -100,6 +104,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return "".join(f'<span class="command">{line}</span>' for line in told.splitlines(keepends=True))
 
     html = _TABLE.sub(lambda table: _labelled(table[0], page), html)
+    html = _PICTURE.sub(r'<a href="\2" title="enlarge">\1</a>', html)
     if page.file.src_uri == "docs/troubleshooting.md":
         html = _ITEM.sub(
             lambda item: f'<li id="{_place_of_error(page, item[1], item[2])}">{item[1]}{item[2]}</li>', html
@@ -129,16 +134,17 @@ def _labelled(table: str, page: Page) -> str:
     says = bool(heads) and bool(_OF_ERRORS.fullmatch(heads[0]))
 
     def labelled(row: re.Match[str]) -> str:
-        cells = re.findall(r"<td\b([^>]*)>(.*?)</td>", row[1], re.DOTALL)
+        cells = re.findall(r"<td\b([^>]*)>(.*?)</td>", row[2], re.DOTALL)
         if not cells:
             return row[0]
         place = ""
         if says:
             place = _place_of_error(page, cells[0][1], " ".join(cell for _, cell in cells[1:]))
         named = (f'<td{more} data-label="{head}">{cell}</td>' for head, (more, cell) in zip(heads, cells, strict=True))
-        return (f'<tr id="{place}">' if place else "<tr>") + "".join(named) + "</tr>"
+        return f"<tr{row[1]}" + (f' id="{place}">' if place else ">") + "".join(named) + "</tr>"
 
-    return re.sub(r"<tr>(.*?)</tr>", labelled, table, flags=re.DOTALL)
+    table = re.sub(r"<code>([^<]{16,})</code>", lambda code: f"<code>{_BREAKS.sub('<wbr>', code[1])}</code>", table)
+    return re.sub(r"<tr\b([^>]*)>(.*?)</tr>", labelled, table, flags=re.DOTALL)
 
 
 def _place_of_error(page: Page, says: str, remedy: str) -> str:
