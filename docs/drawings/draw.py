@@ -251,10 +251,10 @@ def choosing() -> Canvas:
     ):
         canvas.arrow(start, 78, end, 138)
         side = "end" if end < start else "start"
-        canvas.text((start + end) / 2 + (-10 if end < start else 10), 106, words, 12.5, side, SOFT)
+        canvas.text((start + end) / 2 + (-10 if end < start else 10), 100, words, 12.5, side, SOFT)
     for start, end, words in ((690, 368, "AdamW"), (765, 614, "SGD"), (840, 816, "a good loss soon")):
         canvas.arrow(start, 200, end, 272)
-        canvas.text(end + 28, 262, words, 12.5, "start", SOFT)
+        canvas.text(end - 10, 264, words, 12.5, "end", SOFT)
     answer(262, 276, 212, "OneBitAdam, onebit", "a bit of each value")
     answer(500, 276, 190, "dgc", "1 % of the elements, warm-up")
     answer(716, 276, 204, "Local.overlapped(4)", "sends every few steps")
