@@ -15,6 +15,7 @@ from textwrap import dedent
 import torch
 import yaml
 
+from docs.site import kernel_runs
 from fusionlayer import cli, codecs, collectives, launch
 from fusionlayer.base import config
 from fusionlayer.base.errors import ConfigError
@@ -425,11 +426,19 @@ def _plain(comment: str) -> str:
     return re.sub(r"([*<\[\]])", r"\\\1", text)
 
 
+def gpus() -> str:
+    """Return docs/gpu.md, whose section on kernels that changed since they ran is made from hashes of their sources."""
+    heading, page = "## Kernels that have run", (ROOT / "docs/gpu.md").read_text()
+    before, _, after = page.partition(f"{heading}\n")
+    return f"{before}{heading}\n\n" + "\n".join(kernel_runs.not_run()) + "\n\n" + after[after.index("## ") :]
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/config.md": configuration,
     "docs/commands.md": commands,
     "docs/codecs.md": codec_table,
     "docs/kernels.md": kernels,
+    "docs/gpu.md": gpus,
 }
 
 
