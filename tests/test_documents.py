@@ -79,7 +79,7 @@ def test_the_diff_of_a_training_loop_trains_alike_on_all_ranks(world: int) -> No
 
 
 def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
-    hook, overlap, reduction, codec, signs, own, sharded, saved = blocks("using.md", "python")
+    hook, overlap, reduction, codec, signs, own, sharded, muon, saved = blocks("using.md", "python")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -109,7 +109,7 @@ def test_the_python_about_using_it_runs(tmp_path: Path) -> None:
         return torch.cat([p.detach().flatten() for p in names["model"].parameters()]).tolist()
 
     in_folder = saved.replace("checkpoints", str(tmp_path))
-    for code in (signs, own, sharded, f"{sharded}\n{in_folder}"):
+    for code in (signs, own, sharded, muon, f"{sharded}\n{in_folder}"):
         first, second = fl.transport.local.run(partial(optimize, code), 2)
         assert first == second
 
