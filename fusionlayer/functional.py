@@ -214,7 +214,7 @@ def all_reduce(
     refuse_unknown(all_reduce, codec, codec_options)
     transport = context.transport(group)
     if average and not tensor.dtype.is_floating_point:
-        raise ConfigError(f"op=Average of a {tensor.dtype} tensor; expected op=Sum for integers")
+        raise ConfigError(f"op=Average of a {tensor.dtype} tensor; expected floating point, or op=Sum")
     if tensor.dtype in DTYPE_CODES:
         chosen, chooser = _travelling("all_reduce", tensor, codec, codec_options, transport)
     else:

@@ -61,10 +61,15 @@ METHODS = (
     *("load_state_dict(3)", "load_state_dict({})", "load_state_dict(None)", "adopt_plan(3)"),
     *("set_backward_passes_per_step('a')", "set_backward_passes_per_step(1.5)"),
 )
+OF_HOROVOD = (
+    *("process_set=3", "groups=[3]", "groups=2.5", "group=None", "codec='int9'"),
+    "codec='int8', compression=hvd.Compression.int8",
+)
 CALLS = (
     *(f"fl.DistributedOptimizer({words})" for words in OPTIMIZER),
     *("fl.all_reduce([1.0])", "fl.all_reduce(3)", "fl.all_reduce(None)", "fl.all_reduce(x, 'int9')"),
-    *("fl.all_reduce(x, op='sum')", "fl.all_reduce(x.int())", "fl.all_reduce(x, 'int8', bist=4)"),
+    *("fl.all_reduce(x, op='sum')", "fl.all_reduce(x.int())", "fl.all_reduce(x.to(torch.complex64))"),
+    "fl.all_reduce(x, 'int8', bist=4)",
     *("fl.all_reduce(x, codec='auto', algorithm='ring')", "fl.all_reduce(x, group='world')"),
     *("fl.all_gather(None)", "fl.all_gather(x.int())", "fl.all_gather([x, x])", "fl.all_gather(x, 'int8', 'ring')"),
     *("fl.reduce_scatter(torch.ones(()))", "fl.reduce_scatter(x, algorithm='two_shot')", "fl.reduce_scatter(3)"),
@@ -104,7 +109,11 @@ CALLS = (
     *(f"fl.all_to_all(x, {splits})" for splits in ("3", "[None]", "[1.5]", "[[3]]", "torch.ones(1)")),
     *("hvd.poll([1])", "hvd.synchronize([1])", "hvd.synchronize('a')", "hvd.synchronize(x)", "hvd.poll(99)"),
     *("hvd.sparse_allreduce_async(None, 'a', hvd.Sum)", "hvd.alltoall(x, process_set=3)", "hvd.barrier(3)"),
-    *(f"hvd.broadcast_parameters({given}, 0)" for given in ("None", "3", "[(1, 2, 3)]", "{1: x, 'a': x}", "model")),
+    *(
+        f"hvd.broadcast_parameters({given}, 0)"
+        for given in ("None", "3", "[3]", "[(1, 2, 3)]", "{1: x, 'a': x}", "model")
+    ),
+    "hvd.broadcast_parameters(torch.nn.Sequential(model), 0)",
     *(
         f"hvd.broadcast_optimizer_state({given})"
         for given in ("None, 0", "model, 0", "optimizer, 0, 3", "optimizer, 7")
@@ -112,7 +121,7 @@ CALLS = (
     *(f"{module}.broadcast_object({given})" for module in ("fl", "hvd") for given in (LIVE, "{}, 'a'", "{}, 7")),
     *(f"hvd.allgather_object({LIVE})", "hvd.allgather_object({}, name=[3])", "hvd.remove_process_set(None)"),
     *("hvd.start_timeline(3)", "hvd.start_timeline('/nowhere/a')", "hvd.init(process_sets=3)"),
-    *(f"hvd.DistributedOptimizer(optimizer, {option})" for option in ("process_set=3", "groups=[3]", "groups=2.5")),
+    *(f"hvd.DistributedOptimizer(optimizer, {option})" for option in OF_HOROVOD),
     *("hvd.elastic.run(3)", "hvd.elastic.run(print)(3)", "hvd.elastic.ElasticSampler(3)"),
     *("fl.all_reduce(x, group=[0])", "fl.all_reduce(x.to_sparse())", "fl.switcher([0])", "fl.codecs.get(['a'])"),
     *("fl.broadcast_optimizer_state(optimizer, 'a')", "fl.fsdp.compress(None)", "fl.checkpoint.load(3)"),

@@ -42,16 +42,15 @@ def broadcast_parameters(
     pairs: list[tuple[str | None, Any]] = []
     if isinstance(params, Mapping):
         pairs += sorted(params.items(), key=lambda pair: str(pair[0]))
-    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, Tensor)):
-        given = [item if isinstance(item, tuple) else (None, item) for item in params]
-        odd = [item for item in given if len(item) != 2]
-        if odd:
-            raise ConfigError(f"broadcast_parameters got a tuple of {len(odd[0])}; expected (name, tensor) pairs")
-        pairs += given
     else:
-        raise ConfigError(
-            f"broadcast_parameters got {kind_of(params)}; give model.state_dict(), named_parameters() or parameters()"
-        )
+        # The items of a Sequential are modules, which hold the parameters.
+        listed = isinstance(params, Iterable) and not isinstance(params, Tensor)
+        pairs += [item if isinstance(item, tuple) else (None, item) for item in (params if listed else ())]
+        if not listed or any(len(pair) != 2 or pair[0] is None and not isinstance(pair[1], Tensor) for pair in pairs):
+            raise ConfigError(
+                f"broadcast_parameters got {kind_of(params)}; give model.state_dict(), named_parameters() or "
+                "parameters(), whose items are tensors or (name, tensor) pairs"
+            )
     handles = [
         ops.broadcast_async_(value.detach(), root_rank, name) for name, value in pairs if isinstance(value, Tensor)
     ]

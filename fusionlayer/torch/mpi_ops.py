@@ -365,7 +365,7 @@ def _broadcast(
 ) -> int:
     members = session().process_sets.get(number_of(process_set))
     if members is not None and root_rank not in members.ranks:
-        raise ConfigError(f"root_rank={root_rank}; expected a rank of the job that takes part: {list(members.ranks)}")
+        raise ConfigError(f"root_rank={root_rank!r}; expected a rank of the job that takes part: {list(members.ranks)}")
     return submit(
         "broadcast",
         [tensor],

@@ -59,7 +59,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             are gathered in every step. ``plan``, ``overlap_forward`` and planning by costs cannot be
             combined with that. Gradients that become sparse later are made dense.
         process_set: ranks to reduce over. On other ranks the optimizer steps by itself.
-        options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ...
+        options: further arguments of ``fusionlayer.DistributedOptimizer``: ``planner``, ``overlap_forward``, ``codec``
+            instead of ``compression``, ...
             ``broadcast`` is False by default: call ``broadcast_parameters`` before the first step, as with Horovod. A
             warning names parameters that differ over ranks then or later.
 
@@ -79,6 +80,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             )
         return adasum_optimizer(optimizer, named_parameters, compression or Compression.none)
     require(process_set, ProcessSet, "process_set", "what add_process_set() has returned")
+    if "group" in options or (compression is not None and "codec" in options):
+        raise ConfigError("got group, or both compression and codec; give process_set, and compression or codec alone")
+    if compression is not None:
+        options["codec"] = _codec(compression)
     if isinstance(groups, Iterable):
         groups = list(groups)
     transport: Transport | None = None
@@ -88,7 +93,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     distributed = _optimizer.DistributedOptimizer(
         optimizer,
         named_parameters,
-        codec=None if compression is None else _codec(compression),
         op=functional.Sum if chosen is Sum else functional.Average,
         backward_passes_per_step=backward_passes_per_step,
         gradient_predivide_factor=gradient_predivide_factor,

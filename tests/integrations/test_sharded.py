@@ -374,6 +374,11 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         make([w], weights="sdp4bit", gradients="int8")
     with pytest.raises(fl.ConfigError, match="gradients=zero.. names weights too.*gradients=qgz"):
         make([w], gradients="zero++")
+    embedding = nn.Embedding(2, 3, sparse=True)
+    sharded = make(embedding.parameters())
+    with pytest.raises(fl.UsageError, match=r"parameter 0, of shape \(2, 3\): its gradient is sparse.*sparse=False"):
+        embedding(torch.tensor([1])).sum().backward()
+    del sharded
     optimizer = make([w])
     with pytest.raises(fl.UsageError, match="when it is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

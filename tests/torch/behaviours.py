@@ -570,6 +570,8 @@ def optimizers_of_process_sets(rank: int, size: int) -> None:
     optimizer.close()  # type: ignore[attr-defined]
     if size > 1:
         hvd.remove_process_set(alone)
+    by_codec = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), codec="int8")
+    by_codec.close()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="op=Max"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Max)
     with pytest.raises(ValueError, match="adding_a_codec"):
