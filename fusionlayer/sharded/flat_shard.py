@@ -53,12 +53,40 @@ class FlatShard:
         self._gradients = torch.zeros_like(self._replica)
         self._gradient_views = self._views_of(self._gradients)
         self.main = nn.Parameter(self._own.float().clone())
+        self._versions = [p._version for p in self.params]
         self.residual = torch.zeros_like(self._replica, dtype=torch.float32) if feedback else None
         # Where this rank had no gradient: the places in the residual, and what they held before.
         self._owed: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[place].view_as(p) for place, p in zip(self.layout.slices, self.params, strict=True)]
+
+    def take_written(self) -> None:
+        """Let ``main`` have what a user has written into the model since ``gather``, as by ``load_state_dict``.
+
+        Not after ``load``, where the model's values are those that belong to the loaded weights.
+        """
+        for p, view, version in zip(self.params, self._views, self._versions):  # noqa: B905 - none after ``load``
+            if p._version != version:
+                place = self._place(view)
+                written, main = self._own[place], self.main.detach()[place]
+                # Where main rounds to what is written, it keeps its further bits.
+                main.copy_(torch.where(main.to(written.dtype) == written, main, written.float()))
+
+    def weights(self) -> Tensor:
+        """Return a copy of this rank's part of the weights."""
+        self.take_written()
+        return self.main.detach().clone()
+
+    def load(self, weights: Tensor) -> None:
+        """Let ``main`` have the weights of a checkpoint. The model's are loaded before or after it."""
+        self.main.detach().copy_(weights)
+        self._versions = []
+
+    def _place(self, view: Tensor) -> slice:
+        """Return where ``main`` has this rank's elements of a parameter."""
+        first = view.storage_offset() - self._own.storage_offset()
+        return slice(max(0, first), max(0, first + view.numel()))
 
     def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
         """Give ``main`` the average of its gradients over ranks: summed and divided in f32, whatever their type."""
@@ -93,6 +121,7 @@ class FlatShard:
         else:
             mine = self.main.to(self._replica.dtype)
             halves.all_gather(mine, self._rows, weights.codec, transport, seed=seed)
+        self._versions = [p._version for p in self.params]
 
     def hold(self, unused: Collection[Tensor], state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
         """Return the elements of ``unused`` parameters in ``main``, its ``state`` and ``residual``: views, and copies.
@@ -106,8 +135,7 @@ class FlatShard:
             x for x in state.values() if isinstance(x, Tensor) and x.shape == main.shape and x.is_floating_point()
         ]
         for p, view in zip(self.params, self._views, strict=True):
-            first = view.storage_offset() - self._own.storage_offset()
-            place = slice(max(0, first), max(0, first + p.numel()))
+            place = self._place(view)
             if p in unused and main[place].numel():
                 held += [(x[place], x[place].clone()) for x in (main, *states)]
                 main[place] = 0
@@ -119,7 +147,11 @@ class FlatShard:
         return [(view, view.clone()) for p, view in zip(self.params, self._views, strict=True) if p in unused]
 
     def check(self, params: Sequence[Tensor]) -> None:
-        """Raise ``UsageError`` if the group has other parameters now, or their memory is no longer the flat tensor."""
+        """Take what was written into the model.
+
+        Raises:
+            UsageError: the group has other parameters now, or their memory is no longer the flat tensor.
+        """
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             raise UsageError(
                 f"a group of a ShardedOptimizer has {len(params)} parameters, not the {len(self.params)} that it was "
@@ -131,6 +163,7 @@ class FlatShard:
                     f"a parameter of shape {tuple(p.shape)} was given other memory after the ShardedOptimizer was "
                     "made, as model.to(...) does; do that first"
                 )
+        self.take_written()
 
 
 def put_back(held: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -42,7 +42,8 @@ class ShardedOptimizer(Optimizer):
 
     ``step`` averages each gradient on the rank that owns it. Each rank updates its part of the weights in f32, and
     gathers all weights. The model keeps whole weights, the same bits on every rank; a rank holds states for 1 / size of
-    them. All ranks begin with rank 0's weights.
+    them. All ranks begin with rank 0's weights. What all ranks write into the model between two steps, as its
+    ``load_state_dict`` does, counts; changes by ``p.data`` leave no trace and are undone by the next step.
 
     A parameter that no rank uses in a step (``p.grad`` is None on all ranks) or that is frozen keeps its values and its
     optimizer state. ``optimizer_class`` sees one tensor per group, so its counters of steps, such as AdamW's ``step``,
@@ -264,7 +265,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._transport.drain()
         inner = self._inner if self._steps else stepped_once(self._inner)
-        weights = [part.main.detach().clone() for part in self._parts]
+        weights = [part.weights() for part in self._parts]
         state = {"step": self._steps, "weights": weights, "optimizer": inner.state_dict()}
         owed = [part.residual.clone() for part in self._parts if part.residual is not None]
         key = f"rank {self._transport.rank} of {self._transport.size}"
@@ -286,7 +287,7 @@ class ShardedOptimizer(Optimizer):
             raise ConfigError(f"got the state of parts of {lengths} elements, expected {expected}: of the same model")
         self._steps = state["step"]
         for i, (part, weights) in enumerate(zip(self._parts, state["weights"], strict=True)):
-            part.main.copy_(weights)
+            part.load(weights)
             if part.residual is not None:
                 owed = state.get("residuals")
                 part.residual.copy_(owed[i]) if owed and owed[i] is not None else part.residual.zero_()

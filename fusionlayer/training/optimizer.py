@@ -105,7 +105,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         overlap_forward: the model. Its next forward may begin while results are still in flight: ``step`` returns at
             once, and each module's parameters are updated just before it runs, to the same values. This pays off where
             the network is the bottleneck. After ``step`` the gradients are gone. Between ``step`` and the next forward,
-            call ``synchronize`` before you read parameters other than by ``state_dict()``. Before you clip gradients,
+            call ``synchronize`` before you read or write parameters other than by ``state_dict()``. Before you clip,
             call it between ``backward`` and ``step``. Every parameter must be used
             in the forward of the module that owns it. The optimizer must be one of torch's that updates each parameter
             independently of the others.

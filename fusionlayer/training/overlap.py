@@ -89,6 +89,7 @@ class ForwardOverlap:
         self._groups: list[dict[str, Any]] = []
         self._real: Sequence[dict[str, Any]] = ()
         self._stale: set[str] = set()
+        self._versions: dict[Tensor, int] = {}
 
     def enrol(self, names: Mapping[Tensor, str]) -> None:
         """Update these parameters too from now on. Those that are frozen now may wait for an update still."""
@@ -137,6 +138,7 @@ class ForwardOverlap:
         ]
         for parameter in self._parameters.values():
             parameter.grad = None
+            self._versions[parameter] = parameter._version
         self._stale.update(self._parameters)
 
     def check_used(self, name: str) -> None:
@@ -173,6 +175,12 @@ class ForwardOverlap:
     def _apply(self, index: int) -> None:
         """Update the parameters of one bucket, and leave the gradients as they were."""
         results = self._take(index)
+        for name, parameter in self._parameters.items():
+            if parameter in results and parameter._version != self._versions[parameter]:
+                raise UsageError(
+                    f"parameter {name!r} was written after step() and before its update, which overlap_forward makes "
+                    "in the next forward; call synchronize() before you write parameters"
+                )
         kept = {parameter: parameter.grad for parameter in results}
         for parameter, result in results.items():
             parameter.grad = result

@@ -336,6 +336,21 @@ def test_what_is_refused_at_once(make: Callable[..., Optimizer], model: Any, mes
 
 
 @on_ranks(WORLD)
+def test_a_parameter_written_before_its_update_is_told(rank: int) -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    train(model, optimizer, rank, [0])
+    optimizer.synchronize()
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.9)  # after all updates
+    train(model, optimizer, rank, [0])
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.9)
+    with pytest.raises(UsageError, match="was written after step.*call synchronize"):
+        optimizer.synchronize()
+
+
+@on_ranks(WORLD)
 def test_step_hooks_are_refused(rank: int) -> None:
     model = make_model()
     optimizer = wrap(model)
