@@ -81,7 +81,7 @@ def init(
         timeout: seconds that a collective waits for its peers; overrides the configuration.
         transport: what moves bytes, "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
         settings: used instead of the settings from file and environment.
-        elastic: ranks may fail, and others may join, while the job goes on (docs/elastic.md). No process group of
+        elastic: ranks may fail, and others may join, while the job continues (docs/elastic.md). No process group of
             torch is made then. A process that joins later has FUSIONLAYER_JOIN in its environment.
 
     Raises:
@@ -269,7 +269,7 @@ def is_initialized() -> bool:
 
 
 def _begin_child() -> None:
-    """Leave the job of the parent to it: this process was forked, and has neither its threads nor its connections."""
+    """Detach a forked child from its parent's job, whose threads and connections it does not have."""
     global _job, _lock, _is_parents
     _lock = threading.RLock()
     if dist.is_available() and dist.is_initialized():
@@ -343,7 +343,7 @@ def is_elastic() -> bool:
 
 
 def refuse_elastic(what: str, instead: str) -> None:
-    """Raise ``ConfigError`` if the job is elastic: ``what`` cannot go on without a rank; ``instead`` names what can."""
+    """Raise ``ConfigError`` if the job is elastic: ``what`` needs all ranks; ``instead`` names the replacement."""
     if is_elastic():
         raise ConfigError(f"{what} in a job that fusionlayer.init(elastic=True) has begun: {instead}")
 

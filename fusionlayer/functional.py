@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class ReduceOp(Enum):
-    """What a reduction does with the values of all ranks."""
+    """The operation of a reduction on the values of all ranks."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -246,7 +246,7 @@ def all_gather(
     Args:
         tensor: (n, ...) f32, bf16 or f16. n may differ over ranks and may be 0; the other dimensions and the type are
             equal on all ranks. A scalar counts as (1,).
-        codec: as in ``all_reduce``; this rank's own part passes through it too.
+        codec: see ``all_reduce``; this rank's own part passes through it too.
         group: process group or transport; None means all ranks.
         codec_options: options of a codec given by name.
 
@@ -298,12 +298,12 @@ def reduce_scatter(
 
     Args:
         tensor: (size * n, ...) f32, bf16 or f16, the same shape on all ranks; rank r gets rows r * n to (r + 1) * n.
-        codec: as in ``all_reduce``.
+        codec: see ``all_reduce``.
         op: ``Average`` or ``Sum``.
         group: process group or transport; None means all ranks.
         algorithm: None sends each piece straight to its rank, so each value is quantised once; on several nodes of
-            several ranks, each node's sum is sent instead, quantised anew. "ring" passes partial sums from rank to
-            rank, and each rank encodes them anew.
+            several ranks, each node's sum is sent instead, quantised again. "ring" passes partial sums from rank to
+            rank, and each rank encodes them again.
         codec_options: options of a codec given by name.
 
     Raises:
@@ -351,7 +351,7 @@ def all_to_all(
     Args:
         tensor: (n, ...) f32, bf16 or f16; all but n is equal on all ranks.
         splits: number of rows for each rank, n in total, zeros allowed; None splits evenly.
-        codec: as in ``all_reduce``; the part that stays on this rank passes through it too.
+        codec: see ``all_reduce``; the part that stays on this rank passes through it too.
         group: process group or transport; None means all ranks.
         codec_options: options of a codec given by name.
 

@@ -52,8 +52,8 @@ def describe(name: str, dtype: torch.dtype, tensors: Sequence[Tensor] = (), op: 
     """Return the text of a call, equal on all ranks that make the same one: "all_reduce SUM of (4096,) bfloat16".
 
     Args:
-        name: of the call.
-        dtype: of all its tensors.
+        name: the name of the call.
+        dtype: the type of all its tensors.
         tensors: those whose shapes are equal on all ranks. Dimensions of 1 do not count: programs sum a scalar on one
             rank and a vector of one element on another.
         op: its reduction; None if it has none.
@@ -172,7 +172,7 @@ def all_to_all(
         inputs: a tensor for each rank.
         codecs: the codec for each number of bytes; tensors of other sizes are sent as they are.
         zips: the codecs with messages of variable size that any rank may use, in the same order on all ranks.
-        seed: of stochastic rounding.
+        seed: the seed of stochastic rounding.
     """
 
     def call(transport: Transport) -> None:

@@ -27,9 +27,9 @@ def connect(
 
     Args:
         ranks: the members' ranks in the default group.
-        name: of these connections alone.
+        name: the name of these connections alone.
         timeout: the longest time that a call may wait.
-        settings: of the group.
+        settings: the settings of the group.
         nccl: whether CUDA tensors are sent by NCCL.
         alone: store and rank of a group of which torch does not know; None: the members meet by the default group.
     """

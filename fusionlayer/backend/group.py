@@ -65,7 +65,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     the native backend.
 
     Args:
-        store: of this group alone.
+        store: the store of this group alone.
         rank: this process in the group.
         ranks: the members' ranks in the default group, in the order of this group.
         timeout: the longest time that a call may wait, unless the settings' ``timeout`` is shorter.
@@ -81,7 +81,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         PlanMismatch: ranks have other policies.
 
     Attributes:
-        watcher: of the job, where this is the default group; it ends with the group.
+        watcher: the watcher of the job, where this is the default group; it ends with the group.
         is_default: whether it is the default group.
     """
 

@@ -17,10 +17,10 @@ __all__ = ["NONE", "Differences", "Hint", "clear_padding", "current", "differenc
 
 @dataclass(frozen=True)
 class Differences:
-    """What an all-gather sends instead of the weights that it is called with: how they differ from a copy of them.
+    """The message of an all-gather that replaces its weights: their differences from a copy.
 
     Attributes:
-        codec: of the differences.
+        codec: the codec of the differences.
         before: (n,) this rank's part of the copy, which all ranks have, in the type of the output.
         after: (n,) what it is to become, in f32 or that type; read when the call is made.
     """
@@ -41,7 +41,7 @@ class Hint:
         padding: elements of the input that have no meaning; they are sent as zeros.
         differences: for all-gathers whose output holds a copy of what was gathered before, by the output's address.
         seeds: numbers for stochastic rounding, one for each call, the same on all ranks. None: calls are counted, so a
-            program that begins anew rounds otherwise than one that goes on.
+            program that starts again rounds differently from one that continues.
     """
 
     plain: bool = False
@@ -85,7 +85,7 @@ def clear_padding(inputs: Sequence[Tensor]) -> None:
 
 
 def differences_of(outs: Sequence[Tensor]) -> Differences | None:
-    """Return what an all-gather into ``outs`` is to send instead of its input, as the calling thread has said."""
+    """Return the message that replaces the input of an all-gather into ``outs``, as the calling thread has set it."""
     found = current().differences
     return found.get(outs[0].data_ptr()) if found and len(outs) == 1 else None
 

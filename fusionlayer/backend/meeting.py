@@ -27,7 +27,7 @@ class Meeting(EndingStore):
     gloo leaves its keys behind, and the next group of the same name would connect to addresses that are gone.
 
     Args:
-        store: of the group alone.
+        store: the store of the group alone.
         rank: this process in the group.
         ranks: the members' ranks in the default group.
         timeout: the longest time that the ranks may take to connect.
@@ -85,7 +85,7 @@ def part(store: dist.Store, rank: int, size: int) -> None:
             store.set("all", "")
         store.wait(["all"], timedelta(seconds=_PATIENCE))
         if rank == 0:
-            # A request that fails would make torch log a stack, so rank 0 goes on when the others make no more.
+            # A request that fails would make torch log a stack, so rank 0 continues when the others make no more.
             store.wait(["gone"], timedelta(seconds=_PATIENCE))
             for key in ("here", "all", "left", "gone"):
                 store.delete_key(key)

@@ -24,7 +24,7 @@ class PointToPoint:
     """Compresses what one rank of a group sends to and receives from single ranks.
 
     Args:
-        seed: of stochastic rounding, different on each rank.
+        seed: the seed of stochastic rounding, different on each rank.
 
     Attributes:
         bytes_sent: bytes of the messages sent so far.

@@ -34,7 +34,7 @@ class Native:
     """gloo for CPU tensors, NCCL for CUDA tensors where it is there, as one process group of torch.
 
     Args:
-        store: of this group alone.
+        store: the store of this group alone.
         rank: this process in the group.
         size: number of processes.
         ranks: their ranks in the default group.
@@ -48,7 +48,7 @@ class Native:
 
     Attributes:
         token: a text that no other group has, equal on all ranks.
-        store: of this group, whose keys no other group has.
+        store: the store of this group, whose keys no other group has.
         group: the group that takes calls that pass.
         serves: the name of the backend for each type of device.
         only_gloo: whether that is gloo for all of them.

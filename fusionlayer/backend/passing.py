@@ -25,7 +25,7 @@ _PLACE = re.compile(r"^(\[rank\d+\]:)?\[[^]]*\.(cc|cpp|h|hpp):\d+\] *|ProcessGro
 
 
 class _GlooRefusal(ConfigError, RuntimeError):
-    """What gloo refuses; torch raises a ``RuntimeError`` for it."""
+    """A call that gloo refuses; torch raises a ``RuntimeError`` for it."""
 
 
 def explained(call: str, error: RuntimeError, given: Any) -> RuntimeError:

@@ -32,7 +32,7 @@ class CallRule:
 
     Attributes:
         codec: registered name; "raw" leaves the calls to the native backend, bit for bit.
-        options: of that codec.
+        options: the options of that codec.
         op: name or names of ``OPS``; None: all of them except all_gather, which may gather weights.
         group: pattern, as of file names, of the group's description or name.
         dtype: element type or types, of float32, bfloat16 and float16; None: any of them.
@@ -113,7 +113,7 @@ class CallRule:
         return codecs.get(self.codec, **self.options)
 
     def concerns(self, op: str, dtype: torch.dtype) -> bool:
-        """Return whether calls of ``op`` with elements of ``dtype`` fit the rule, whatever their size."""
+        """Return whether calls of ``op`` with elements of ``dtype`` fit the rule, regardless of their size."""
         wanted = _listed(self.dtype)
         return op in self.ops and dtype in DTYPE_CODES and (not wanted or str(dtype).removeprefix("torch.") in wanted)
 

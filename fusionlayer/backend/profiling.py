@@ -17,8 +17,8 @@ def shown(name: str, inputs: Sequence[Tensor], call: Call) -> Call:
     """Begin the event ``fusionlayer:<name>`` if the calling thread is profiled; return ``call``, with the event's end.
 
     Args:
-        name: of the operation.
-        inputs: whose shapes the event has.
+        name: the name of the operation.
+        inputs: the inputs whose shapes the event has.
         call: ends the event, on whichever thread it runs.
     """
     if not torch.autograd._profiler_enabled():

@@ -94,11 +94,11 @@ def create_alone(
     """Make a group of which torch keeps no record; ``torch.distributed._dist2`` calls it.
 
     Args:
-        store: of this group alone.
+        store: the store of this group alone.
         rank: this process.
         size: number of processes.
         timeout: the longest time that a call may wait.
-        device: of the tensors; those of other devices are sent too.
+        device: the device of the tensors; those of other devices are sent too.
         policy: attributes of a ``CallPolicy``; without any, the policy that any new group has.
     """
     from .group import CompressingGroup

@@ -126,8 +126,9 @@ _Error = TypeVar("_Error", bound=BaseException)
 def again(error: _Error) -> _Error:
     """Return a copy of an error that is kept, to be raised in its place.
 
-    An error that is raised gets the traceback of the thread that raises it, and with that all that the thread's program
-    holds. So what is kept would keep a job's memory, threads and connections; and two threads would mix up tracebacks.
+    An error that is raised gets the traceback of the thread that raises it, and with that everything that the thread's
+    program holds. So a kept error would keep a job's memory, threads and connections; and two threads would mix up
+    tracebacks.
     """
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
@@ -137,10 +138,10 @@ def again(error: _Error) -> _Error:
 
 
 def forget(error: BaseException | None) -> None:
-    """Let go of where an error was raised, and those that led to it: it has been dealt with, and the program goes on.
+    """Drop the tracebacks of a handled error and its causes.
 
-    A traceback holds all that its functions held, often the error itself too: a cycle that would keep a job's memory,
-    threads and connections until Python's collector of cycles comes by.
+    A traceback holds everything that its functions held, often the error itself too: a cycle that would keep a job's
+    memory, threads and connections until Python's collector of cycles comes by.
     """
     seen: set[int] = set()
     left = [error]

@@ -75,7 +75,7 @@ def opened(path: str | Path, *, follow: bool = False, folder: int | None = None)
     """Return a plain file, open for reading. It never waits, as the open of a pipe would.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         follow: it may be a link, as a user may name one.
         folder: descriptor of the folder that ``path`` begins at.
 
@@ -114,7 +114,7 @@ class Folder:
         path: made for this user alone if it does not exist; its parent must.
 
     Attributes:
-        path: of the folder, for messages.
+        path: the path of the folder, for messages.
 
     Raises:
         OSError: it cannot be opened, or is a link; PermissionError: it is another user's, or others can write to it.

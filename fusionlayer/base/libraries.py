@@ -159,7 +159,7 @@ def check(kind: str = "cpu") -> Path:
     """Return where the library ``kind`` is, without loading it.
 
     Raises:
-        FusionLayerError: it is absent; the message says what to do.
+        FusionLayerError: the library is missing; the message has the remedy.
     """
     path = library_path(kind)
     if not path.exists():

@@ -27,7 +27,7 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a planner knows of a gradient.
+    """A gradient, as planners see it.
 
     Attributes:
         name: name of the parameter.
@@ -217,7 +217,7 @@ class FusionPlan:
         return replace(self, buckets=tuple(buckets)) if shares else self
 
     def without(self, names: Collection[str]) -> FusionPlan:
-        """Return this plan without the named tensors: the slots behind them move up, and empty buckets go."""
+        """Return this plan without the named tensors: the slots after them move up, and empty buckets are dropped."""
         buckets = []
         for bucket in self.buckets:
             starts = [slot.offset for slot in bucket.slots]

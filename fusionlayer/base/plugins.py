@@ -1,4 +1,4 @@
-"""What installed packages offer to fusionlayer: codecs, collectives and planners that they name as entry points."""
+"""Plugins: codecs, collectives and planners that installed packages name as entry points."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Offer:
     point: EntryPoint
 
     def load(self) -> None:
-        """Import the module; raise ``ConfigError`` if that fails, whatever the reason."""
+        """Import the module; raise ``ConfigError`` if that fails, regardless of the reason."""
         try:
             self.point.load()
         except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Proofs that both ends of a connection have one secret, and keys by which they check all that follows.
+"""Proofs that both ends of a connection have one secret, and keys by which they check everything that follows.
 
 Each end sends a random number. HMAC-SHA256 of both, with the secret as its key, proves an end's knowledge, and HKDF
 (RFC 5869) of the same makes one key for each direction, which no other connection has.
@@ -32,7 +32,7 @@ def prove(secret: bytes, role: bytes, heard: bytes) -> bytes:
     Args:
         secret: what both ends know.
         role: of the end that proves it, so that the other one's proof cannot be sent back to it.
-        heard: what both ends have said before, with both random numbers.
+        heard: all earlier messages of both ends, with both random numbers.
     """
     return hmac.digest(secret, role + heard, "sha256")
 
@@ -52,8 +52,8 @@ class Keys(NamedTuple):
     """Keys of one connection, of 32 bytes each.
 
     Attributes:
-        caller: of what the end that connected sends.
-        host: of what the other end sends.
+        caller: the key for messages of the end that connected.
+        host: the key for messages of the other end.
     """
 
     caller: bytes
@@ -61,11 +61,11 @@ class Keys(NamedTuple):
 
     @classmethod
     def derive(cls, secret: bytes, heard: bytes, purpose: bytes = b"frames") -> Keys:
-        """Return the keys of the connection in whose beginning both ends have said ``heard``.
+        """Return the keys of the connection that began with the messages ``heard``.
 
         Args:
             secret: what both ends have proved to know.
-            heard: as for ``prove``; it has the random numbers of both.
+            heard: see ``prove``; it has the random numbers of both.
             purpose: what the keys are for: others give other keys.
         """
         root = hmac.digest(heard, secret, "sha256")  # HKDF-Extract with `heard` as its salt
@@ -79,7 +79,7 @@ class Seal:
     once. Processors have instructions for SHA-256: with them it is twice as fast as keyed BLAKE2b.
 
     Args:
-        key: of this direction of this connection.
+        key: the key of this direction of this connection.
     """
 
     def __init__(self, key: bytes) -> None:

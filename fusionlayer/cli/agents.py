@@ -28,12 +28,12 @@ _SSH_FAILED = 255
 
 @dataclass(frozen=True)
 class Agent:
-    """What starts the ranks of one host (``agent``).
+    """The process that starts the ranks of one host (``agent``).
 
     Attributes:
         host: its name, for messages.
         command: what starts the agent.
-        environment: of that command.
+        environment: the environment of that command.
         is_here: whether the host is this one.
         sent: names of the variables that go to another host.
         opening: what is written to the command first: these variables. Every user can read a command, and not this.

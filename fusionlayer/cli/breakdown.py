@@ -35,7 +35,7 @@ PHASES = {
 """Spans of the training thread, and what the breakdown calls them (SAFusion, figure 15)."""
 
 NETWORK, LATE, CODEC, PACKING, OTHER = KINDS = ("network", "stragglers", "codec", "packing", "other")
-"""What a communication thread does. Where two of them overlap, as when pieces are pipelined, the first one counts."""
+"""Activities of a communication thread. Where two of them overlap, as in pipelines, the first one counts."""
 
 _PARTS = {
     "WIRE": NETWORK,
@@ -60,15 +60,16 @@ class BucketTimes:
     """Medians over steps, in seconds.
 
     Attributes:
-        index: of the bucket.
+        index: the index of the bucket.
         ready: when its last gradient was there, counted from the start of backward.
         start: when a communication thread took it.
         end: when it was done.
         waited: how long the training thread waited for it.
-        phases: of the communication thread, by ``KINDS``; they add up to ``end - start``.
+        phases: the phases of the communication thread, by ``KINDS``; they add up to ``end - start``.
         exchanged: how long it had the network. While n buckets use it, each of them gets 1 / n of the time.
         sent: bytes that this rank sent.
-        elements: of the bucket; 0 where the timeline does not say, as for gradients that were encoded ahead.
+        elements: the elements of the bucket; 0 where the timeline does not say, as for gradients that were encoded
+            ahead.
         codec: its codec with options.
         algorithm: its collective, in capitals.
     """
@@ -94,7 +95,7 @@ class Breakdown:
         rank: the rank.
         steps: number of steps in the means.
         step: from one step's beginning to the next one's.
-        phases: of the training thread, each without the phases nested in it; they add up to ``step``.
+        phases: the phases of the training thread, each without the phases nested in it; they add up to ``step``.
         exposed: what communication threads did while the training thread waited, by ``KINDS``; these add up to the
             phase "exposed communication".
         exposed_by_bucket: the same by the bucket that they worked for.
@@ -126,7 +127,7 @@ def break_down(
     """Return the mean step of ``spans``, complete events of one rank with times in microseconds.
 
     Args:
-        spans: of all threads, in any order.
+        spans: the spans of all threads, in any order.
         skip: number of first steps to leave out.
         source: name of the file, for error messages.
         latest: when the last rank came to the exchange (step, bucket, number), by this rank's clock; None: unknown.

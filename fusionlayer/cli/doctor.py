@@ -55,7 +55,7 @@ class CheckResult:
 
     Attributes:
         section: "versions", "core", "network", "codecs", "plugins", "transports" or "environment".
-        name: of the thing.
+        name: the name of the thing.
         state: "ok", "none", "note" or "FAIL".
         detail: version, value, or what is wrong and what to do.
     """
@@ -185,7 +185,7 @@ def _network() -> Iterator[CheckResult]:
 
 
 def _own_name() -> Iterator[CheckResult]:
-    """Tell where this host's name leads, which is the address that gloo gives to other hosts."""
+    """Report the address of this host's name, which gloo gives to other hosts."""
     name = socket.gethostname()
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
@@ -219,7 +219,7 @@ def _codecs() -> Iterator[CheckResult]:
 
 
 def _plugins() -> Iterator[CheckResult]:
-    """Tell what other packages offer, and whether it can be used."""
+    """Report plugins of other packages, and whether they work."""
     for registry in (codecs_known, collectives_known, gathers_known, planners_known):
         for name, package in registry.offered().items():
 

@@ -77,19 +77,19 @@ def style() -> AbstractContextManager[None]:
 
 
 def figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches, which no window shows. Call it within ``style()``."""
+    """Return an empty figure of this many inches, which no window shows. Call it within ``style()``."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height))
 
 
 def name_lines(axes: Axes, gap: float = 1.25) -> None:
-    """Write the label of every line behind its last point, in its colour; move names that would overlap apart.
+    """Write the label of every line after its last point, in its colour; move names that would overlap apart.
 
     Call it last: it needs the limits of the axes. A name that does not fit makes the figure's margin wider.
 
     Args:
-        axes: whose lines have labels.
+        axes: the axes whose lines have labels.
         gap: least distance of two names, in heights of a letter.
     """
     lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
@@ -118,7 +118,7 @@ def name_lines(axes: Axes, gap: float = 1.25) -> None:
 
 
 def name_bars(axes: Axes, texts: list[str], values: list[float]) -> None:
-    """Write a text behind each horizontal bar; ``values`` are the bars' ends, in the order of their places 0, 1, ..."""
+    """Write a text after each horizontal bar; ``values`` are the bars' ends, in the order of their places 0, 1, ..."""
     room = max(values)
     for place, (text, value) in enumerate(zip(texts, values, strict=True)):
         axes.text(value + 0.015 * room, place, text, va="center")

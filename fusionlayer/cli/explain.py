@@ -31,7 +31,7 @@ _SWITCH_SIZES = (1 << 20, 16 << 20)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what ``options`` ask for."""
+    """Print the reports that ``options`` select."""
     if options.plan is None:
         ratio.run(options)
         return

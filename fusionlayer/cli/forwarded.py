@@ -35,7 +35,7 @@ def forwarded(environ: Mapping[str, str], asked: Sequence[str] = ()) -> dict[str
     """Return the variables that processes on other hosts get.
 
     Args:
-        environ: of this process.
+        environ: the environment of this process.
         asked: more of them, each as NAME, as a pattern such as "WANDB_*", or as NAME=value.
 
     Raises:

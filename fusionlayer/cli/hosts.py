@@ -171,7 +171,7 @@ def remote_command(
         host: where to; its name may be user@name.
         command: program and arguments.
         variables: environment variables of the program, besides those of the other host.
-        port: of its ssh server; None: as ssh is configured.
+        port: the port of its ssh server; None: as ssh is configured.
         identity: file with the key; None: as ssh is configured.
         new_hosts: accept the key of a host that ssh does not know yet. A key that has changed is refused anyway.
     """

@@ -25,9 +25,9 @@ _ERASE = "\r\x1b[K"
 
 
 class ProgressLine:
-    """Tells how far some work is. Use it as a context.
+    """Shows the progress of some work. Use it as a context.
 
-    On a terminal one line changes while the work goes on, and vanishes at its end. Elsewhere, such as in the log of a
+    On a terminal one line changes while the work continues, and vanishes at its end. Elsewhere, such as in the log of a
     job, a line comes every ten seconds, and at the start of each phase if ``phases``; shorter work says nothing.
 
     Args:
@@ -72,7 +72,7 @@ class ProgressLine:
         self._erase()
 
     def at(self, done: float, doing: str = "") -> None:
-        """Note that so much of the total is done; ``doing`` is what comes now."""
+        """Note how much of the total is done; ``doing`` is what comes now."""
         now = self._clock()
         phase = doing.partition(" ")[0]
         is_new = self._has_phases and phase != self._phase
@@ -107,12 +107,12 @@ class ProgressLine:
 
 
 def follow(what: str, items: Collection[T], name: Callable[[T], object] = str) -> Iterator[T]:
-    """Yield the items; before one that comes ten seconds or more after the last line, log how far that is.
+    """Yield the items; before one that comes ten seconds or more after the last line, log the progress.
 
     Args:
         what: name of the work, such as "losses".
         items: each of which takes about equally long.
-        name: of an item, in a few words.
+        name: the name of an item, in a few words.
     """
     with ProgressLine(what, len(items), lines=True) as progress:
         for done, item in enumerate(items):

@@ -247,7 +247,7 @@ class Projection:
         return f"{rate}, {latency}{lossy}, {computing}{hosts}"
 
     def reliability(self) -> str:
-        """Return a sentence on how far the projection may be trusted."""
+        """Return a sentence on the accuracy of the projection."""
         known = self.profile.validation
         if known is None:
             told = "This profile has not been compared with measured steps: all of this is EXTRAPOLATION."

@@ -37,11 +37,11 @@ class Column:
     Attributes:
         name: its header.
         cells: a text for each row.
-        unit: of its numbers; it stands below the header.
+        unit: the unit of its numbers; it stands below the header.
         text: the cells are words and begin at the left; numbers end at the right.
         gives_way: 0 if the column must be shown; where a table is too wide, the column with the largest number goes
             first.
-        wraps: long cells go on in the next line. Only the last column may.
+        wraps: long cells continue in the next line. Only the last column may.
     """
 
     name: str
@@ -112,7 +112,7 @@ def show(tables: Sequence[Table], chosen: Sequence[str] | None = None) -> None:
 
 
 def layout(tables: Sequence[Table], chosen: Sequence[str] | None, width: int | None) -> str:
-    """Return tables, each with an empty line behind it.
+    """Return tables, each followed by an empty line.
 
     Args:
         tables: in their order. One that has none of the chosen columns is left out.

@@ -32,7 +32,7 @@ class Recording:
         error: by how many microseconds that may be wrong.
         ranks: number of ranks in the job; None: unknown.
         cut: whether the file ends before its list does.
-        device: whose times these are; None: the host's.
+        device: the device whose times these are; None: the host's.
     """
 
     path: Path

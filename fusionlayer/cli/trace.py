@@ -22,7 +22,7 @@ _WIDTH = 80
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what ``options`` ask for."""
+    """Print the reports that ``options`` select."""
     if options.merge:
         check_file(options.merge, "--merge")
     recordings = timelines.read(timelines.files(options.timelines))

@@ -60,7 +60,7 @@ def predicted(rank: Breakdown, workers: int | None, device: str | None = None) -
     Args:
         rank: the recorded step.
         workers: number of ranks; None: unknown.
-        device: whose times these are; None: the host's.
+        device: the device whose times these are; None: the host's.
     """
     if workers is None or workers < 2:
         return "the timeline does not say how many ranks there were"

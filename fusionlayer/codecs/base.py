@@ -44,7 +44,7 @@ class Codec(ABC):
         lossless: decoding gives back the same bits.
         zips: it is a ``ZippedCodec``: its messages lose no bit and take as many bytes as the data need.
         local: an element's code depends on its block alone, not on how a tensor is cut into messages.
-        align: planes and messages are padded to multiples of so many bytes.
+        align: planes and messages are padded to multiples of this many bytes.
         ahead: by default each tensor is encoded by itself, ahead of fusion. All ranks then use the same seed, since
             random numbers decide which elements are sent.
         needs_feedback: it loses too much of a tensor, or loses it too one-sidedly, to train without error feedback.
@@ -161,7 +161,7 @@ class Codec(ABC):
             state: what is kept of this tensor; its residual is sent along and replaced as in ``encode``.
             scale: factor on ``x``.
             ranks: number of ranks whose gradients are summed.
-            seed: as in ``encode``.
+            seed: see ``encode``.
         """
         self.encode(x if scale == 1 else x * scale, payload, seed=seed, residual=state.residual)
 

@@ -168,7 +168,7 @@ class StatefulCodec(Codec):
 
     @abstractmethod
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Take over the numbers that ``kept`` returned, or begin anew without them. Other keys are ignored."""
+        """Load the numbers that ``kept`` returned; without them, reset. Other keys are ignored."""
 
 
 class PartsCodec(Codec):

@@ -49,7 +49,7 @@ class HomomorphicCodec(Codec):
         """
 
     def sum_bits(self, ranks: int) -> int:
-        """Return the bits of each integer in the sum of the messages of so many ranks.
+        """Return the bits of each integer in the sum of the messages of this many ranks.
 
         Raises:
             ConfigError: the sum would need more than 16 bits.

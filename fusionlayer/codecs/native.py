@@ -22,10 +22,10 @@ RUN = 32
 
 
 class _Bound(NamedTuple):
-    """What a call of the core is given besides data. Lanes and workers share it, so no caller may write into it.
+    """Arguments of a call of the core besides data. Lanes and workers share them, so no caller may write into them.
 
     Attributes:
-        spec: of each message.
+        spec: the spec of each message.
         messages: where their planes are.
         start: the first element.
         drawn: how many random numbers the elements before it take.

@@ -48,7 +48,7 @@ class PackedPart:
         self.scales.copy_(other.scales)
 
     def zero_(self) -> None:
-        """Forget all that was not sent."""
+        """Forget everything that was not sent."""
         self.codes.zero_()
         self.scales.zero_()
 
@@ -61,12 +61,12 @@ class PackedResidual:
     """The residual of tensors in a flat tensor, in messages of the codec ``int8`` without headers.
 
     Whatever process encodes expands it into memory of its own, and packs it again after that. A message holds tensors
-    that begin at a multiple of 128 behind its first one; that is a whole bucket where fusion aligns tensors so.
+    that begin at a multiple of 128 after its first one; that is a whole bucket where fusion aligns tensors so.
 
     Args:
         spans: (offset, number of elements) of each tensor in the flat tensor, in order of offsets.
         numel: elements of the flat tensor.
-        device: of the residual.
+        device: the device of the residual.
 
     Attributes:
         parts: the residual of each tensor: views of the messages.
@@ -113,7 +113,7 @@ class PackedResidual:
 
         Args:
             x: the residual.
-            seed: of stochastic rounding; None rounds to the nearest codes.
+            seed: the seed of stochastic rounding; None rounds to the nearest codes.
         """
         codec, numbers = _NEAREST if seed is None else _STOCHASTIC, 0
         for start, stop, message in self._runs:

@@ -25,7 +25,7 @@ class StoredResidual(Protocol):
 
 @dataclass
 class TensorState:
-    """What a codec keeps of a tensor of n elements for its next step.
+    """The state that a codec keeps of a tensor of n elements for its next step.
 
     Attributes:
         residual: (n,) f32, what has not been sent yet; None if nothing is kept.
@@ -64,5 +64,5 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """The place behind its last element."""
+        """The position after its last element."""
         return self.start + math.prod(self.shape)

@@ -16,7 +16,7 @@ class AlphaBeta:
     """Seconds of a call by its size: ``alpha + beta * size``, and 0 for size 0.
 
     Attributes:
-        alpha: seconds of a call, whatever its size.
+        alpha: seconds of a call, regardless of its size.
         beta: seconds per unit of size.
     """
 

@@ -44,7 +44,7 @@ class AllReduce(Protocol):
             x: flat and contiguous, equally long on all ranks.
             codec: what is sent; made the same on all ranks.
             transport: the ranks; only the calling thread uses it.
-            seed: of stochastic rounding; the same on all ranks.
+            seed: the seed of stochastic rounding; the same on all ranks.
             residual: (n,) f32, this rank's error feedback: added to what it sends, replaced by what sending lost.
         """
 
@@ -101,10 +101,10 @@ def collective(
     """Register a function as the collective ``name`` of flat tensors.
 
     Args:
-        name: of the collective.
-        takes: returns whether the collective can use a codec over so many ranks; None: it can use every codec.
+        name: the name of the collective.
+        takes: returns whether the collective can use a codec over this many ranks; None: it can use every codec.
         because: what the collective does that other codecs cannot do, as a clause without subject.
-        suits: returns whether codecs that were made for the collective should take it over so many ranks, if the user
+        suits: returns whether codecs that were made for the collective should take it over this many ranks, if the user
             names none; None: over any number.
         instead: the collective that these codecs take over other numbers of ranks; None: the usual one.
         encloses: the collective has the argument ``enclosed`` (see ``encloses``).

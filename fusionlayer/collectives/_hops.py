@@ -19,7 +19,7 @@ __all__ = ["NOTHING", "Hop", "HopSchedule", "balanced", "multi_hop", "segments",
 
 NOTHING = range(0)
 
-# A tensor is cut into two segments if the messages of both have at least so many elements. Recoding a shorter message
+# A tensor is cut into two segments if the messages of both have at least this many elements. Recoding a shorter message
 # takes less time than the latency of one more message.
 _SEGMENT_MESSAGE = 1 << 16
 

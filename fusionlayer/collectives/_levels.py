@@ -78,7 +78,7 @@ class Grid:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All ranks, in the order of ``shares``: messages of one rank's share lie behind each other."""
+        """All ranks, in the order of ``shares``: messages of one rank's share are contiguous."""
         return tuple(rank for share in self.shares for rank in share)
 
     @cached_property
@@ -149,7 +149,7 @@ def in_rows(ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 MOST_NODES = 32
-"""Up to so many nodes, ranks of different nodes send each other their sums in one exchange."""
+"""With at most this many nodes, ranks of different nodes send each other their sums in one exchange."""
 
 
 def one_level(codec: Codec, transport: Transport) -> Codec:
@@ -168,7 +168,7 @@ class TwoLevelHop:
     Attributes:
         transport: the ranks.
         levels: ``INSIDE``, ``BETWEEN`` or both.
-        messages: as for ``Transport.exchange``; an empty one for this rank shows the device of those that have none.
+        messages: see ``Transport.exchange``; an empty one for this rank shows the device of those that have none.
     """
 
     transport: Transport

@@ -28,9 +28,9 @@ class LaunchMemory:
 
     Args:
         transport: the ranks; all of them are on one host.
-        device: of this rank.
-        nbytes: of each rank's memory.
-        warps: that this rank's device runs at a time.
+        device: the device of this rank.
+        nbytes: the bytes of each rank's memory.
+        warps: the warps that this rank's device runs at a time.
 
     Attributes:
         peers: arguments of a launch.
@@ -60,7 +60,7 @@ def sum_in_one_launch(
     """
     if not transport.can_launch(x.device) or not isinstance(codec, NativeCodec):
         return False
-    # What a codec does besides its core's verbs, such as a header or scales that ranks agree on, no kernel does.
+    # No kernel does a codec's work outside its core's verbs, such as a header or scales that ranks agree on.
     if codec.header or type(codec)._encode_rows is not NativeCodec._encode_rows:
         return False
     rank, size = transport.rank, transport.size

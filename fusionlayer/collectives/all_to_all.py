@@ -38,7 +38,7 @@ def all_to_all(
         recvs: elements from each rank, as many as it sends; they add up to the length of ``out``.
         codec: what is sent; made the same on all ranks.
         transport: the ranks.
-        seed: of stochastic rounding; the same on all ranks.
+        seed: the seed of stochastic rounding; the same on all ranks.
     """
     if codec.zips and x.dtype in DTYPE_CODES:
         zipped.all_to_all(x, out, sends, recvs, codec, transport)

@@ -48,8 +48,8 @@ def choose(
     Args:
         codec: the codec of the tensors.
         nodes: number of ranks of each node, ``Transport.node_sizes``.
-        algorithm: the caller's choice; None takes the collective that the codec was made for if it suits so many ranks,
-            else the usual one.
+        algorithm: the caller's choice; None takes the collective that the codec was made for if it suits this many
+            ranks, else the usual one.
         ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors. None
             takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec was made for.
 

@@ -59,7 +59,7 @@ def all_gather(
         out: contiguous, of the type of ``x``; of any of the three types with a lossy codec.
         codec: what is sent; made the same on all ranks.
         transport: the ranks.
-        seed: of stochastic rounding; the same on all ranks.
+        seed: the seed of stochastic rounding; the same on all ranks.
         piece: elements of a row that are sent at a time, while others are encoded or decoded; None: all.
         differences: with a ``ChangeCodec``, send what makes ``x`` of this rank's row of ``out``; all ranks have the
             same rows. With a lossy codec, send ``x``, in f32, minus this rank's row of ``out``, and add the received

@@ -17,7 +17,7 @@ LARGEST = 30
 
 
 def _takes(codec: Codec, size: int) -> bool:
-    """Return whether codes can be added; raise ``ConfigError`` if so many ranks could overflow every width."""
+    """Return whether codes can be added; raise ``ConfigError`` if this many ranks could overflow every width."""
     return isinstance(codec, HomomorphicCodec) and codec.sum_bytes(codec.block, size) > 0
 
 
@@ -39,8 +39,8 @@ def integer_sum(
     4. Add: rank j adds their integers exactly, in a width that the number of ranks cannot overflow.
     5. All-gather: every rank gets every sum and decodes it once.
 
-    Owners decode nothing and round nothing, so a rank's residual keeps all that was lost of its values. Each rank sends
-    (size - 1) / size of a message, and as many integers of 8, 12 or 16 bits.
+    Owners decode nothing and round nothing, so a rank's residual keeps everything that was lost of its values. Each
+    rank sends (size - 1) / size of a message, and as many integers of 8, 12 or 16 bits.
     """
     check_pair("integer_sum", codec, transport.size)
     assert isinstance(codec, HomomorphicCodec)

@@ -42,7 +42,7 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
 
     With the codec ``oktopk`` and the parts of a bucket, regions serve ``tau`` sums and the threshold ``reuse`` sums.
     Before it sends, each rank announces what it has kept; if ranks have kept different things, all of them find both
-    anew.
+    again.
 
     A pair is a 32-bit position and an f32 value. A rank sends at most 3 (size - 1) / size * 8k bytes in pairs, if its
     selection lies in all regions evenly, and its sizes; where a threshold is found, some KiB of histograms too. Regions
@@ -112,7 +112,7 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What all ranks know from an earlier sum of the same tensors.
+    """State that all ranks share from an earlier sum of the same tensors.
 
     Attributes:
         ends: where the regions end, but for the last one; ascending.

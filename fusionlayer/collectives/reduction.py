@@ -112,7 +112,7 @@ def reduce_flat(
         transport: the ranks; only the calling thread uses it.
         scaling: factors before and after the sum.
         algorithm: a collective or its name; None chooses, see ``choose``.
-        seed: of stochastic rounding; the same on all ranks.
+        seed: the seed of stochastic rounding; the same on all ranks.
         residual: (n,) f32, this rank's error feedback, in the unit of scaled values: added to what it sends, replaced
             by what sending lost.
 
@@ -147,11 +147,11 @@ def reduce_scatter_flat(
     Args:
         rows: this rank's summands, contiguous: f32, bf16 or f16.
         out: of the same type.
-        codec: as in ``reduce_flat``.
-        transport: as in ``reduce_flat``.
-        scaling: as in ``reduce_flat``.
+        codec: see ``reduce_flat``.
+        transport: see ``reduce_flat``.
+        scaling: see ``reduce_flat``.
         algorithm: "ring" passes sums on from rank to rank; None is ``halves.reduce_scatter``.
-        seed: as in ``reduce_flat``.
+        seed: see ``reduce_flat``.
     """
     scatter = halves.ring_reduce_scatter if algorithm == "ring" else partial(halves.reduce_scatter, piece=None)
     scatter(scaling.scaled(rows), out, codec, transport, seed=seed)

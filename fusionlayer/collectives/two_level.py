@@ -53,8 +53,8 @@ def two_level(
     4. All-to-all between nodes: sums go to the ranks that own the chunks. Each rank recodes the sum of its own chunk.
     5. All-gather between nodes, then inside them; all ranks decode the same bytes.
 
-    Each node sends 2 (nodes - 1) / nodes of the tensor's message, whatever the number of its ranks. A node of m of n
-    ranks sends (n - m + m (nodes - 1)) / n if nodes are unequal (``Grid``). If there are no two levels this is
+    Each node sends 2 (nodes - 1) / nodes of the tensor's message, regardless of the number of its ranks. A node of m of
+    n ranks sends (n - m + m (nodes - 1)) / n if nodes are unequal (``Grid``). If there are no two levels this is
     ``two_shot``, on one node with ``codec.within``.
 
     Between more than 32 nodes of one size the messages of steps 4 and 5 go along rows of nodes and then between rows,
@@ -137,7 +137,7 @@ def reduce_scatter(
         codec: the codec between nodes; ``codec.within`` is that inside them. A codec that agrees has done so already.
         transport: the ranks.
         here: ``node_grid(transport)``.
-        seed: of stochastic rounding; the same on all ranks.
+        seed: the seed of stochastic rounding; the same on all ranks.
         piece: elements of a row that are sent at a time; None: all.
     """
     numel = x.shape[1]
@@ -171,7 +171,7 @@ class _Coding:
         within: encodes values into messages inside nodes.
         sums: decodes these messages to the summands.
         between: encodes and decodes sums in messages between nodes.
-        run: the length of a sum is a multiple of so many elements.
+        run: the length of a sum is a multiple of this many elements.
     """
 
     within: Codec
@@ -192,7 +192,7 @@ class _Coding:
 
 
 class _Chunks(NamedTuple):
-    """Places of the ranks' chunks: ``longest`` elements from ``first + rank * step`` on, none behind ``end``."""
+    """Places of the ranks' chunks: ``longest`` elements from ``first + rank * step`` on, none after ``end``."""
 
     first: int
     step: int
@@ -210,15 +210,15 @@ class _Chunks(NamedTuple):
 
 @dataclass(frozen=True)
 class _LevelSum:
-    """What all pieces of one sum share.
+    """State that all pieces of one sum share.
 
     Attributes:
         coding: the codecs.
         transport: the ranks.
         here: the grid of the ranks.
         seed: the seed of this rank.
-        dtype: of the elements.
-        device: of the elements.
+        dtype: the type of the elements.
+        device: the device of the elements.
         residual: this rank's error feedback; None: none.
     """
 

@@ -28,7 +28,7 @@ def two_shot(
     piece: int | None = None,
     enclosed: Tensor | None = None,
 ) -> None:
-    """Sum in two exchanges, with two quantisations of each value whatever the number of ranks.
+    """Sum in two exchanges, with two quantisations of each value regardless of the number of ranks.
 
     1. Encode: piece j of ``x`` becomes the message for rank j.
     2. All-to-all: rank j gets every rank's message for piece j.

@@ -329,7 +329,7 @@ def _extents(letters: Sequence[_Letter], codec: ZippedCodec) -> list[int]:
 
 
 def _rests(letters: Sequence[_Letter], codec: ZippedCodec) -> list[Tensor]:
-    """Return the bytes of each message behind its static part. Unused bytes become 0, as the checksum covers them."""
+    """Return the bytes of each message after its static part. Unused bytes become 0, as the checksum covers them."""
     found = []
     for letter, extent in zip(letters, _extents(letters, codec), strict=True):
         if codec.header:

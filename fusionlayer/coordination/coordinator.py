@@ -106,7 +106,7 @@ class Coordinator:
             self._end(why)
 
     def close(self, why: Reason) -> None:
-        """Tell the other ranks that rank 0 leaves, and end the listening thread. A second call does nothing."""
+        """Notify the other ranks that rank 0 leaves, and end the listening thread. A second call does nothing."""
         self.end(why)
         # Before wake(), so that the listening thread sees it when it wakes.
         self._closing = True
@@ -160,7 +160,7 @@ class Coordinator:
             self._answer()
 
     def _answer(self) -> None:
-        """Send responses for all that is ready, unless rank 0 has enough to execute already (see _AHEAD)."""
+        """Send responses for everything that is ready, unless rank 0 has enough to execute already (see _AHEAD)."""
         if self._ended is not None:
             self._refuse()
             return

@@ -49,7 +49,8 @@ class Matcher:
     """Matches the requests of all ranks and makes the responses.
 
     Call ``take`` with new requests, then ``next_responses`` until it returns None. All ranks get the same operations in
-    the same order, whatever the order of the requests. Calls must exclude each other: the coordinator holds its lock.
+    the same order, regardless of the order of the requests. Calls must exclude each other: the coordinator holds its
+    lock.
 
     Args:
         size: number of ranks.

@@ -94,7 +94,7 @@ class Signature(NamedTuple):
         average = self.op is not None and self.op.startswith("Average")
         if self.op == "Average" and dtype in (torch.float32, torch.float64) and size & (size - 1):
             # The order of Horovod, to the bit. Sums of these types stay in range, so nothing asks for the other one.
-            # With a power of two both orders have the same bits, and the other one needs no pass of its own.
+            # With a power of two both orders give the same bits, and the other order saves a pass.
             return Scaling(self.prescale, self.postscale / size)
         return Scaling.of(dtype, size, average=average, prescale=self.prescale, postscale=self.postscale)
 
@@ -170,7 +170,7 @@ class Reason(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What one rank has to do next.
+    """The next task of one rank.
 
     Attributes:
         code: one of
@@ -337,7 +337,7 @@ def _read_response(message: Bytes) -> Response:
 
 
 def _among(length: int, numbers: Sequence[int]) -> int:
-    """Return how many numbers come next: one below 0 would let a reader go on for ever."""
+    """Return how many numbers come next: one below 0 would let a reader continue for ever."""
     if not 0 <= length <= len(numbers):
         raise ValueError(f"a list of {length} among {len(numbers)} numbers")
     return length

@@ -241,7 +241,7 @@ class Session:
         return operation.fetch()
 
     def _tell_blocked(self, operation: Operation) -> None:
-        """Tell the coordinator that this rank can request nothing before an operation ends.
+        """Notify the coordinator that this rank can request nothing before an operation ends.
 
         If all ranks are in that state nothing will ever end. A rank of several threads is never known to be.
         """
@@ -360,7 +360,7 @@ class Session:
                 self._run(response)
 
     def _tell_begun(self) -> None:
-        """Tell the coordinator the steps that this rank has begun, and from now on each that it begins.
+        """Report to the coordinator each step that this rank has begun or begins from now on.
 
         Under the lock, so that a step that begins meanwhile is in one of the two.
         """

@@ -42,7 +42,7 @@ def open_store(loopback: bool, patience: float) -> tuple[TCPStore, MemberAddress
 class DistantStore:
     """A store that another member keeps. Each request ends within the timeout, even if that process is stopped.
 
-    torch's own client would wait for the answer as long as the connection lasts, whatever its timeout.
+    torch's own client would wait for the answer as long as the connection lasts, regardless of its timeout.
 
     Args:
         address: where it is.

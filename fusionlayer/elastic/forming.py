@@ -1,9 +1,9 @@
 """How the remaining members, and newcomers, agree on the next generation.
 
-The member with the lowest rank that still lives leads. The others report to its desk how far they are. When all that
+The member with the lowest rank that still lives leads. The others report their progress to its desk. When all that
 live have done so, the leader writes the next generation there. If the leader is lost meanwhile, they go to the next.
 
-So that two halves of a job whose network is cut do not both go on, a generation is formed only by more than half of
+So that two halves of a job whose network is cut do not both continue, a generation is formed only by more than half of
 the last one's members, or where each of the others is known to have ended.
 """
 
@@ -89,11 +89,11 @@ class Former:
         self._heard = 0
 
     def form(self, report: MemberReport, blamed: Sequence[str] = ()) -> Generation:
-        """Return the generation that follows that of ``report``, which has how far this member is.
+        """Return the generation that follows that of ``report``, which has this member's progress.
 
         Args:
-            report: of this member.
-            blamed: ids of the members because of which a call has failed.
+            report: the report of this member.
+            blamed: ids of the members that caused a call to fail.
 
         Raises:
             TransportError: this member is no part of it, or too few are left.
@@ -165,9 +165,9 @@ class Former:
     def _lead(self, report: MemberReport, blamed: Sequence[str], silent: set[str]) -> Generation | MemberReport:
         """Wait for the reports of all live members; return the next generation, or a report of one that knows a newer.
 
-        ``silent`` members have not answered when this one wanted to follow them. If they are all that is missing, and
-        it cannot go on without them, they are asked again: they may have been late, and lead now. Once one answers, it
-        is no longer among them, and this returns ``report``.
+        ``silent`` members have not answered when this one wanted to follow them. If only they are missing, and
+        it cannot continue without them, they are asked again: they may have been late, and lead now. Once one answers,
+        it is no longer among them, and this returns ``report``.
         """
         base = report.generation
         others = [each for each in base.members if each != self._me]
@@ -325,4 +325,4 @@ class _Lost(Exception):
 
 
 class Final(TransportError):
-    """This member cannot go on, and need not try again."""
+    """This member cannot continue; a retry is useless."""

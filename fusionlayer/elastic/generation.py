@@ -23,7 +23,7 @@ class MemberAddress:
     Attributes:
         node: name of the host and its network.
         names: names and addresses of the host, the likeliest first.
-        port: of the store.
+        port: the port of the store.
         token: what the store holds, so that no other program's is taken for it.
     """
 
@@ -105,7 +105,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class MemberReport:
-    """What a member reports to the one that leads a change.
+    """A member's report to the leader of a change.
 
     Attributes:
         generation: the newest that it knows of.

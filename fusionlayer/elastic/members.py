@@ -40,7 +40,7 @@ class Members:
     The thread that trains uses it, except for ``agree``.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         loopback: all members are on this host, and no other may reach them.
         roster: file for the addresses of the members; None: none is written.
 
@@ -112,7 +112,8 @@ class Members:
         """Return the part of a process that joins later, at its first step.
 
         Args:
-            address: of any member, as host:port, several of them with commas between, or a file with the roster.
+            address: the address of any member, as host:port, several of them with commas between, or a file with the
+                roster.
 
         Raises:
             ConfigError: ``address`` is none of these.
@@ -208,7 +209,7 @@ class Members:
         self._call.append(call)
 
     def agree(self, step: int, transport: Transport) -> None:
-        """Return when all members have the results of so many steps; ask if others wait to join. Runs on a lane.
+        """Return when all members have the results of this many steps; ask if others wait to join. Runs on a lane.
 
         Raises:
             PlanMismatch: members have made other numbers of steps.
@@ -328,7 +329,7 @@ class Members:
         self._deal()
 
     def _deal(self) -> None:
-        """Tell samplers which ranks there are."""
+        """Give samplers the present ranks."""
         for each in self._shared.values():
             if _is_dealing(each):
                 each.num_replicas, each.rank = self.size, self.rank

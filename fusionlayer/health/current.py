@@ -36,13 +36,13 @@ def begin(
     """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone.
 
     Args:
-        store: by which the ranks have met; the watcher ends with it.
+        store: the store by which the ranks have met; the watcher ends with it.
         rank: this rank.
         size: number of ranks.
-        settings: of the job.
-        patience: as for ``watch``.
+        settings: the settings of the job.
+        patience: see ``watch``.
         asked: whether the program has asked for it. A FileStore keeps every write, so it must be asked for.
-        name: as for ``Watcher``.
+        name: see ``Watcher``.
     """
     global _current
     if size < 2 or settings.watch is False or (not asked and not settings.watch and _is_file(store)):
@@ -70,9 +70,9 @@ def follow(store: dist.Store | None, rank: int, size: int, settings: config.Conf
     """Watch the members of an elastic job as they are now, if this process is watched or its settings ask for it.
 
     Args:
-        store: by which they have met; None: this process is alone.
+        store: the store by which they have met; None: this process is alone.
         rank, size: of this process, and of the members.
-        settings: of the job.
+        settings: the settings of the job.
     """
     global _members
     _members = store, rank, size
@@ -107,7 +107,7 @@ def watch(patience: float = 5.0) -> Watcher | None:
     While a rank straggles, is stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
     program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder
     notes calls in any case, and a thread of this process reads it. The thread that calls this is the one whose line
-    is reported. In an elastic job it goes on with the present members after each change.
+    is reported. In an elastic job it continues with the present members after each change.
 
     Args:
         patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual, three

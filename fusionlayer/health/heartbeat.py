@@ -262,7 +262,7 @@ class Heartbeat:
         return culprits and culprits.among(self.processes.of) or None
 
     def where(self) -> tuple[str, ChannelState]:
-        """Return the transport's name, and how far this rank is in it. Any thread."""
+        """Return the transport's name, and this rank's position in it. Any thread."""
         with monitor.lock:
             return self.keys.name, self.position.channel(self._rank)
 

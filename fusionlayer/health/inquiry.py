@@ -114,7 +114,7 @@ class Inquirer:
         return inquiry.position if inquiry else None
 
     def look(self, position: Position, otherwise: Finding | None) -> bool:
-        """Begin an inquiry or go on with it; return whether it is over, with its ``finding``. Never waits.
+        """Begin an inquiry or continue with it; return whether it is over, with its ``finding``. Never blocks.
 
         Args:
             position: where this rank is.
@@ -213,7 +213,7 @@ class Inquiry:
 
         Args:
             otherwise: what this rank has seen itself of the failure.
-            outcome: of another rank's inquiry, as ``StateRequest`` has it.
+            outcome: the outcome of another rank's inquiry, as ``StateRequest`` has it.
         """
         is_over = self._collect(otherwise) if self.is_own else self._follow(otherwise, outcome)
         if self.is_own and not any(each.kind == "conflict" for each in self.evidence):

@@ -30,16 +30,17 @@ def await_all(
 ) -> Finding | None:
     """Return None when all ranks have arrived, or why they cannot meet. ``processes`` has them all then.
 
-    The store's server ends the wait, so a rank makes as many requests whatever the number of ranks. Only a rank that
+    The store's server ends the wait, so its number of requests does not depend on the number of ranks. Only a rank that
     waits long looks at the others meanwhile, ever less often, and reads each of them once. The first to find out why
-    the ranks cannot meet writes it as the cause, and lets the others go on to read it.
+    the ranks cannot meet writes it as the cause, and lets the others continue to read it.
 
     Args:
-        keys: of the ranks that meet, at which this rank has arrived. Its client waits, so no one else may need it.
+        keys: the keys of the ranks that meet, at which this rank has arrived. Its client waits, so no one else may need
+            it.
         others: returns the same keys with another client, for looks.
         processes: theirs, which it completes.
         deadline: moment on the monotonic clock until which they have to come.
-        hint: what to say besides of ranks that have not come by then.
+        hint: a remedy to add to the error about ranks that have not arrived.
         explain: returns what this process knows itself of ranks that are missing, maybe because of a failure elsewhere;
             its second argument says whether the deadline is over.
     """

@@ -37,7 +37,7 @@ _KEPT = 5.0
 
 
 class _MonitoredHeartbeat(Protocol):
-    """What the thread needs of a ``Heartbeat``, which has the descriptions."""
+    """The part of a ``Heartbeat`` that the thread uses; ``Heartbeat`` has the descriptions."""
 
     def tick(self) -> float: ...
     def where(self) -> tuple[str, ChannelState]: ...
@@ -119,7 +119,7 @@ class _Monitor:
     def add(self, heartbeat: _MonitoredHeartbeat) -> None:
         """Tick this heartbeat from now on. Any thread may call it."""
         with self.lock:
-            # The job goes on, and what comes now has other causes.
+            # The job continues, and what comes now has other causes.
             self._culprits = None
             self._kept.clear()
             self._beating.append(heartbeat)
@@ -145,7 +145,7 @@ class _Monitor:
             return self._culprits
 
     def note(self, culprits: Culprits) -> None:
-        """Have all transports say what one of them has found out, in case the process leaves. On the thread."""
+        """Make all transports report what one of them has found out, in case the process leaves. On the thread."""
         with self.lock:
             if self._culprits is not None:
                 return
@@ -156,7 +156,7 @@ class _Monitor:
                 heartbeat.write_state()
 
     def channels(self) -> dict[str, ChannelState]:
-        """Return how far this process is in each of its transports, by their names. Any thread may call it."""
+        """Return this process's position in each of its transports, by their names. Any thread may call it."""
         with self.lock:
             heartbeats = list(self._beating)
         return dict(heartbeat.where() for heartbeat in heartbeats)

@@ -15,7 +15,7 @@ from .state import Finding
 
 __all__ = ["Culprits", "Ends", "Processes", "is_refused"]
 
-# Seconds for which ranks go on connecting after one is gone: it may have done its part, and had nothing more to do.
+# Seconds for which ranks continue connecting after one is gone: it may have done its part, and had nothing more to do.
 _GRACE = 0.5
 # The share of the host's processor time that all its ranks may spend on looking for processes that are gone: each look
 # reads a file of every process of the host.
@@ -98,7 +98,7 @@ class Culprits:
 
     Attributes:
         finding: as the transport has it.
-        processes: of the ranks that caused it.
+        processes: the processes of the ranks that caused it.
     """
 
     finding: Finding
@@ -131,7 +131,7 @@ class Ends:
         Args:
             process: its identity.
             names: names and addresses of its host.
-            port: that it listens at.
+            port: the port that it listens at.
         """
         if process.trouble(self._own) == "gone":
             return True

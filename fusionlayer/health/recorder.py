@@ -1,7 +1,7 @@
 """Reads which collectives this process has made: from torch's flight recorder, and from the transports' watches.
 
 Torch notes every call of gloo and of NCCL, those of C++ such as DDP's included, so no function of torch is replaced and
-a call costs nothing more. Its short form takes a tenth of a millisecond and says how far each group is. The long one
+a call costs nothing more. Its short form takes a tenth of a millisecond and has each group's position. The long one
 takes some 20 ms for 2000 calls, so it is read rarely.
 """
 
@@ -38,7 +38,7 @@ _NAMES = 60.0
 
 
 class Recorder:
-    """Tells how far this rank is in each process group and each transport. One thread uses it."""
+    """Reads this rank's position in each process group and each transport. One thread uses it."""
 
     def __init__(self) -> None:
         found = (getattr(dist.distributed_c10d, name, None) or _of_torch(name) for name in _DUMPS)
@@ -48,9 +48,9 @@ class Recorder:
         self._kept: dict[str, tuple[_Numbered, ...]] = {}
 
     def progress(self, *, anew: bool = False) -> dict[str, ChannelState]:
-        """Return how far each channel is; it does not look at single calls.
+        """Return the position of each channel, without its single calls.
 
-        ``anew``: look for names of groups now, though there was none a moment ago.
+        ``anew``: look for groups' names now, even if the last look found none.
         """
         if anew:
             self._next_names = 0.0

@@ -35,8 +35,8 @@ class Report:
     """A job as the first rank alive sees it.
 
     Attributes:
-        version: of the file.
-        command: of the process, shortened.
+        version: the version of the file.
+        command: the command of the process, shortened.
         size: number of ranks.
         writer: process that keeps the file.
         started: seconds since 1970 when it began to watch.

@@ -42,7 +42,7 @@ _Key = tuple[str, tuple[int, ...]]
 
 
 class Reporter:
-    """What this rank knows of the others. One thread uses it; any thread may read the properties.
+    """This rank's knowledge of the others. One thread uses it; any thread may read the properties.
 
     Args:
         rank: this rank.
@@ -69,7 +69,7 @@ class Reporter:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong now; empty while the job is well."""
+        """The present problem; empty while there is none."""
         with self._lock:
             return self._findings
 
@@ -86,7 +86,7 @@ class Reporter:
             return self._count
 
     def move(self, rank: int, size: int) -> None:
-        """Go on as another rank, or of another number of ranks: nothing is known of them yet."""
+        """Continue as another rank, or of another number of ranks: nothing is known of them yet."""
         self._rank, self._size = rank, size
         self._states, self._heard, self._since = {}, {}, {}
         self._without_lines.clear()
@@ -115,7 +115,7 @@ class Reporter:
     def unknown(self) -> Sequence[int]:
         """The next lower ranks whose processes this rank has to know, to report instead of them; none if it never will.
 
-        A process of another host is never seen to be gone, so a rank behind one reads no more than that one's state.
+        A process of another host is never seen to be gone, so the rank after it reads no more than that one's state.
         """
         for rank in range(self._rank):
             state = self._states.get(rank)

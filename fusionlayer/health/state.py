@@ -36,7 +36,7 @@ _MOST = 1e24
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a job, or why a call does not end.
+    """A problem of a job, or the reason why a call does not end.
 
     Attributes:
         kind: "failed", "gone", "conflict", "stopped", "ended", "silent", "late", "disconnected", "slow" or "stuck";
@@ -62,7 +62,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """What stays the same while the trouble lasts."""
+        """The part of the report that does not change while the problem lasts."""
         return self.kind, self.ranks
 
 
@@ -110,7 +110,7 @@ class RankState:
 
     Attributes:
         rank: its number.
-        process: of the rank.
+        process: the process of the rank.
         serial: number of this state; it rises.
         life: "runs", "ended" or "failed".
         idle: seconds since a call began or ended, when the state was written.
@@ -158,7 +158,7 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """What the rank does, and where, as a clause."""
+        """The rank's activity and its place in the program, as a clause."""
         return f"{self.doing or 'is'}{' at ' if self.where else ''}{self.where}"
 
     @property
@@ -168,7 +168,7 @@ class RankState:
 
 
 class StateRequest(NamedTuple):
-    """What one rank asks all for: to write their states again. It stands in the store as its ``text``.
+    """One rank's request that all ranks write their states again. The store holds its ``text``.
 
     Attributes:
         rank: the rank that asks, and reads the answers for all.

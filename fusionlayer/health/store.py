@@ -21,7 +21,7 @@ class StatusKeys:
 
     Four kinds: ``at/RANK`` has the last state of a rank, ``ask`` the last question to all, ``cause`` the first cause of
     a failure, and ``left`` counts ranks that have left. Ranks that meet have three more: ``here`` counts them,
-    ``here/N`` has the first state of the rank that came as the Nth, and ``met`` lets all of them go on. Any value is
+    ``here/N`` has the first state of the rank that came as the Nth, and ``met`` lets all of them continue. Any value is
     survived, since any process that reaches the store can write. Every method may raise RuntimeError: the store does
     not answer.
 
@@ -60,7 +60,7 @@ class StatusKeys:
         self._store.set(self._key(f"at/{self.rank}"), encode(state))
 
     def arrive(self, state: RankState) -> None:
-        """Write the first state of this rank, and count the rank. The last rank that comes lets all go on."""
+        """Write the first state of this rank, and count the rank. The last rank that comes lets all continue."""
         number = self._store.add(self._key("here"), 1)
         text = encode(state)
         both = [self._key(f"at/{self.rank}"), self._key(f"here/{number}")]
@@ -69,11 +69,11 @@ class StatusKeys:
             self.go_on()
 
     def go_on(self) -> None:
-        """Let all ranks go on that wait for the others, because they have come, or because there is a cause."""
+        """Let all ranks continue that wait for the others, because they have come, or because there is a cause."""
         self._store.set(self._key("met"), "")
 
     def wait_for_all(self, seconds: float) -> None:
-        """Wait in the store's server until all ranks may go on."""
+        """Wait in the store's server until all ranks may continue."""
         self._store.wait([self._key("met")], timedelta(seconds=seconds))
 
     def arrivals(self, after: int) -> list[RankState | None]:

@@ -1,4 +1,4 @@
-"""What a long wait is for this job: far longer than its steps have taken."""
+"""The definition of a long wait in this job: far longer than its steps have taken."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 __all__ = ["UsualWait"]
 
-# A wait is long if it lasts so many times the second longest one; a single long wait is not yet usual.
+# A wait is long if it lasts this many times the second longest one; a single long wait is not yet usual.
 _TIMES = 3.0
 # The share of it that is remembered after a second: what was usual an hour ago is not for ever.
 _MEMORY = 0.9997
@@ -29,7 +29,7 @@ class UsualWait:
         self.is_still = False
 
     def note(self, now: float, calls: Mapping[str, tuple[int, int]]) -> bool:
-        """Note how far each channel is; return whether any has moved."""
+        """Note the position of each channel; return whether any has changed."""
         moved = calls != self._calls
         if self._since is None:
             self._since = now

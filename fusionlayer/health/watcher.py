@@ -30,7 +30,7 @@ __all__ = ["Watcher"]
 
 _logger = logging.getLogger("fusionlayer")
 
-# Seconds between two looks at the processes of this host, and at how far this rank is.
+# Seconds between two checks of this host's processes and of this rank's position.
 _TICK, _LOOK = 0.2, 1.0
 # Seconds between two states that a rank writes: while all is well, and while it waits or others may wait for it.
 _BEAT, _STILL = 3.0, 1.5
@@ -57,14 +57,14 @@ class Watcher:
     """Watches one process of a job. Make it by ``watch``.
 
     Args:
-        store: by which the ranks have met. The watcher uses a client of its own. It does not keep the store, which may
-            be a server: when the program drops it, the watcher ends. None: this process is alone in an elastic job,
-            until ``move``.
+        store: the store by which the ranks have met. The watcher uses a client of its own. It does not keep the store,
+            which may be a server: when the program drops it, the watcher ends. None: this process is alone in an
+            elastic job, until ``move``.
         rank: this rank.
         size: number of ranks.
         patience: seconds that a rank may wait in a call before it is asked why, at least.
         path: file for the job's state; None: one of this user's folder.
-        name: of the watch among those that use the store; equal on all ranks.
+        name: the name of the watch among those that use the store; equal on all ranks.
 
     Raises:
         ConfigError: there is no place for the file.
@@ -129,7 +129,7 @@ class Watcher:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong with the job now, on the first rank that is alive; empty while it is well."""
+        """The job's present problem, on the first rank that is alive; empty while there is none."""
         return self._reporter.findings
 
     @property
@@ -152,12 +152,12 @@ class Watcher:
         }
 
     def move(self, store: dist.Store | None, rank: int, size: int) -> None:
-        """Go on as another rank, or of another number of ranks, which have met in another store. Any thread."""
+        """Continue as another rank, or of another number of ranks, which have met in another store. Any thread."""
         with self._lock:
             self._membership = _membership(store, rank, size)
 
     def close(self) -> None:
-        """Tell the other ranks that this one has ended, and stop watching. A second call does nothing."""
+        """Notify the other ranks that this one has ended, and stop watching. A second call does nothing."""
         if self.is_closed:
             return
         kind, error, trace = sys.exc_info()
@@ -225,7 +225,7 @@ class Watcher:
         forks.not_at_exit(self.close)
 
     def _reach(self) -> StatusKeys | None:
-        """Return the status keys; None for a rank that is alone. Ranks that have met anew know nothing before."""
+        """Return the status keys; None for a rank that is alone. Ranks that have reconnected have no earlier keys."""
         membership = self._joined
         if membership is not self._here:
             self._here, self._keys = membership, None
@@ -293,7 +293,7 @@ class Watcher:
     def _with_calls(
         self, now: float, channels: dict[str, ChannelState], wanted: bool, asked: str
     ) -> dict[str, ChannelState]:
-        """Return the channels with their single calls, read anew if they are wanted, and seldom else."""
+        """Return the channels with their single calls, read again on request, otherwise seldom."""
         if wanted or (self._has_news and now - self._detailed >= max(_BEAT, self._cost / _SHARE)):
             begun = time.thread_time()
             channels = self._recorder.progress(anew=True) if wanted else channels

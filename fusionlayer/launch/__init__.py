@@ -147,7 +147,7 @@ def _read_place(launcher: str, names: tuple[str, str, str, str], environ: Mappin
 
 _store: Store | None = None
 _joined = 0
-# The key of a store that counts processes which ask rank 0 for a prefix; behind it their tokens, by that number.
+# The key of a store that counts processes which ask rank 0 for a prefix; followed by their tokens, by that number.
 _HELLO = "fusionlayer/hello"
 _POLL = 0.01
 # Seconds for which ranks wait longer than the time-out: those that came find out then which ones did not.

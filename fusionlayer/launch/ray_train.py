@@ -40,7 +40,7 @@ def find_worker() -> tuple[int, int, int, int] | None:
 
 
 class RayBoard(Board):
-    """What rank 0 broadcasts to the other workers of its trainer. Each of them must look."""
+    """The value that rank 0 broadcasts to the other workers of its trainer. Each worker must read it."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout)

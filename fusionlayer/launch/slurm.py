@@ -1,4 +1,4 @@
-"""What srun sets for its tasks: ranks, sizes, and where rank 0 is. Used where no launcher has been started by srun."""
+"""Variables of srun's tasks: ranks, sizes, and rank 0's host. Used where srun has started no other launcher."""
 
 from __future__ import annotations
 

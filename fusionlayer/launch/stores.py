@@ -38,7 +38,7 @@ _BACKLOG = 1024
 
 
 class WrappedStore(dist.Store):
-    """A store whose values are those of another one; subclasses say how they are written and read.
+    """A store whose values are those of another one; subclasses implement writing and reading.
 
     torch sees only the methods that are written here, and C++ does not keep the Python part of a store: keep it as long
     as a library has it.
@@ -124,7 +124,7 @@ class EndingStore(SealedStore):
 
     Args:
         store: where the values are.
-        place: as for ``SealedStore``.
+        place: see ``SealedStore``.
         deadline: a time of the monotonic clock.
         in_vain: once it is set, waits end too.
 
@@ -232,8 +232,8 @@ def dial(name: str, port: int, token: str, patience: float, knock: float) -> dis
     """Return a client of another process's store; None if nothing answers there, or another program does.
 
     Args:
-        name: of the host. It may lead to different hosts, depending on where it is used.
-        port: of the store.
+        name: the name of the host. It may lead to different hosts, depending on where it is used.
+        port: the port of the store.
         token: which the store has; empty: any.
         patience: seconds that a request may take.
         knock: seconds that the host may take to accept a connection.
@@ -250,7 +250,7 @@ def open_store(host: str, port: int, rank: int, size: int, timeout: float, *, se
     """Return the store by which a job's ranks meet, at a place that they know.
 
     Args:
-        host: of the rank that keeps it.
+        host: the host of the rank that keeps it.
         port: there.
         rank: this rank, for messages.
         size: number of ranks.

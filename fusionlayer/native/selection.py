@@ -178,7 +178,7 @@ def sparse_encode(
     sent, as 0 if they are not finite.
 
     Args:
-        spec: of codec ``SPARSE``, for n elements; its dtype is that of ``x``.
+        spec: the spec of codec ``SPARSE``, for n elements; its dtype is that of ``x``.
         offsets: where the four planes begin in ``body``.
         acc: (n,) f32, becomes the residual.
         threshold: magnitude bits, or with ``SPARSE_RANDOM`` a bound on random numbers.

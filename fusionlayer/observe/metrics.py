@@ -1,4 +1,4 @@
-"""What training sends, waits for and loses, as numbers: for Prometheus, TensorBoard, and functions of the program.
+"""Metrics of communication, waiting and compression, for Prometheus, TensorBoard and functions of the program.
 
 Nothing is counted twice: bytes and steps are those that engines and process groups count anyway, seconds are those of
 the timeline's spans, and stalls are those that ``fusionlayer.watch`` has reported.
@@ -26,7 +26,7 @@ _logger = logging.getLogger("fusionlayer")
 
 
 class Metric(NamedTuple):
-    """What a number means.
+    """The description of a number.
 
     Attributes:
         kind: "counter", which only rises, "gauge" or "histogram".
@@ -71,8 +71,8 @@ class Histogram:
     """How often values lay where.
 
     Attributes:
-        bounds: of the buckets, upper ones; the last bucket has none.
-        counts: of the values in each bucket; one more than bounds.
+        bounds: the bounds of the buckets, upper ones; the last bucket has none.
+        counts: the counts of the values in each bucket; one more than bounds.
         total: sum of the values.
     """
 
@@ -145,7 +145,7 @@ def read() -> dict[str, float]:
     """Return all counters and gauges of this process by name; seconds count from the first use of this module's others.
 
     A gauge that means nothing yet, such as a ratio of no bytes, is left out. One of which there are several has the
-    values of its labels behind its name: "compression_error/3/int4/layer.weight".
+    values of its labels after its name: "compression_error/3/int4/layer.weight".
     """
     found: dict[str, float] = {"steps": 0.0, "bytes_raw": 0.0, "bytes_sent": 0.0, **counts.read(), **meter.seconds()}
     if found["bytes_sent"]:
@@ -160,7 +160,7 @@ def histograms() -> dict[str, Histogram]:
 
 
 class Closable(Protocol):
-    """Something that goes on until it is closed."""
+    """Something that continues until it is closed."""
 
     def close(self) -> None:
         """End it; a second call does nothing."""
@@ -224,7 +224,7 @@ def to_tensorboard(writer: Any, seconds: float = 10.0) -> Closable:
 def serve(port: int = 9401, host: str = "127.0.0.1") -> Closable:
     """Serve the metrics of this process to Prometheus at ``http://host:port/metrics`` until the result is closed.
 
-    Names are ``fusionlayer_<name>``, with ``_total`` behind those of counters. Give each rank of a host another port.
+    Names are ``fusionlayer_<name>``, with ``_total`` appended for counters. Give each rank of a host another port.
 
     Raises:
         ConfigError: prometheus_client is not installed, or the port is taken.

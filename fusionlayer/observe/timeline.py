@@ -31,7 +31,7 @@ _IN_PROFILES = {
     "MEMCPY_OUT_FUSION_BUFFER": "unpack",
     "NEGOTIATE_ALLREDUCE": "compare plans",
 }
-"""What torch's profiler calls spans whose name in the timeline is Horovod's."""
+"""Names in torch's profiler of spans that have Horovod's name in the timeline."""
 PROFILER_STATE = (profiler, "_is_profiler_enabled", True)
 """``getattr(*PROFILER_STATE)`` is whether torch's profiler is active, without a call in Python. A torch that does not
 have the attribute may activate it at any time."""
@@ -46,7 +46,7 @@ class _CountsBytes(Protocol):
 
 
 class _Here(threading.local):
-    """What records the work of the calling thread.
+    """The recorder of the calling thread's work.
 
     Attributes:
         doing: returns a context for a piece of work: "fusionlayer: encode", "decode", "recode" or "wire". Only torch's
@@ -145,8 +145,8 @@ class Timeline:
     device has reached them.
 
     All timelines of a process with the same path share one file. Where the file can no longer be written, as on a full
-    disk, a warning says so once, and nothing more is recorded: what is timed goes on. While torch's profiler is active
-    it gets the spans too, with or without a file.
+    disk, a warning says so once, and nothing more is recorded: the timed code continues. While torch's profiler is
+    active it gets the spans too, with or without a file.
 
     Args:
         path: file to write, with ``.rank`` appended, so that each rank has its own. None: there is no file.

@@ -46,7 +46,8 @@ class TraceFile:
         with cls._lock:
             file = cls._all.setdefault(path, cls(path, rank))
             if file._text is None and not file._failed:
-                # Cut off what leave() has appended, and go on from there; start anew if the file was removed.
+                # Cut off the ending that leave() has appended, and continue from there; start again if the file was
+                # removed.
                 file._end = file._end if Path(path).exists() else 0
                 try:
                     file._text = open(path, "r+" if file._end else "w")  # noqa: SIM115 - closed by leave()

@@ -68,13 +68,13 @@ class BucketCosts:
         return seconds_of(self._transfers(elements))
 
     def decode(self, elements: float) -> float:
-        """Return seconds of summing all ranks' messages of so many elements, and of unpacking the sum."""
+        """Return seconds of summing all ranks' messages of this many elements, and of unpacking the sum."""
         decoding = replace(_free(self.codec), decode=self.codec.decode, sum=self.codec.sum)
         unpacking = self._copying(elements) if self.cluster.workers > 1 else 0.0
         return seconds_of(self._work(elements, decoding, FREE)) + unpacking
 
     def alone(self, elements: float) -> float:
-        """Return seconds for so many elements alone, from encoding to the unpacked sum."""
+        """Return seconds for this many elements alone, from encoding to the unpacked sum."""
         return self.encode(elements) + self.communicate(elements) + self.decode(elements)
 
     def phases(self, sizes: Sequence[int], unpack: bool = True) -> list[Phase]:
@@ -129,11 +129,11 @@ def costs_of(
 
     Args:
         profile: the measured costs.
-        codec: of the buckets.
+        codec: the codec of the buckets.
         algorithm: their collective.
         scenario: the cluster.
         workers: number of ranks.
-        measured: take the collective's own curve, not the link's, if it was measured with so many ranks.
+        measured: take the collective's own curve, not the link's, if it was measured with this many ranks.
     """
     transfer = profile.transfer(algorithm, workers) if measured else None
     return BucketCosts.of(profile, codec_cost(profile, codec), algorithm, scenario.cluster(profile, workers), transfer)
@@ -142,7 +142,7 @@ def costs_of(
 def collectives_for(codec: Codec, scenario: Scenario, workers: int) -> list[str]:
     """Return the collectives that may send a codec's messages, the one that an engine takes first.
 
-    The others quantise a value no oftener than ``two_level`` does. A codec with a collective of its own, or with one
+    The others quantise each value at most as often as ``two_level``. A codec with a collective of its own, or with one
     that gathers, has no other; nor has one that loses nothing, for the transport sums its values.
     """
     usual = collectives.choose(codec, scenario.node_sizes(workers), ahead=None)

@@ -26,7 +26,7 @@ class Cluster:
         inside: link between ranks of one host; needed if a host has several.
         cores: cores that a rank has for itself; less than one if ranks share them.
         threads: threads that a rank computes with.
-        staging: seconds of copying so many bytes from the device to the host, and as many back, where the links carry
+        staging: seconds of copying this many bytes from the device to the host, and as many back, where the links carry
             the host's memory. A copy engine for each direction does it.
         connections: of a rank to each rank of another host, where they may carry less than the link; None: they fill
             it.
@@ -69,7 +69,7 @@ class Scenario:
     """A cluster to predict for, without its number of ranks.
 
     Attributes:
-        rate: of each host's link, in the words of tc; of the slowest, if ``rates`` are given.
+        rate: the rate of each host's link, in the words of tc; of the slowest, if ``rates`` are given.
         per_host: ranks of a host.
         cores: cores that each rank has for itself; None: as many as where the profile was measured.
         latency: seconds of a message; None: as measured.
@@ -79,7 +79,8 @@ class Scenario:
         loss: probability that a segment is dropped between hosts.
         congestion: control of TCP, a key of ``CONGESTION_CONTROLS``.
         connections: TCP connections to each other rank, of our own; None: gloo's one.
-        rates: of each host's link, where they differ. A ``two_shot`` has shares by them, as with the setting ``rates``.
+        rates: the rates of each host's link, where they differ. A ``two_shot`` has shares by them, as with the setting
+            ``rates``.
         nodes: number of ranks of each node of a running job, by which collectives are chosen; empty: ``per_host``.
     """
 
@@ -126,7 +127,7 @@ class Scenario:
         return self.nodes or (self.per_host,) * (workers // self.per_host) or (workers,)
 
     def cluster(self, profile: Profile, workers: int) -> Cluster:
-        """Return the cluster with so many ranks."""
+        """Return the cluster with this many ranks."""
         link = profile.link(self.rate, self.curves)
         connections = None
         if self.latency is not None or self.latency_factor != 1:

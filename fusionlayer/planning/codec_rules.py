@@ -42,7 +42,7 @@ class CodecRule:
 
     Attributes:
         codec: registered name, or "auto": of the codecs that the fidelity allows, the fastest by the cost model.
-        options: of that codec; none for "auto".
+        options: the options of that codec; none for "auto".
         match: pattern of the tensor's name, as for file names.
         min_numel: least number of elements.
         dtype: element type, as "float32"; None: any.

@@ -23,7 +23,7 @@ class Phase:
         seconds: its length with cores to spare and the link for itself.
         cpu: its CPU seconds: all of it for a codec, a part for a transfer.
         link: name of the link that it keeps busy, or None.
-        share: of that link, which it keeps busy by itself.
+        share: the share of that link, which it keeps busy by itself.
         sent: bytes that leave the host over its link.
     """
 
@@ -229,7 +229,7 @@ def _oktopk(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> list[Ph
     """Selections go to the owners of regions, and the sums that pass go from these to all ranks.
 
     Boundaries, sizes and histograms are exchanged in between. The codec ``oktopk`` keeps boundaries and histograms
-    for so many sums that these cost next to nothing.
+    for this many sums that these cost next to nothing.
     """
     numbers = exchange_phases(cluster, 8)
     histogram = _ring_sum(cluster, _HISTOGRAM_BYTES)
@@ -279,7 +279,7 @@ def _omnireduce(n: float, codec: CodecCost, cluster: Cluster, copy: Cost) -> lis
     chosen = nbytes / 2
     union = exchange_phases(cluster, n / _OMNIREDUCE_BLOCK / size)
     half = _relay(cluster, _share(cluster) * nbytes, (size - 1) * segments(chosen, size))
-    # Choosing blocks from the whole tensor counts as encoding, the ring's sums of them as recoding.
+    # Choosing blocks counts as encoding, and summing them in the ring as recoding.
     return [_work(codec.encode, n), *union, *union, *_hops(chosen, 0, size, codec, half)]
 
 
@@ -326,7 +326,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
     "two_level": _two_level,
     "grid": _grid,
 }
-"""Every collective by name: its phases for a bucket of so many elements.
+"""Every collective by name: its phases for a bucket of this many elements.
 
 They are here and not with the collectives, which know nothing of links and measured costs. A test compares the names
 with those of ``collectives``.
@@ -340,7 +340,7 @@ def message_phases(
 
     Args:
         algorithm: a key of ``ALGORITHMS``.
-        elements: of the bucket.
+        elements: the elements of the bucket.
         codec: its costs.
         cluster: the ranks.
         copy: CPU seconds by number of elements, of packing and of unpacking.

@@ -1,4 +1,4 @@
-"""What the TCP connections of one rank to another carry over a long and lossy way."""
+"""The throughput of TCP connections between two ranks over a long and lossy path."""
 
 from __future__ import annotations
 

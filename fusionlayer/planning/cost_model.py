@@ -56,7 +56,7 @@ class Curve:
 
     @cached_property
     def _rising(self) -> tuple[list[float], list[float]]:
-        """Return sizes and seconds that never fall, with a point beyond the largest size by which the curve goes on."""
+        """Return sizes and seconds that never fall, with a point beyond the largest size to extend the curve."""
         sizes = [size for size, _ in self.points]
         seconds = list(accumulate((each for _, each in self.points), max))
         slopes = [(b - a) / (y - x) for x, y, a, b in zip(sizes, sizes[1:], seconds, seconds[1:], strict=False)]
@@ -93,15 +93,15 @@ class CodecCost:
     """The costs of a codec: CPU seconds of its functions on one core, by number of elements.
 
     Attributes:
-        bits: that are sent for each element, metadata included.
-        encode: of so many elements, with error feedback if the codec has it by default.
-        decode: of so many elements.
-        sum: of messages with so many elements altogether.
-        recode: of summing messages with so many elements altogether, and encoding the sum.
+        bits: the bits that are sent for each element, metadata included.
+        encode: the cost of encoding this many elements, with error feedback if the codec has it by default.
+        decode: the cost of decoding this many elements.
+        sum: the cost of summing messages with this many elements altogether.
+        recode: the cost of summing messages with this many elements altogether and encoding the sum.
         lossless: whether values are sent as they are.
         algorithm: collective that the codec needs; None lets the nodes decide.
         ahead: the thread that computes encodes gradients one by one as they arrive, and their messages are gathered.
-        within_bits: that are sent for each element inside a host in a two-level sum; None: ``bits``.
+        within_bits: the bits that are sent for each element inside a host in a two-level sum; None: ``bits``.
     """
 
     bits: float

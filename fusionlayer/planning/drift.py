@@ -15,7 +15,7 @@ class TypicalStep:
 
     Attributes:
         backward: without the encoding during it.
-        communication: of all buckets on their lanes.
+        communication: the seconds of all buckets on their lanes.
         waiting: for results.
     """
 

@@ -26,11 +26,11 @@ _LOSSLESS = "it changes no bit"
 
 @dataclass(frozen=True)
 class SyncChoice:
-    """A codec, and how often what ranks have learned is sent with it.
+    """A codec, and the number of steps between two syncs with it.
 
     Attributes:
         codec: its name; the names of all, if tensors have different ones.
-        sync: as in ``LossCost``.
+        sync: see ``LossCost``.
         every, fragments, delay: as in ``LossCost``.
         seconds: predicted mean step.
         loss: what it costs in loss; None: that was not measured.
@@ -58,7 +58,7 @@ class LocalChoice:
     """The chosen way, and why.
 
     Attributes:
-        way: that was chosen.
+        way: the way that was chosen.
         selection: its codecs and plan.
         reason: in words.
         others: of each codec the best way, the chosen one first, each with what speaks for or against it.
@@ -97,8 +97,8 @@ def choose_local(
         workers: number of ranks.
         budget: percent of the final loss that a way may cost; a way whose loss was not measured is left out. None: such
             a way may be chosen, and only what was measured to cost more than 2 % is left out.
-        losses: what was measured; of local steps only what at least so many workers have done, if any have.
-        measured: as for ``costs_of``.
+        losses: what was measured; of local steps only what at least this many workers have done, if any have.
+        measured: see ``costs_of``.
         most: the longest period that is tried; "averaging" and "overlapped" are tried with 2, 4, 8, ... steps. What was
             measured with more fragments than the plan has buckets is not tried.
 
@@ -173,7 +173,7 @@ def choose_local(
 
 
 def _overlapped(every: int, buckets: int) -> tuple[str, int, int, int]:
-    """Return averaging of so many steps under the next step, by name, with its period, fragments and delay."""
+    """Return averaging of this many steps under the next step, by name, with its period, fragments and delay."""
     if buckets >= every:
         return f"overlapped(every={every})", every, every, 1
     return f"overlapped(every={every}, fragments={buckets})", every, buckets, 1

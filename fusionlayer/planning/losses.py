@@ -1,4 +1,4 @@
-"""What ways of sending have cost trainings in loss: each figure names the result that has it."""
+"""The loss that ways of sending have cost in training; each figure names the result that has it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LossCost:
         seeds: number of trainings.
         sync: method of ``fusionlayer.Local`` and its arguments, as "averaging(every=4)"; None: gradients in each step.
         every, fragments, delay: of that ``Local``.
-        workers: that took part. Local steps cost more with more of them: averages of more gradients are less noisy, and
-            what each worker learns by itself is further from them.
+        workers: the workers that took part. Local steps cost more with more of them: averages of more gradients are
+            less noisy, and what each worker learns by itself is further from them.
     """
 
     codec: str
@@ -69,7 +69,7 @@ class LossCosts:
         return records.load(cls, path, "losses")
 
     def at(self, workers: int) -> LossCosts:
-        """Return what counts for so many workers: local steps of at least as many, as far as any were measured.
+        """Return what counts for this many workers: local steps of at least as many, as far as any were measured.
 
         Of entries that differ by the number of workers alone, the nearest one comes last.
         """

@@ -72,16 +72,16 @@ class OnlinePlanner(PlanController):
     same on all ranks, and those count whose seconds are known by then.
 
     Args:
-        tensors: of a step.
+        tensors: the tensors of a step.
         planner: makes the plans.
-        codec: of all gradients, of each by its name, or the rules that choose it.
+        codec: the codec of all gradients, of each by its name, or the rules that choose it.
         rank: this rank; rank 0 plans and writes to the log.
         nodes: number of ranks of each node.
         algorithm: collective; None chooses. With rules it is ignored: each codec has its own.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
         replan: look for drift.
         local_size: ranks of this host, which share its cores.
-        clock: of the gradients' device.
+        clock: the clock of the gradients' device.
         schedule: when to measure and look.
 
     Attributes:

@@ -34,12 +34,12 @@ def make_plan(
     Args:
         profile: the costs, and the model to plan for.
         planner: cuts the gradients into buckets; those of different codecs never share one.
-        codec: of all gradients, or of each by its name.
+        codec: the codec of all gradients, or of each by its name.
         scenario: the cluster.
         workers: number of ranks.
         algorithm: collective of all gradients, or of each by its name; None chooses.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
-        measured: as for ``costs_of``.
+        measured: see ``costs_of``.
         tensors: with the user's groups, which a profile does not have.
 
     Raises:

@@ -93,7 +93,7 @@ def predict_local_steps(
         every, fragments: as for ``FusionPlan.staggered``.
         delay: steps after which a bucket's result is waited for.
         resources: cores and threads of the rank.
-        measured: as for ``costs_of``.
+        measured: see ``costs_of``.
 
     Raises:
         ConfigError: the plan is not for the profile's model, the profile lacks costs, or there are too many fragments.

@@ -28,7 +28,7 @@ class Machine:
     """Where the profile was measured.
 
     Attributes:
-        cores: of the machine.
+        cores: the cores of the machine.
         workers: ranks that shared these cores, those of emulated hosts included.
         threads: threads that each rank computed with.
         device: what computed: "cpu", or "cuda", a device for each rank.
@@ -61,7 +61,7 @@ class Machine:
 
     @property
     def assumed(self) -> str:
-        """What predictions assume of a device, a sentence that follows others; none for the CPU."""
+        """A sentence on the assumptions about a device; empty for the CPU."""
         if not self.on_device:
             return ""
         return f" Times are those of a device ({self.device}): one stream of it computes, and one communicates."
@@ -103,9 +103,9 @@ class Model:
     """One step of a model without communication, in seconds.
 
     Attributes:
-        name: of the model.
-        forward: of the forward pass, loss included.
-        backward: of the backward pass.
+        name: the name of the model.
+        forward: the seconds of the forward pass, loss included.
+        backward: the seconds of the backward pass.
         optimizer: of the update, clearing of gradients included.
         tensors: gradients in the order of their arrival.
     """
@@ -174,7 +174,7 @@ class Profile:
     """All measured costs that predictions and planners use.
 
     Attributes:
-        version: of this schema.
+        version: the version of this schema.
         title: what was measured, in words.
         machine: where it was measured.
         model: step of the model.

@@ -97,7 +97,7 @@ class Method:
         return cls("/".join([codec, *chosen]) + overlap, codec, algorithm, fuse, bool(overlap))
 
     def algorithm_for(self, codec: CodecCost, nodes: Sequence[int]) -> str:
-        """Return the collective for nodes of so many ranks."""
+        """Return the collective for nodes of this many ranks."""
         return self.algorithm or collectives.choose(codec, nodes, ahead=None)
 
 
@@ -127,7 +127,7 @@ def _ddp_buckets(
 
 
 def project(profile: Profile, method: Method, scenario: Scenario, workers: int) -> SimulatedStep:
-    """Return the simulated step of ``method`` with so many ranks."""
+    """Return the simulated step of ``method`` with this many ranks."""
     codec = known = profile.codec(method.codec)
     cluster = scenario.cluster(profile, workers)
     if codecs.knows(method.codec):

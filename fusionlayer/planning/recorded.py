@@ -1,4 +1,4 @@
-"""What the step that a timeline has recorded would take with another codec."""
+"""The time that a recorded step would take with another codec."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ def select(
         planner: makes the buckets.
         scenario: the cluster.
         workers: number of ranks.
-        measured: as for ``costs_of``.
-        tensors: as for ``make_plan``.
+        measured: see ``costs_of``.
+        tensors: see ``make_plan``.
 
     Raises:
         ConfigError: the profile lacks costs, or no rule fits a tensor.

@@ -21,8 +21,8 @@ class Compute:
     """Seconds of a step's computing without communication, with all threads of the rank running.
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward pass.
+        forward: the seconds of the forward pass.
+        backward: the seconds of the backward pass.
         optimizer: of the update, spread over buckets by their elements.
     """
 
@@ -36,9 +36,10 @@ class Resources:
     """The cores and threads of a rank.
 
     Attributes:
-        cores: that its threads share. Infinite: each thread has its own core, and the costs' ``disturbance`` stands for
-            what threads take from each other all the same. With shared cores the simulation computes that itself.
-        threads: that it computes with.
+        cores: the cores that its threads share. Infinite: each thread has its own core, and the costs' ``disturbance``
+            stands for what threads take from each other all the same. With shared cores the simulation computes that
+            itself.
+        threads: the threads that it computes with.
         lanes: communication threads, which take the buckets in turn.
         overlap_forward: forward waits for a bucket, and its parameters are updated, when it first needs them; otherwise
             the update waits for all buckets.
@@ -51,7 +52,7 @@ class Resources:
 
 
 OWN_CORES = Resources()
-"""What planners assume: one lane, and a core for each thread."""
+"""The machine that planners assume: one lane, and a core for each thread."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class Load:
     """A bucket, as the simulation sees it.
 
     Attributes:
-        ready: seconds of backward after which its last gradient is there.
+        ready: seconds of backward after which its last gradient has arrived.
         used: seconds of forward after which its first parameter is needed.
-        elements: of the bucket; the optimizer's time is shared out by them.
+        elements: the elements of the bucket; the optimizer's time is shared out by them.
         phases: its lane's work for it.
-        disturbance: seconds by which the bucket delays the rest of backward, once its last gradient is there.
+        disturbance: seconds by which the bucket delays the rest of backward, once its last gradient has arrived.
     """
 
     ready: float
@@ -78,9 +79,9 @@ class SimulatedSpan:
     """When a bucket is sent, in seconds after the start of backward.
 
     Attributes:
-        ready: its last gradient is there.
+        ready: its last gradient has arrived.
         start: its lane takes it.
-        end: its results are there.
+        end: its results have arrived.
         idle: seconds for which its lane had nothing to do before it; 0 for a lane's first bucket. SAFusion calls it W
             (section 3.3).
     """
@@ -98,9 +99,9 @@ class SimulatedStep:
     Attributes:
         seconds: from the start of backward to the start of the next.
         alone: of the same step without communication; equal for all plans of one codec.
-        communication: of all phases, if each had cores and link for itself.
+        communication: the seconds of all phases, if each had cores and link for itself.
         sent: bytes that leave a host over its link.
-        spans: of the buckets, in the order in which they are sent.
+        spans: the spans of the buckets, in the order in which they are sent.
     """
 
     seconds: float
@@ -129,7 +130,7 @@ class SimulatedStep:
 
 
 class _SimulatedWork(NamedTuple):
-    """Work of so many ``seconds``, if the thread gets the ``cores`` and the ``share`` of the ``link`` that it wants."""
+    """Work for ``seconds``, if the thread gets the ``cores`` and the ``share`` of the ``link`` that it wants."""
 
     seconds: float
     cores: float
@@ -367,7 +368,7 @@ def _fair_parts(wanted: Sequence[float], users: Sequence[int], capacity: float) 
 
     Args:
         wanted: by each of its users.
-        users: that each stands for.
+        users: the users that each stands for.
         capacity: for all of them together.
     """
     parts = [1.0] * len(wanted)

@@ -45,14 +45,14 @@ def bounded(
 ) -> Result:
     """Return ``call()``, or raise what it raises. It runs on a thread of its own.
 
-    The thread of a call that is given up goes on alone, and what the call returns is dropped there.
+    The thread of a call that is given up continues alone, and what the call returns is dropped there.
 
     Args:
         call: it may block for ever.
         deadline: a time of the monotonic clock.
         is_in_vain: whether the call need not be waited for any longer; asked on the calling thread, every 50 ms. What
             it raises is raised.
-        name: of the thread.
+        name: the name of the thread.
 
     Raises:
         Overdue: the deadline has passed, or the call is in vain.
@@ -70,7 +70,7 @@ class Aside:
     The thread begins with the first call. After a call was given up there can be no other one.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
     """
 
     def __init__(self, name: str) -> None:

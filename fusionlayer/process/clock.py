@@ -25,7 +25,7 @@ class Clock(ABC):
     """Marks moments and computes the seconds between them.
 
     Attributes:
-        device: whose time it measures; what is measured by this clock lies there.
+        device: the device whose time it measures; what is measured by this clock lies there.
         lags: whether the host runs ahead of what is timed. Seconds are then read later, and may be missing.
         replays: calls between two stamps when a single call is measured. Launches of a device take about as long as
             short kernels, so several follow on each other.

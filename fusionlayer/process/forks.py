@@ -1,4 +1,4 @@
-"""What becomes of a forked child. Threads and connections stay with its parent, so the child must not touch them."""
+"""Forked children. Threads and connections stay with the parent, so the child must not touch them."""
 
 from __future__ import annotations
 

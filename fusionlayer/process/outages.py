@@ -1,4 +1,4 @@
-"""What errors of torch and gloo mean: which part of this host or of the network has failed, and what to do."""
+"""Explanations of errors of torch and gloo: which part of the host or network has failed, and the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE_SECONDS = 2.0
 
 
 class Outage(NamedTuple):
-    """What has failed.
+    """A failure.
 
     Attributes:
         text: that, and what to do.

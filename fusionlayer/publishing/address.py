@@ -22,7 +22,7 @@ class Endpoint:
     Attributes:
         folder: where files are.
         host: name or address of a host.
-        port: of TCP; a publisher gets one of the system's choice for 0.
+        port: the port of TCP; a publisher gets one of the system's choice for 0.
     """
 
     folder: Path | None = None

@@ -25,9 +25,9 @@ class TcpSource(Source):
 
     Args:
         place: host and port of the publisher.
-        name: of this follower; None: as the file with its secret, or its host, says.
+        name: the name of this follower; None: as the file with its secret, or its host, says.
         keyring: what it proves itself by; None: nothing.
-        tls: by which the connection is encrypted; None: it is not.
+        tls: encrypts the connection; None: no encryption.
         timeout: seconds without a byte after which the publisher counts as lost.
 
     Raises:

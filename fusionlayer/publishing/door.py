@@ -21,7 +21,7 @@ __all__ = ["Door", "Refusals", "ConnectionLimits", "share"]
 _logger = logging.getLogger("fusionlayer")
 
 _MOST_FOLLOWERS, _MOST_STRANGERS = 1024, 64
-# So many strangers are let in at once, then so many a second: each costs the thread that serves a tenth of a ms.
+# This many strangers are let in at once, then so many a second: each costs the thread that serves a tenth of a ms.
 _STRANGERS_PER_SECOND = 200
 _REST_SECONDS = 0.5
 _LINE_SECONDS = 1.0
@@ -32,7 +32,7 @@ _TRIES = 16
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a publisher takes of the descriptors that its process may have: half of them at most.
+    """A publisher's share of its process's file descriptors: at most half.
 
     Attributes:
         followers: connections to them.

@@ -19,7 +19,7 @@ def open_outlet(place: Endpoint, *, keep: int, keyring: Keyring | None, tls: TLS
         place: folder, or host and port to listen at.
         keep: how many versions behind the newest a follower may be and still get differences.
         keyring: what followers must prove to have over TCP, and what signs the files of a folder; None: nothing.
-        tls: by which connections are encrypted, over TCP; None: they are not.
+        tls: encrypts connections over TCP; None: no encryption.
         timeout: seconds in which a follower must take some of what is sent to it.
 
     Raises:

@@ -56,7 +56,7 @@ class UpdateFile(NamedTuple):
 
     Attributes:
         run: of its publisher.
-        version: that it makes.
+        version: the version that it makes.
         since: the version that a reader must have; None: none.
         nbytes: its length.
         path: where it is.
@@ -101,8 +101,8 @@ def way(there: Sequence[UpdateFile], have: int | None, to: int) -> list[UpdateFi
 class FolderOutlet(Outlet):
     """Writes each version as what changed since the one before, and every ``keep``-th one whole as well.
 
-    The files of the last ``keep`` versions stay, one of which is whole. So a follower that is at most so many versions
-    behind needs no whole version, and any other one finds one. With a secret each file is signed.
+    The files of the last ``keep`` versions stay, one of which is whole. So a follower that is at most this many
+    versions behind needs no whole version, and any other one finds one. With a secret each file is signed.
     """
 
     def __init__(self, place: Endpoint, keep: int, secret: bytes | None = None) -> None:
@@ -204,7 +204,7 @@ class FolderOutlet(Outlet):
 
 
 def newest_of(folder: Path) -> _Newest | None:
-    """Return the content of ``newest.json``, whatever its author; None if it is missing."""
+    """Return the content of ``newest.json``, regardless of its author; None if it is missing."""
     facts = _facts(folder)
     return None if facts is None else _told(facts)
 

@@ -54,8 +54,8 @@ def subscribe(
         secret: that of the publisher, or a Path of the file that has it. None: what the file
             FUSIONLAYER_PUBLISH_SECRET_FILE has, if that is set. Versions in a folder are taken only if they are signed
             with it.
-        name: by which the publisher's log calls this follower, and finds its secret if it has one for each. None: that
-            in the file with the secret, or the host's.
+        name: the name by which the publisher's log calls this follower, and finds its secret if it has one for each.
+            None: that in the file with the secret, or the host's.
         tls: how the connection is encrypted, ``fl.TLS(authorities=...)``; over TCP alone. None: it is not.
         timeout: seconds after which a publisher that does not say a word counts as lost, at least 2. The follower then
             connects again, without end.
@@ -135,7 +135,7 @@ class Follower:
 
         Raises:
             ConfigError: publisher and follower do not have one secret, or the version does not fit the model; the
-                follower then goes on showing what it has shown.
+                follower then continues showing what it has shown.
             UsageError: the follower was closed.
         """
         with self._changed:
@@ -298,7 +298,7 @@ class Follower:
         trouble: FusionLayerError | OSError | None = None,
         fatal: FusionLayerError | None = None,
     ) -> None:
-        """Tell the thread that uses the follower what has come."""
+        """Hand new versions to the thread that uses the follower."""
         with self._changed:
             if trouble is not None and str(trouble) != str(self.trouble) and not (self._closed or self.ended):
                 level = logging.WARNING if isinstance(trouble, WireError) or self._latest else logging.INFO

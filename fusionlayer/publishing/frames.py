@@ -1,6 +1,6 @@
-"""What publisher and follower send each other behind the greeting: frames. ``docs/wire_format.md`` describes them.
+"""Frames: the messages between publisher and follower after the greeting. ``docs/wire_format.md`` describes them.
 
-With a secret every piece has a tag behind it, and nothing is used before its tag was compared.
+With a secret every piece is followed by a tag, and nothing is used before its tag was compared.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ and GONE when it ends."""
 _PREFIX = struct.Struct("<4sQ")
 _CRC = struct.Struct("<I")
 PREFIX_BYTES = _PREFIX.size + _CRC.size
-# What follows a prefix has a tag behind each so many bytes: so little is kept before its tag was compared.
+# What follows a prefix has a tag after each block of this many bytes, the most that is kept unverified.
 _PIECE_BYTES = 1 << 20
-# Memory for more is taken when so many bytes have come.
+# Memory for more is taken when this many bytes have come.
 _STEP_BYTES = 16 << 20
 
 _live: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -160,11 +160,11 @@ def _cut(parts: Sequence[memoryview]) -> list[list[memoryview]]:
 
 
 class FrameChannel:
-    """A follower's end of a connection, behind the greeting. One thread uses it.
+    """A follower's end of a connection, after the greeting. One thread uses it.
 
     Args:
         end: connected.
-        keys: of this connection; None: without tags.
+        keys: the keys of this connection; None: without tags.
     """
 
     def __init__(self, end: socket.socket, keys: Keys | None) -> None:

@@ -23,16 +23,16 @@ _PUBLISHER, _FOLLOWER = b"publisher", b"follower"
 class Greeting:
     """The publisher's end of the beginning of one connection.
 
-    Each proof is made of all that both ends have said, so it is worth nothing on another connection.
+    Each proof is made of all earlier messages of both ends, so it is invalid on another connection.
 
     Args:
         keyring: what followers must have; None: they need not prove anything.
 
     Attributes:
         opening: what to send first.
-        name: that the follower gives, after its hello.
+        name: the name that the follower gives, after its hello.
         secret: by which it has proved itself; None: it needs none.
-        keys: of what follows; None without a secret.
+        keys: the keys of what follows; None without a secret.
     """
 
     def __init__(self, keyring: Keyring | None) -> None:
@@ -47,7 +47,7 @@ class Greeting:
         """Return why this is no follower, or None; and what to answer to its ``hello``.
 
         Args:
-            hello: what it has said.
+            hello: its first message.
             certified: the name in its certificate, which counts instead of the one that it gives.
         """
         _, name, proof = _HELLO.unpack(hello)

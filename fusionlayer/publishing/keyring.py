@@ -129,7 +129,7 @@ class Keyring:
         """Return name and secret of a follower.
 
         Args:
-            name: that it was given; None: that of the first line, or ``otherwise``.
+            name: the name that it was given; None: that of the first line, or ``otherwise``.
             otherwise: a name for a follower without one.
 
         Raises:

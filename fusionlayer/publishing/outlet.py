@@ -90,11 +90,11 @@ class Outlet(ABC):
 
     @abstractmethod
     def _wake(self) -> None:
-        """Tell the threads that something has changed."""
+        """Wake the threads after a change."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Tell followers that the last version is the last one."""
+        """Notify followers that no more versions come."""
 
     @abstractmethod
     def _stop(self) -> None:

@@ -23,7 +23,7 @@ _GREETING_SECONDS = 5.0
 _DIGEST_BYTES = 32
 _MOST_AT_ONCE = 1 << 20
 _MOST_HEARD = HELLO_BYTES + PREFIX_BYTES + _DIGEST_BYTES + 2 * TAG_BYTES
-# A follower that has all of an update may decode for so many time-outs before it says so.
+# A follower that has all of an update may decode for this many time-outs before it says so.
 _DECODING = 4
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -71,7 +71,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """What it is called: by its certificate, or by itself."""
+        """Its name: from its certificate, or the one that it gave."""
         return self._greeting.name
 
     @property
@@ -181,7 +181,7 @@ class Peer:
         return True
 
     def _frame(self, kind: bytes) -> Iterator[memoryview]:
-        """Yield a frame without anything behind its prefix. Tags count in the order in which frames are sent."""
+        """Yield a frame that is only a prefix. Tags count in the order in which frames are sent."""
         yield memoryview(frame(kind, 0, self._mine))
 
     def _put(self, records: Iterator[memoryview]) -> None:

@@ -48,7 +48,7 @@ class TcpOutlet(Outlet):
         place: where to listen.
         keep: as above.
         keyring: what followers must have; None: nothing.
-        tls: by which connections are encrypted; None: they are not.
+        tls: encrypts connections; None: no encryption.
         timeout: seconds in which a follower must take some of what is sent to it.
     """
 

@@ -25,7 +25,7 @@ def seal(secret: bytes, front: bytes | memoryview) -> bytes:
 
     Args:
         secret: of the publisher and its followers.
-        front: the update up to the end of its header, which has the digests of all that follows.
+        front: the update up to the end of its header, which has the digests of everything that follows.
     """
     return _MAGIC + prove(secret, b"update", bytes(front))
 

@@ -9,7 +9,7 @@ from .snapshot import Snapshot
 __all__ = ["Ended", "Source"]
 
 
-class Ended(Exception):  # noqa: N818 - no error: the publisher has said that there are no more versions
+class Ended(Exception):  # noqa: N818 - not an error: the publisher has announced that no more versions come
     """The publisher has ended in order, and the follower has its last version."""
 
 

@@ -57,7 +57,7 @@ class TLS:
 
         Args:
             keyring: with its secret, or None.
-            name: that it was given, or None.
+            name: the name that it was given, or None.
 
         Raises:
             ConfigError: files cannot be used, or there are none and no secret in their place.

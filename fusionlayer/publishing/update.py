@@ -37,7 +37,7 @@ Source = Callable[[int], bytearray]
 
 @dataclass(frozen=True)
 class Update:
-    """What makes ``target`` of the version with the digest ``base``; of nothing where that is None.
+    """The change from the version with the digest ``base`` to ``target``; a whole version where ``base`` is None.
 
     Attributes:
         target: the version that it makes.

@@ -1,4 +1,4 @@
-"""What ranks compare before the first payload of a plan, and how they come to their first plan."""
+"""The comparison before a plan's first payload, and the agreement on the first plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Agreement:
 
     Attributes:
         tensors: every tensor of a step, by name; ``leave_out`` removes some.
-        codec: of all gradients, or of each by its name.
+        codec: the codec of all gradients, or of each by its name.
         algorithm: collective; None chooses.
         ahead: encode each tensor by itself as it arrives; None as the codec does.
         planner: makes the plan.
@@ -92,7 +92,7 @@ class Agreement:
         Args:
             step: the present one.
             arrived: names of all tensors, in the order in which they arrived on this rank.
-            transport: of the lane.
+            transport: the transport of the lane.
         """
         self.compare(step, None, transport)
         names = sorted(self.tensors)

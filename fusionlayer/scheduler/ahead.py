@@ -35,8 +35,9 @@ class _MessagePlace:
 class AheadBuffer(Buffer):
     """Encodes each gradient as it arrives into its own message in the bucket's payload: compress, then fuse.
 
-    This is section 3.1 of SAFusion. ``put`` encodes on the caller's thread and stream, while backward goes on. ``run``
-    gathers the payloads of all ranks and decodes each tensor's messages in rank order, straight into the gradient.
+    This is section 3.1 of SAFusion. ``put`` encodes on the caller's thread and stream, while backward continues.
+    ``run`` gathers the payloads of all ranks and decodes each tensor's messages in rank order, straight into the
+    gradient.
 
     Every message has a place of fixed size. So no sizes are exchanged, and no step allocates memory for gradients. One
     payload is enough: a gradient arrives only after the last step's results were taken, when nothing is being sent.
@@ -45,7 +46,7 @@ class AheadBuffer(Buffer):
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
         index: the bucket's number, for the timeline.
         gather: the bucket's collective.
-        states: of the tensors, such as residuals, by name.
+        states: the states of the tensors, such as residuals, by name.
         rank: this rank.
         size: number of ranks.
     """

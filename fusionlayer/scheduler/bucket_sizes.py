@@ -20,7 +20,7 @@ _MOST = 64 << 20
 _ON_CPU, _ON_DEVICE = (1 << 20, 8 << 20), (4 << 20, 32 << 20)
 """Bytes of a bucket at both ends of backward, and in between. On a device each bucket costs the host many launches."""
 _STARTUPS = 4
-"""A transfer should take at least so many times as long as one of next to nothing."""
+"""A transfer should take at least this many times as long as one of next to nothing."""
 _WHOLE = ("dense", "one_shot", "gather", "gather_v")
 """Collectives whose messages are not cut into a piece for each rank, or cut by the transport's own library."""
 _MANY = 1 << 20
@@ -47,12 +47,12 @@ def bucket_sizes(
     """Return the sizes of buckets of ``tensors``, which are of one job's step.
 
     Args:
-        codec: of the buckets.
-        collective: of the buckets.
+        codec: the codec of the buckets.
+        collective: the collective of the buckets.
         ranks: number of ranks.
         tensors: at least one; the largest says how many bytes an element has.
         on_device: whether gradients are on a device.
-        costs: of the step, if they are known. By the rate of the network a slow one may need no more bytes.
+        costs: the costs of the step, if they are known. By the rate of the network a slow one may need no more bytes.
     """
     (edge, threshold), where = (_ON_DEVICE, "a GPU") if on_device else (_ON_CPU, "the CPU")
     reasons = [f"up to {threshold >> 20} MiB on {where}"]

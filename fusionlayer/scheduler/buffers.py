@@ -28,7 +28,7 @@ _SHOWN = 3  # names of tensors in an error
 _WHOLE = ""
 
 PACKING = 8
-"""Tells the seed by which a residual is rounded from that by which values are."""
+"""Makes the seed that rounds a residual differ from the seed that rounds values."""
 
 
 class Buffer(ABC):
@@ -43,16 +43,16 @@ class Buffer(ABC):
         codec: the bucket's codec, with its settings for the present steps.
         prescale: factor on every gradient before the sum.
         postscale: factor on the sum.
-        device: of the gradients.
+        device: the device of the gradients.
         timeline: record of the buffer's work.
         in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
 
     Attributes:
         remember: called with names of tensors before encoding changes what is kept of them; None: nothing is kept.
-        nbytes: of the gradients, uncompressed.
+        nbytes: the bytes of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and it was not launched since. The thread that launches it
             changes this, not a lane: a bucket in flight, with an earlier step's gradients, must not be launched again.
-        seed: of the codec's noise in the next ``run``; None: it follows from step and bucket.
+        seed: the seed of the codec's noise in the next ``run``; None: it follows from step and bucket.
         done: called on the lane's thread and stream when the next ``run`` has ended or failed; None: nothing is.
         encloses: the messages of ``run`` can carry ``enclosed``.
         enclosed: (size, n) uint8, for the next ``run``: its row of this rank is sent, the others are filled; or None.
@@ -224,7 +224,7 @@ class FlatBuffer(Buffer):
 
     def run(self, transport: Transport, seed: int) -> None:
         """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
-        # One method for all of it, and no span unless somebody reads it: each bucket of each step comes by here.
+        # One method for all of it, and no span unless a reader wants it: every bucket of every step runs this.
         if self._arrivals:
             self._begin()
         gradients, self._gradients = self._gradients, {}

@@ -122,7 +122,7 @@ class ErrorProbe:
 
     @property
     def labels(self) -> tuple[tuple[str, str], ...]:
-        """What distinguishes this bucket's number from those of others."""
+        """The labels that distinguish this bucket's number from others."""
         return ("bucket", str(self._index)), ("codec", self._codec.name), ("tensor", self.bucket.names[0])
 
 

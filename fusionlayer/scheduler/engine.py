@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 class Engine(Lifecycle):
-    """Sums gradients over ranks while backward goes on: on threads of its own, or, over NCCL, on streams of its own.
+    """Sums gradients over ranks while backward continues: on threads of its own, or, over NCCL, on streams of its own.
 
     In each step the caller submits every tensor that is ``due`` once, in any order, with ``submit``. Then it calls
     ``synchronize`` once, or ``end_step`` and ``take`` for each bucket. If no plan is given, the first step learns the
@@ -47,13 +47,14 @@ class Engine(Lifecycle):
     Args:
         tensors: every tensor of a step, in any order.
         transport: used by the engine alone from now on, and closed with it.
-        codec: of all gradients, or of each by its name, for the plan that the engine makes. A given plan has its own.
+        codec: the codec of all gradients, or of each by its name, for the plan that the engine makes. A given plan has
+            its own.
         algorithm: collective for that plan; None chooses.
         ahead: encode each tensor by itself as it arrives, ahead of fusion, in that plan. None: if ``algorithm`` gathers
             such messages; without an ``algorithm``, as the codec does by default.
         planner: makes that plan.
         plan: fixed plan; ``codec``, ``algorithm``, ``ahead`` and ``planner`` are then ignored.
-        device: of all gradients.
+        device: the device of all gradients.
         memory: keeps error feedback; a new one, of 32 bits, by default.
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
@@ -71,7 +72,7 @@ class Engine(Lifecycle):
             number for each rank. Empty: equally much.
         plan_controller: watches the steps and may give the engine another plan between two of them.
         clock: times the steps; None: that of the ``device``.
-        name: of the threads.
+        name: the name of the threads.
 
     Attributes:
         rank, size: this rank, and the number of ranks.
@@ -212,7 +213,7 @@ class Engine(Lifecycle):
             index: number of the bucket in the step, from 0 on.
             bucket: its tensors, codec and collective.
             flat: (bucket.numel,) gradients, each in its slot.
-            seed: of the codec's noise.
+            seed: the seed of the codec's noise.
             done: called on the lane's thread and stream when the result is in place, or when there will be none.
 
         Raises:

@@ -30,9 +30,9 @@ def fuse(
     """Return a planner's plan for a step.
 
     Args:
-        tensors: of the step, in order of arrival.
+        tensors: the tensors of the step, in order of arrival.
         planner: cuts them into buckets; those of different codecs or collectives never share one.
-        codec: of all gradients, or of each by its name.
+        codec: the codec of all gradients, or of each by its name.
         nodes: number of ranks of each node.
         algorithm: collective of all gradients, or of each by its name; None chooses.
         ahead: encode gradients one by one as they arrive. None: as ``algorithm`` needs it; without an ``algorithm``, as

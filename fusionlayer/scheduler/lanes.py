@@ -81,7 +81,7 @@ class Worker:
     with the same error. The exit of the process waits 2 s for the jobs that were put before.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
         context: returns the context of each job; if given, there is no thread: ``put`` runs the job on the thread of
             the caller, and callers put one job at a time. It is for work that never blocks.
 
@@ -205,8 +205,8 @@ class Lane:
 
     Args:
         transport: used by this lane alone, and closed with it.
-        device: of the tensors.
-        name: of the thread.
+        device: the device of the tensors.
+        name: the name of the thread.
 
     Attributes:
         worker: runs the jobs.
@@ -258,21 +258,21 @@ class Lanes:
 
     Args:
         transport: used by the lanes alone from now on, and closed with them.
-        device: of all gradients.
+        device: the device of all gradients.
         timeline: record of the buckets.
-        clock: of the gradients' device.
+        clock: the clock of the gradients' device.
         lanes: how many there are, equally many on all ranks; over NCCL always one.
-        name: of the threads.
+        name: the name of the threads.
         learns_order: time the buckets of some steps, for the order in which the next forward needs them.
 
     Attributes:
         all: the lanes; they take the buckets in turn.
         are_at_once: whether they only queue work on the device and never block.
-        jobs: of the buckets that were launched in the present step, by number.
-        order: in which buckets are launched.
+        jobs: the jobs of the buckets that were launched in the present step, by number.
+        order: the order in which buckets are launched.
         watch: gets the times of the buckets; None: they are not measured.
-        steps: that have ended.
-        nbytes: of the gradients sent so far, uncompressed.
+        steps: the steps that have ended.
+        nbytes: the bytes of the gradients sent so far, uncompressed.
         cause: the first error of any bucket, or None.
     """
 

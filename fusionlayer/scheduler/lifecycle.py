@@ -1,4 +1,4 @@
-"""What happens to an engine between its steps and at its end: another plan, other tensors, saved state, failure."""
+"""An engine between its steps and at its end: another plan, other tensors, saved state, failure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def plan_controller(self) -> PlanController | None:
-        """What may give the engine another plan between two steps."""
+        """The source of another plan for the engine between two steps."""
         return self._plans.agreement.plan_controller
 
     # ---- between steps ----------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Lifecycle:
             self.fail(error)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called: with its step, and with its results to be taken.
+        """Continue where ``state_dict`` was called: with its step, and with its results to be taken.
 
         All ranks call it between the same two steps, with what each of them has saved. Results belong to buckets of the
         plan, so the plan must be known by then.
@@ -209,7 +209,7 @@ class Lifecycle:
         Over NCCL, results are only queued when they are taken. Call it before you save them, or what they have changed.
 
         Raises:
-            FusionLayerError: a step has failed; what it was to change is worthless.
+            FusionLayerError: a step has failed; the values that it was to change are invalid.
         """
         self._check("what steps have queued is waited for")
         try:

@@ -27,7 +27,7 @@ class Memory:
     rounding. With 8 bits they do so up to the rounding of each step's residuals, whose mean is zero.
 
     Args:
-        bits: of each element of a residual between two steps: 32 or 8.
+        bits: the bits of each element of a residual between two steps: 32 or 8.
 
     Attributes:
         bits: as given.
@@ -56,7 +56,7 @@ class Memory:
         It continues the state that the name had before. Without ``feedback`` it has no residual.
 
         Raises:
-            ConfigError: the residual that was loaded for this name is of a tensor of another size.
+            ConfigError: the residual that was loaded for this name belongs to a tensor of another size.
         """
         state = self._known(name, numel)
         state.tensors.update({key: kept.to(device) for key, kept in state.tensors.items()})
@@ -81,7 +81,7 @@ class Memory:
         It starts with the residuals that the tensors had before.
 
         Raises:
-            ConfigError: the residual that was loaded for a name is of a tensor of another size.
+            ConfigError: the residual that was loaded for a name belongs to a tensor of another size.
         """
         if self.bits == 8:
             packed = PackedResidual(((slot.offset, slot.numel) for slot in bucket.slots), bucket.numel, device)
@@ -102,7 +102,7 @@ class Memory:
         """Return the tensors of a bucket with their states; ``shapes`` are in the bucket's order.
 
         Raises:
-            ConfigError: the residual that was loaded for a name is of a tensor of another size.
+            ConfigError: the residual that was loaded for a name belongs to a tensor of another size.
         """
         return tuple(
             Part(slot.name, shape, slot.offset, self._known(slot.name, slot.numel))
@@ -222,7 +222,7 @@ class Memory:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, of a memory of 32 or 8 bits.
 
-        Parameters that it does not name start anew; other keys are ignored.
+        Parameters that it does not name start again; other keys are ignored.
         """
         residuals, tensors, numbers = (saved.get(key, {}) for key in ("residuals", "tensors", "numbers"))
         packed = {name: PackedPart(**kept) for name, kept in saved.get("packed", {}).items()}

@@ -49,7 +49,7 @@ class SendOrder:
     Args:
         buckets: number of buckets.
         lanes: number of buckets in flight at once.
-        clock: of the gradients' device.
+        clock: the clock of the gradients' device.
 
     Attributes:
         sequence: bucket numbers in the order in which they are launched; the same on all ranks.

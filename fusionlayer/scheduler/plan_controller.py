@@ -23,8 +23,8 @@ class StepSeconds:
     A step lasts from its first gradient to the first gradient of the next step.
 
     Attributes:
-        wall: of the whole step: backward, waiting, update, the next forward, and pauses of training in between. Seconds
-            of the plan controller itself do not count.
+        wall: the seconds of the whole step: backward, waiting, update, the next forward, and pauses of training in
+            between. Seconds of the plan controller itself do not count.
         backward: from the first gradient to the last, without the seconds in ``submit``.
         submitting: in ``submit``; most of it is encoding ahead of fusion.
         waiting: for results, on the thread that takes them.
@@ -68,10 +68,10 @@ class PlanController(ABC):
         The thread that submits calls it during backward, with the engine's lock held: it must not send or wait.
 
         Args:
-            plan: of the step.
+            plan: the plan of the step.
             step: its number.
-            seconds: of step ``step - seconds.late``. None: a device has finished no other step since the last call.
-                Ranks may differ in that, so what they do together must not depend on it.
+            seconds: the seconds of step ``step - seconds.late``. None: a device has finished no other step since the
+                last call. Ranks may differ in that, so what they do together must not depend on it.
         """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class PlanController(ABC):
 
     @abstractmethod
     def next_plan(self, transport: Transport) -> FusionPlan | None:
-        """Return the same plan on all ranks, or None to go on with the present one.
+        """Return the same plan on all ranks, or None to continue with the present one.
 
         All ranks call it together, on a communication thread. Meanwhile nothing else is sent and the training thread
         waits. If it raises an error, the engine fails with that error.
@@ -123,7 +123,7 @@ class StepTimer:
     Lanes call ``note_bucket`` at any time.
 
     Args:
-        clock: of the gradients' device.
+        clock: the clock of the gradients' device.
     """
 
     def __init__(self, clock: Clock = HOST) -> None:

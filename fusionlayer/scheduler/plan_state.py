@@ -47,7 +47,7 @@ class PlanState:
         step: the present step.
         maker: makes buffers.
         lanes: compare, and send the buckets.
-        results: of the steps before.
+        results: the results of the steps before.
         plan: fixed plan, which ``check_plan`` has checked; None: the first step makes one.
         clock: times the steps.
 
@@ -55,7 +55,7 @@ class PlanState:
         agreement: as given, or of the tensors that were enrolled last.
         plan: the present one; None before the first step.
         next: the one that the next step begins with; None: the present one stays, or the first step makes one.
-        buffers: of the present plan's buckets, by their numbers; none until there is a plan.
+        buffers: the buffers of the present plan's buckets, by their numbers; none until there is a plan.
         bucket_of: the number of the bucket that a tensor is in, by its name.
         watch: times the steps for the plan controller; None: there is none.
         varies: whether ``begin_step`` may have something to do though there is no next plan.
@@ -244,7 +244,7 @@ class BufferMaker:
 
     Attributes:
         memory: keeps error feedback.
-        device: of all gradients.
+        device: the device of all gradients.
         scaling: factors before and after the sum.
         timeline: record of the buffers' work.
         error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.

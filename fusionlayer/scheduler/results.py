@@ -24,7 +24,7 @@ class Results:
     Only the thread that ends steps changes them: ``Engine.end_step`` adds to ``untaken``, ``Engine.take`` removes.
 
     Args:
-        clock: of the gradients' device.
+        clock: the clock of the gradients' device.
         timeline: shows how long results are waited for.
 
     Attributes:
@@ -127,4 +127,4 @@ class _Loaded:
 
 
 def _nothing() -> None:
-    """Stand for the sum of a bucket whose results are there already."""
+    """Stand for the sum of a bucket whose results have arrived already."""

@@ -33,7 +33,7 @@ class Step:
 
     Attributes:
         holds: as given.
-        number: of the step.
+        number: the number of the step.
         arrived: its gradients so far, by name; always the same object.
         due: the tensors that are sent in it, by name.
         skips: whether there are buckets that are not sent in each step.
@@ -53,8 +53,8 @@ class Step:
         """Find out what is due in the step, before its first gradient.
 
         Args:
-            plan: of the step; None: it makes one, and all tensors are due.
-            tensors: of the plan, by name.
+            plan: the plan of the step; None: it makes one, and all tensors are due.
+            tensors: the tensors of the plan, by name.
         """
         self.due = tensors
         self.skips = plan is not None and plan.skips
@@ -114,15 +114,15 @@ class Usage:
     """Which tensors of a step each rank has used: one bit for each, which ranks exchange at its end.
 
     Args:
-        names: of all tensors of the step, in the same order on all ranks.
+        names: the names of all tensors of the step, in the same order on all ranks.
         unused: those that this rank has not used.
         size: number of ranks.
-        device: of ``exchange``: that of the gradients if the transport only queues work there, else the CPU.
+        device: the device of ``exchange``: that of the gradients if the transport only queues work there, else the CPU.
 
     Attributes:
         every: (size, n) uint8: the bits of each rank; when ``job`` has ended, some row has what others have used.
         job: the exchange. It has to be awaited even if this rank has used all tensors: other ranks need its message, so
-            the rank must not go on before.
+            the rank must not continue before.
         uses_all: whether this rank has used all tensors; then no tensor is unused.
     """
 

@@ -89,7 +89,7 @@ class FlatShard:
         return slice(max(0, first), max(0, first + view.numel()))
 
     def reduce(self, codec: Codec, transport: Transport, seed: int) -> None:
-        """Give ``main`` the average of its gradients over ranks: summed and divided in f32, whatever their type."""
+        """Give ``main`` the average of its gradients over ranks: summed and divided in f32, for any type."""
         pairs = [(to, p.grad) for to, p in zip(self._gradient_views, self.params, strict=True) if p.grad is not None]
         if len(pairs) < len(self.params):
             self._gradients.zero_()

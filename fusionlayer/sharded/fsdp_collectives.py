@@ -37,7 +37,7 @@ _RATIO = 0.5  # of bf16 to f32: s of ZipCCL's equation 7, where values of f32 ar
 
 @dataclass(eq=False)
 class Direction:
-    """What all modules share for one kind of collective: a codec, and transports over the groups that torch passes.
+    """State that all modules share for one kind of collective: a codec, and transports over the groups of torch.
 
     Attributes:
         what: "weights", "gradients" or "sums over replicas", for error messages.

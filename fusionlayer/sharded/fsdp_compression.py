@@ -75,7 +75,7 @@ class FSDPCompression:
         return sum(module.replica.replica.nbytes for module in self._modules if module.replica)
 
     def weights_changed(self, whole: bool = False) -> None:
-        """Tell the collectives that something other than an optimizer's step changed weights.
+        """Notify the collectives that something other than an optimizer's step changed weights.
 
         All ranks call it together. Steps of torch's optimizers are noticed without it.
 
@@ -96,11 +96,11 @@ class FSDPCompression:
         seeds are made; they are the same on all ranks.
 
         With error feedback between replicas all ranks call it together: it holds the sum of the replicas' feedback, and
-        each replica goes on with its share of the sum. Other state of codecs, such as the factors of PowerSGD, is not
+        each replica continues with its share of the sum. Other state of codecs, such as the factors of PowerSGD, is not
         saved.
 
         Raises:
-            TransportError: a step has failed; the last state that was saved before it is the one to go on from.
+            TransportError: a step has failed; the last state that was saved before it is the one to continue from.
         """
         for direction in self._directions:
             direction.drain()
@@ -146,7 +146,7 @@ class FSDPCompression:
         """Restore what ``state_dict`` has returned in a job of the same size, before or after the weights are loaded.
 
         Raises:
-            ConfigError: the state is of another model, of other codecs, or of another rank.
+            ConfigError: the state belongs to another model, of other codecs, or of another rank.
         """
         expected = ["counts", *(["sums"] if self._lossy_groups else []), *self._sharded_keys()]
         missing = sorted({*expected} - state_dict.keys())

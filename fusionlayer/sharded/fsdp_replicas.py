@@ -47,7 +47,7 @@ class ReplicaGroup(_ProcessGroup):  # type: ignore[misc]
 
     Args:
         direction: codec, collective and error feedback.
-        shards: of the module.
+        shards: the shards of the module.
         number: the module's position in the model; seeds depend on it.
         native: torch's group. The two are equal, so torch finds ranks and name of this one.
 
@@ -150,7 +150,7 @@ class ReplicaGroup(_ProcessGroup):  # type: ignore[misc]
     def state(self) -> dict[str, Tensor]:
         """Return the replicas' error feedback, summed, by parameter and sharded as parameters are.
 
-        All replicas call it. Each goes on with its share of the sum, as it would after ``load``.
+        All replicas call it. Each continues with its share of the sum, as it would after ``load``.
         """
         trained, kept = self.shards.trained, merged_residuals([self._memory.state_dict()])
         rows = {

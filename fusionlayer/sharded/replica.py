@@ -22,7 +22,7 @@ class Replica:
     ``ChangeCodec`` messages are exact, and the replica has the bits of all weights.
 
     Args:
-        codec: of the differences.
+        codec: the codec of the differences.
         number: number of this replica in its model; seeds depend on it.
     """
 

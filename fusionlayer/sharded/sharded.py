@@ -261,7 +261,7 @@ class ShardedOptimizer(Optimizer):
         that ``torch.distributed.checkpoint`` keeps the parts of all ranks.
 
         Raises:
-            TransportError: a step has failed; the last state that was saved before it is the one to go on from.
+            TransportError: a step has failed; the last state that was saved before it is the one to continue from.
         """
         self._transport.drain()
         inner = self._inner if self._steps else stepped_once(self._inner)
@@ -278,7 +278,7 @@ class ShardedOptimizer(Optimizer):
         Of a job of another size, give one mapping with the states of all its ranks.
 
         Raises:
-            ConfigError: the state is of another rank, not of all ranks of another job, or of other parameters.
+            ConfigError: the state belongs to another rank, to part of another job, or to other parameters.
         """
         state = state_for(state_dict, self._transport.rank, [part.layout for part in self._parts])
         lengths = [len(weights) for weights in state["weights"]]

@@ -63,7 +63,7 @@ class _AdasumSteps:
 
     Args:
         roster: the parameters.
-        names: of those that have ever required gradients, in the same order on all ranks.
+        names: the names of those that have ever required gradients, in the same order on all ranks.
         compression: pair of functions that the changes are sent by.
     """
 

@@ -82,8 +82,8 @@ class CodecCompressor(NoneCompressor):
     where that pays. An ``allreduce`` encodes each tensor by itself, without error feedback.
 
     Args:
-        name: of the codec, as ``fusionlayer.codecs.get`` takes it.
-        options: of the codec.
+        name: the name of the codec, as ``fusionlayer.codecs.get`` takes it.
+        options: the options of the codec.
     """
 
     def __init__(self, name: str, **options: Any) -> None:

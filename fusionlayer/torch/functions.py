@@ -159,7 +159,7 @@ def broadcast_object(
     Args:
         obj: anything that can be pickled. Only the root's is sent; the root gets it back as it is.
         root_rank: the rank that sends its object; a rank of the whole job.
-        name: of the messages. None: the name of the object's type, which must then be the same on all ranks.
+        name: the name of the messages. None: the name of the object's type, which must then be the same on all ranks.
         process_set: the ranks that take part.
 
     Raises:

@@ -91,7 +91,8 @@ def allreduce(
     Args:
         tensor: any shape, the same on all ranks; floats, integers (averages are truncated towards zero) or bool.
         average: deprecated; True is ``op=Average``, False ``op=Sum``.
-        name: by which ranks match their calls. None: ranks match calls of this kind in the order in which they come.
+        name: the name by which ranks match their calls. None: ranks match calls of this kind in the order in which they
+            come.
         compression: ``none``, ``fp16``, ``bf16`` or a codec.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor before the reduction.
@@ -234,7 +235,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Args:
         tensor: (n, ...). n may differ between ranks and may be 0; the other dimensions are equal. A scalar counts as
             (1,).
-        name: by which ranks match their calls.
+        name: the name by which ranks match their calls.
         process_set: ranks that take part.
 
     Raises:
@@ -308,7 +309,7 @@ def broadcast(
     Args:
         tensor: the same shape and type on all ranks.
         root_rank: the root's rank in the job, even if a process set is given.
-        name: by which ranks match their calls.
+        name: the name by which ranks match their calls.
         process_set: ranks that take part.
 
     Raises:
@@ -393,7 +394,7 @@ def alltoall(
     Args:
         tensor: (n, ...). n may differ between ranks; the other dimensions are equal.
         splits: number of rows for each rank, n in all; None splits evenly.
-        name: by which ranks match their calls.
+        name: the name by which ranks match their calls.
         process_set: ranks that take part.
 
     Returns:
@@ -472,7 +473,7 @@ def reducescatter(
 
     Args:
         tensor: (n, ...), the same shape on all ranks. Each rank gets n // size rows; the first n % size get one more.
-        name: by which ranks match their calls.
+        name: the name by which ranks match their calls.
         compression: ``none``, ``fp16`` or ``bf16``.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         process_set: ranks that take part.

@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 
 class _Unsupported(ConfigError, NotImplementedError):
-    """What Adasum cannot do. Horovod raises a ``RuntimeError``, of which ``NotImplementedError`` is one kind."""
+    """A request that Adasum cannot serve. ``NotImplementedError`` is a ``RuntimeError``, as in Horovod."""
 
 
 class ReduceOp(enum.IntEnum):
@@ -115,7 +115,7 @@ class Reduction:
 
     Attributes:
         tensors: this rank's inputs.
-        name: by which ranks match the operation, if it has one.
+        name: the name by which ranks match the operation, if it has one.
         op: how values are reduced.
         prescale: factor before the reduction.
         postscale: factor after it.

@@ -18,7 +18,7 @@ class CodecOrAuto:
     """A codec, and whether every message uses it.
 
     Attributes:
-        codec: of the messages.
+        codec: the codec of the messages.
         auto: whether elements are sent as they are where measurements say that this is faster; the codec is lossless.
     """
 

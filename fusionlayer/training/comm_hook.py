@@ -76,7 +76,7 @@ class CommHook:
         self._check = check
         self._layouts: dict[tuple[str, ...], Bucket] = {}
         self._waiting: list[Callable[[], None]] = []
-        # DDP lays its buckets out anew after its first step, so a resumed step has the buckets that were saved.
+        # DDP lays its buckets out again after its first step, so a resumed step has the buckets that were saved.
         self._last: dict[int, Bucket] = {}
         self._resumed: list[Bucket] = []
         self._gradients: dict[str, Tensor] = {}
@@ -119,7 +119,7 @@ class CommHook:
                 # An error in a future would reach the user as a failed cast inside DDP; an error raised at the end of
                 # backward arrives unchanged. It must be raised after DDP's own final callback, which leaves the reducer
                 # ready for the next backward. DDP queues that callback after its last bucket, so this callback queues
-                # another one, which runs behind it. It does so with the last bucket: reentrant checkpoints are
+                # another one, which runs after it. It does so with the last bucket: reentrant checkpoints are
                 # backwards of their own, and an earlier bucket's has callbacks of its own.
                 queue_callback(self._end_backward)
         if (
@@ -164,7 +164,7 @@ class CommHook:
         It differs over ranks: each rank saves and loads its own.
 
         Raises:
-            FusionLayerError: a step has failed; weights and error feedback are worthless.
+            FusionLayerError: a step has failed; weights and error feedback are invalid.
             UsageError: the last backward made no gradient of some parameters, so the others were not averaged.
         """
         self._engine.drain()
@@ -187,7 +187,7 @@ class CommHook:
         """Restore what ``state_dict`` of the same rank returned.
 
         The next step sums the buckets of the last one that was saved, so training continues bit for bit, unless it was
-        the first step of a model: DDP lays its buckets out anew after that.
+        the first step of a model: DDP lays its buckets out again after that.
 
         Raises:
             ConfigError: the state holds error feedback of another rank, or of another number of ranks.
@@ -213,7 +213,7 @@ class CommHook:
         """End the engine's threads and close its transport; backward fails from then on.
 
         Raises:
-            TransportError: over NCCL, the last step could not end on the device, so weights are worthless.
+            TransportError: over NCCL, the last step did not complete on the device, so weights are invalid.
             UsageError: the last backward made no gradient of some parameters, so the others were not averaged.
         """
         was_closed = self.closed

@@ -59,7 +59,7 @@ class Connection:
         """Return an engine for the parameters in ``names``, and its timeline; no engine in a job of one rank.
 
         Args:
-            names: of the parameters that are reduced.
+            names: the names of the parameters that are reduced.
             rejoining: this rank had a part in an earlier job, so no parameters are replaced.
 
         Raises:

@@ -164,14 +164,14 @@ def make_planning(
     """Return by what ``options`` and the job's settings plan the steps of these tensors.
 
     Args:
-        options: of the optimizer.
+        options: the options of the optimizer.
         tensors: every tensor of a step.
         rank: this rank.
         nodes: number of ranks of each node.
-        device: of the tensors.
-        overlap_forward: as for ``Engine``.
+        device: the device of the tensors.
+        overlap_forward: see ``Engine``.
         idle: names of tensors that steps lack at present; a given plan may have them.
-        changed: the tensors are others than at first. A profile was of those, so costs are measured anew.
+        changed: the tensors are others than at first. A profile was of those, so costs are measured again.
 
     Raises:
         ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.

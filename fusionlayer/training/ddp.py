@@ -46,7 +46,7 @@ def register(
     DDP takes one hook for its life. A second call with the same arguments returns the hook that the model has, so a
     callback may register at the beginning of every training.
 
-    DDP chooses the buckets. Background threads average each bucket while backward goes on. If
+    DDP chooses the buckets. Background threads average each bucket while backward continues. If
     that fails, ``backward()`` raises the error.
 
     DDP reduces the parameters that required gradients when it wrapped the model. If another one is unfrozen later, its

@@ -29,7 +29,7 @@ class Digest:
         self._events: list[torch.cuda.Event] = []
 
     def add(self, pieces: Iterable[Tensor]) -> None:
-        """Go on with flat tensors; on a GPU without waiting for it, and with few kernels for many small tensors."""
+        """Continue with flat tensors; on a GPU without waiting for it, and with few kernels for many small tensors."""
         waiting: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for piece in pieces:
             if piece.device.type == _BY_CRC:
@@ -85,7 +85,7 @@ def sum_of_bits(bits: Tensor) -> Tensor:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
-    """Return the digest of tensors together; waits for all that is queued on their GPUs."""
+    """Return the digest of tensors together; waits for everything that is queued on their GPUs."""
     tensors = [*tensors]
     await_gpus(tensors)
     whole = Digest()
@@ -100,7 +100,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def await_gpus(tensors: Iterable[Tensor]) -> None:
-    """Wait for all that is queued on GPUs: other threads, which have other streams, may use the tensors then."""
+    """Wait for everything that is queued on GPUs: other threads, which have other streams, may use the tensors then."""
     for device in {x.device for x in tensors if x.is_cuda}:
         torch.cuda.synchronize(device)
 

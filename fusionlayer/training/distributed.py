@@ -122,7 +122,7 @@ class Distributed(Optimizer):
             PlanMismatch: ranks disagree on model, plan or options, or have made other numbers of local steps.
             ReplicaMismatch: parameters, or with ``sync`` anchors, differ over ranks.
             TransportError: a peer failed or timed out. With ``sync`` this rank's parameters stay as they were before.
-                In an elastic job: too few members are left, or they go on without this one.
+                In an elastic job: too few members are left, or they continue without this one.
         """
         self._opt_called = True
         return self.step_policy.step(super().step, closure, kwargs)
@@ -215,7 +215,7 @@ class Distributed(Optimizer):
         too, also within ``anchored``.
 
         Raises:
-            FusionLayerError: a step has failed; the last state that was saved before it is the one to go on from.
+            FusionLayerError: a step has failed; the last state that was saved before it is the one to continue from.
         """
         reducer, engine = self.reducer, self.reducer.engine
         more = self.step_policy.state_dict()  # first: what is in flight changes error feedback
@@ -269,10 +269,10 @@ class Distributed(Optimizer):
         return restored == engine.step == saved["step"] and place != (engine.rank, engine.size)
 
     def close(self) -> None:
-        """End the background threads; gradients are no longer reduced. For programs that go on after training.
+        """End the background threads; gradients are no longer reduced. For programs that continue after training.
 
         Raises:
-            TransportError: over NCCL, the last step could not end on the device, so weights are worthless.
+            TransportError: over NCCL, the last step did not complete on the device, so weights are invalid.
         """
         self.step_policy.close()
 

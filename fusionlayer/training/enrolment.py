@@ -35,7 +35,7 @@ class Roster:
         group: ranks to reduce over.
 
     Attributes:
-        names: of every parameter that the optimizer has or had, also of those that need no gradient.
+        names: the names of every parameter that the optimizer has or had, also of those that need no gradient.
         look_again: whether ``changed`` is true at the next step in any case.
 
     Raises:

@@ -100,7 +100,7 @@ def _learn_parts(reducer: Reducer, parameter: Tensor) -> None:
 
 
 def _check_pass(reducer: Reducer, parameter: Tensor) -> None:
-    """Refuse a gradient that is computed too often; else go on after a backward that has ended a step.
+    """Refuse a gradient that is computed too often; else continue after a backward that has ended a step.
 
     If results of that are still there, this is another backward of the same step, with other parameters. Then ranks
     agree that there is one, and from now on ``step`` ends all steps: which backward is the last one, it alone

@@ -19,7 +19,7 @@ __all__ = ["enlist", "forget", "refuse_twice", "release"]
 
 
 class Live(Protocol):
-    """What this module needs of a ``Reducer``, which imports it."""
+    """The part of a ``Reducer`` that this module uses; ``Reducer`` imports this module."""
 
     optimizer: Callable[[], Any]
     policy: ReductionPolicy

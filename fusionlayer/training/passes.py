@@ -25,7 +25,7 @@ class BackwardPasses:
     Attributes:
         per_step: as given.
         left: by parameter, how often its gradient has still to be computed. The hooks count it down.
-        whole: by parameter, what ``left`` begins with: ``left.update(whole)`` begins to count anew.
+        whole: by parameter, what ``left`` begins with: ``left.update(whole)`` begins to count again.
     """
 
     def __init__(self, parameters: Iterable[Tensor], per_step: int) -> None:
@@ -42,7 +42,7 @@ class BackwardPasses:
         self.left.update(new)
 
     def set_per_step(self, per_step: int) -> None:
-        """Accumulate over another number of passes, and begin to count anew."""
+        """Accumulate over another number of passes, and begin to count again."""
         self.per_step = per_step
         self.whole = {parameter: per_step * self._parts.get(parameter, 1) for parameter in self.whole}
         self.left.update(self.whole)

@@ -43,7 +43,7 @@ def publish(
                 publisher.step()
 
     All ranks of a job call it, and ``step``. Rank 0 publishes. If an elastic job loses rank 0, the process that is
-    rank 0 next goes on at the same address, or ``step`` raises. Parameters that are ``DTensor`` (FSDP2, tensor
+    rank 0 next continues at the same address, or ``step`` raises. Parameters that are ``DTensor`` (FSDP2, tensor
     parallelism) are gathered from all ranks, one at a time; of others rank 0's count. Names are those of
     ``state_dict()`` without what DistributedDataParallel and ``torch.compile`` put before them, or before any part.
 
@@ -104,7 +104,7 @@ class Publisher:
 
     @property
     def follower_names(self) -> list[str]:
-        """What the followers are called that are connected: by their certificates, or by themselves."""
+        """The names of the connected followers: from their certificates, or the names that they gave."""
         return self._outlet.followers if self._outlet else []
 
     @property
@@ -123,7 +123,7 @@ class Publisher:
     def step(self) -> int:
         """Publish the tensors as they are now, as the next version, and return its number.
 
-        It waits for one copy of all tensors into the host's memory. All else goes on in threads: encoding, sending
+        It waits for one copy of all tensors into the host's memory. All else continues in threads: encoding, sending
         and writing. Where these are slower than the steps, followers leave versions out.
 
         Raises:

@@ -64,8 +64,8 @@ def save_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
     Args:
         folder: one folder for all ranks; it is made if it is missing. Only this user can read the files, unless it is
             set-group-ID.
-        group: as for ``rank_state``.
-        objects: as for ``rank_state``.
+        group: see ``rank_state``.
+        objects: see ``rank_state``.
 
     Raises:
         ConfigError: as ``rank_state``.
@@ -90,17 +90,17 @@ def load_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
     """Load what ``save_ranks``, or ``torch.distributed.checkpoint.save`` of a ``rank_state``, has saved in ``folder``.
 
     On as many ranks, each gets its own state, to the bit. On another number of ranks, ranks share out the error
-    feedback: its sum over ranks stays, so nothing is lost. States of codecs begin anew, and the rest of an optimizer's
+    feedback: its sum over ranks stays, so nothing is lost. States of codecs begin again, and the rest of an optimizer's
     state is that of one of the ranks. A job of one rank sends nothing, so it drops error feedback.
 
     Args:
         folder: the folder.
-        group: as for ``rank_state``.
+        group: see ``rank_state``.
         objects: the objects to load, by the names with which they were saved.
 
     Raises:
-        ConfigError: the folder lacks states or names, the state is of the middle of a round of local steps of another
-            number of ranks, or the object's own state cannot go to another number of ranks.
+        ConfigError: the folder lacks states or names, the state belongs to the middle of a round of local steps of
+            another number of ranks, or the object's own state cannot go to another number of ranks.
     """
     require(folder, (str, os.PathLike), "load_ranks", "the path of a folder")
     place, folder = context.transport(group), Path(folder)

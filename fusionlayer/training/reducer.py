@@ -33,7 +33,7 @@ __all__ = ["Reducer"]
 
 
 class Reducer:
-    """What a distributed optimizer does with gradients; ``Distributed`` holds one.
+    """The gradient reduction of a distributed optimizer; ``Distributed`` holds one.
 
     One thread at a time moves its state, so it needs no lock. The thread that runs backward calls the hooks, while the
     training thread waits for backward. The training thread calls everything else. While it waits in ``hvd.join``, a
@@ -54,10 +54,10 @@ class Reducer:
         connection, policy, roster, replicas, names: as given, or those of the connection.
         engine: sums gradients; None in a job of one rank, and after ``close``.
         timeline: record of phases and updates.
-        state: how far the step has come.
+        state: the progress of the step.
         updating: the wrapped optimizer's own code runs within a step, and reads ``param_groups`` as they are.
         passes: how often backward has still to compute each gradient.
-        given: gradients as they were submitted, by parameter, until their results are there.
+        given: gradients as they were submitted, by parameter, until their results have arrived.
         results: gradients as they are after a backward that has waited for results, until ``step``.
         unused: of parameters without a gradient, zeros, or the sum of other ranks.
         settled: parameters into whose gradients an earlier backward of this step has put results.
@@ -69,7 +69,7 @@ class Reducer:
         check: compares parameters over ranks; None: nothing does.
         sparse: the sparse gradients; None without an engine.
         phases: records forward and backward; None without a timeline.
-        overlap: lets the next forward run before results are there; None without ``overlap_forward``.
+        overlap: lets the next forward run before results have arrived; None without ``overlap_forward``.
         restored: the step of this rank's own state that was loaded last.
     """
 

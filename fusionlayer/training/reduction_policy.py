@@ -43,7 +43,7 @@ class ReductionPolicy(ABC):
         return options
 
     def more_tensors(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
-        """Return what is sent besides one tensor for each parameter, which ``tensors`` describe."""
+        """Return tensors to send besides those of the parameters, which ``tensors`` describe."""
         return []
 
     def arrange(self, planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int]) -> EnginePlanning:
@@ -59,7 +59,7 @@ class ReductionPolicy(ABC):
         """Let the reducer go, whose optimizer has ended."""
 
     def recover(self, error: BaseException) -> bool:
-        """Return whether backward goes on after an exchange has failed in a hook, because ``step`` makes it again."""
+        """Return whether backward continues after an exchange has failed in a hook, because ``step`` makes it again."""
         return False
 
     @abstractmethod

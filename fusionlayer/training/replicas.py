@@ -34,7 +34,7 @@ _DESCRIPTION_BYTES = 1 << 26
 """A longer description of a rank's parameters is not asked for: its size has come from another rank."""
 
 _RECORD = "<?7xQ16s"
-"""What ranks compare: whether the rank has a part in the step, and digests of parameters and options."""
+"""The record that ranks compare: whether the rank takes part in the step, and digests of parameters and options."""
 
 Put = Callable[[Callable[[Transport], None]], Callable[[], None]]
 """Begins an exchange in the same place on all ranks, and returns a function that waits for its end."""
@@ -81,7 +81,7 @@ class Replicas:
 
     @property
     def lines(self) -> list[str]:
-        """What has to be the same on all ranks, in words: options, names, shapes and types."""
+        """A description of everything that must be equal on all ranks: options, names, shapes and types."""
         lines = [f"broadcast={self.broadcast}", f"check_replicas={self.every}", *self.facts]
         return lines + [_describe(name, x) for name, x in {**self.named, **self.buffers}.items()]
 
@@ -138,7 +138,7 @@ class ReplicaCheck:
     later, if it can wait. All ranks do so in the same steps.
 
     Args:
-        named: parameters by name, the same on all ranks; looked at anew when a round of comparing begins.
+        named: parameters by name, the same on all ranks; looked at again when a round of comparing begins.
         every: a difference is found within this many steps.
         put: begins an exchange.
         strict: a difference raises ``ReplicaMismatch``. False: it warns once, and nothing is compared any more.

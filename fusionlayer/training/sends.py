@@ -14,7 +14,7 @@ from ..codecs import Codec
 __all__ = ["FollowsSyncs", "SendsItsOwn", "Sent", "sent_by"]
 
 Sent = tuple[str, str | Codec | None]
-"""What an optimizer sends: what it is, in words, and its codec; None: the one that ``DistributedOptimizer`` has."""
+"""A description of the values that an optimizer sends, and their codec; None: ``DistributedOptimizer``'s codec."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Gradients as they were submitted, with what shows whether somebody has changed them since."""
+"""Gradients as they were submitted, with evidence of any later change."""
 
 from __future__ import annotations
 

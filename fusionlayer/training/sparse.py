@@ -16,7 +16,7 @@ __all__ = ["ByName", "SparseGradients"]
 
 @dataclass(frozen=True)
 class ByName:
-    """What operations by name do for an optimizer, in a job that uses them.
+    """The part of named operations in an optimizer's step, in a job that uses them.
 
     Attributes:
         begin: called when a step begins.

@@ -1,4 +1,4 @@
-"""``StepPolicy``: what a step of a distributed optimizer does, behind the methods that users call."""
+"""``StepPolicy``: a step of a distributed optimizer, and the implementation of the methods that users call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["StepPolicy"]
 
 
 class StepPolicy(ReductionPolicy):
-    """What a step is. This policy averages gradients in every step; its subclasses make other kinds of steps.
+    """The kind of a step. This policy averages gradients in every step; subclasses implement other kinds.
 
     ``Distributed`` calls the methods that have the names of its own. It knows no subclass: ``DistributedOptimizer``
     chooses the policy by its arguments.
@@ -169,14 +169,14 @@ class StepPolicy(ReductionPolicy):
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has of these steps, besides the engine's step and memory."""
+        """Return this policy's state for a checkpoint, without the engine's step and memory."""
         return {}
 
     def before_load(self, saved: Mapping[str, Any]) -> None:
         """Refuse, or prepare for, the state ``saved``, which is loaded next."""
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a state after the optimizer and the engine have loaded theirs."""
+        """Continue from a state after the optimizer and the engine have loaded theirs."""
 
     def adopt_plan(self, plan: FusionPlan) -> None:
         """Fuse gradients by ``plan`` from the next step on, if it is for this job and these parameters."""

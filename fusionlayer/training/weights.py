@@ -29,7 +29,7 @@ class Weights:
     """How weights are sent from their owners to all ranks.
 
     Attributes:
-        codec: of the messages.
+        codec: the codec of the messages.
         differences: whether messages hold the owner's weights minus the copy that every rank keeps. Ranks add them to
             their copies. What a message lost is in the next step's difference (SDP4Bit, section 3.1 and
             Algorithm 2). ``delta``, a ``ChangeCodec``, loses nothing.

@@ -52,7 +52,7 @@ class _GroupRendezvous(Rendezvous):
         nccl: whether CUDA tensors are sent by NCCL.
         sockets: how connections of our own are made, which take the place of gloo and NCCL; None: there are none.
         pays: whether they are faster than gloo; None: that was not measured yet.
-        peer_bytes: as of ``Transport``.
+        peer_bytes: see ``Transport``.
         peers_pay: whether messages by peer memory are faster than by NCCL; None: that was not measured yet.
         mesh: connections of gloo between just these ranks, which shared duplicates use; None: there are none yet.
     """
@@ -285,7 +285,7 @@ def make_default_group(
     """Make torch's default process group, of all ranks that meet in ``store``.
 
     Args:
-        backend: as for ``torch.distributed.init_process_group``.
+        backend: see ``torch.distributed.init_process_group``.
         store: the ranks have met there.
         rank: this rank.
         size: number of ranks.

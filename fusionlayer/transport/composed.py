@@ -18,7 +18,7 @@ __all__ = ["Composed", "by_rank"]
 
 # Up to this size all_reduce_max sends whole tensors: less than half as many exchanges.
 _WHOLE_BYTES = 1 << 12
-# Up to so many ranks small tensors are sent to all ranks at once: one round trip instead of log2(size).
+# With at most this many ranks, small tensors go to all ranks at once: one round trip instead of log2(size).
 _FEW = 8
 _COMPLEMENT = bytes(range(255, -1, -1))
 

@@ -71,7 +71,7 @@ class ConnectedTransport(LinkedTransport):
         """Connect to the other ranks; yield each link with the device type that it serves. All ranks call it together.
 
         Args:
-            connecting: runs what waits for the other ranks.
+            connecting: runs the calls that wait for the other ranks.
         """
 
     def duplicate(self: Self) -> Self:

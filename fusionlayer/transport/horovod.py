@@ -81,10 +81,10 @@ def of_world(
     """Return a transport over all processes of the job. It initializes Horovod if needed.
 
     Args:
-        timeout: as for ``HorovodTransport``.
-        stall_warning: as for ``HorovodTransport``.
+        timeout: see ``HorovodTransport``.
+        stall_warning: see ``HorovodTransport``.
         ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
-        checksum: as for ``HorovodTransport``.
+        checksum: see ``HorovodTransport``.
     """
     hvd = import_horovod()
     if not hvd.is_initialized():

@@ -289,7 +289,7 @@ class LinkedTransport(Transport):
         """Close the transport after an error in a call.
 
         Raises:
-            TransportError: the link failed. It names the cause, which is found out first. Other errors go on as they
+            TransportError: the link failed. It names the cause, which is found out first. Other errors continue as they
                 are.
         """
         if isinstance(error, LinkError):
@@ -339,7 +339,7 @@ class LinkedTransport(Transport):
 
 
 class _ExchangePlan(NamedTuple):
-    """What all exchanges of equal sizes share.
+    """The plan that all exchanges of equal sizes share.
 
     Attributes:
         call: the call, for comparing it with those of other ranks.

@@ -240,7 +240,7 @@ class _Hub:
 class _Group:
     """The state that the ranks of one group share: meetings in flight, letters not yet received, and its failure.
 
-    A meeting is one point that all ranks reach before any goes on. A letter is a tensor from ``send``.
+    A meeting is one point that all ranks reach before any continues. A letter is a tensor from ``send``.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ __all__ = ["MpiTransport", "of_world"]
 
 @dataclass
 class _World:
-    """What transports over the same processes share, for the life of the process.
+    """State that transports over the same processes share, for the life of the process.
 
     Attributes:
         comm: a communicator from which those of the transports are duplicated. Nothing else uses it.
@@ -140,10 +140,10 @@ def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None, c
     """Return a transport over all processes of the job.
 
     Args:
-        timeout: as for ``MpiTransport``.
-        stall_warning: as for ``MpiTransport``.
+        timeout: see ``MpiTransport``.
+        stall_warning: see ``MpiTransport``.
         ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
-        checksum: as for ``MpiTransport``.
+        checksum: see ``MpiTransport``.
     """
     node = None if ranks_per_node is None else f"node {load_mpi().COMM_WORLD.rank // ranks_per_node}"
     return MpiTransport(None, timeout, stall_warning=stall_warning, node=node, checksum=checksum)

@@ -1,4 +1,4 @@
-"""What differs where calls of a transport only queue work on a device."""
+"""Transports whose calls only queue work on a device."""
 
 from __future__ import annotations
 

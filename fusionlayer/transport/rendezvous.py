@@ -75,7 +75,7 @@ class Connecting:
         what: what they make, for messages.
         timeout: seconds that this may take, and later a call.
         stall_warning: seconds of waiting after which a warning names the stragglers.
-        is_overdue: as for ``Heartbeat``.
+        is_overdue: see ``Heartbeat``.
         interrupt: makes calls over the connections fail, once there are some.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What ranks compare before they connect: the node of each, and settings that must be equal on all."""
+"""The facts that ranks compare before they connect: their nodes, and settings that must be equal."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _FIRST_BYTES = 64 << 10
 _MOST_AT_ONCE = 16 << 20
 # 50 ms as a struct timeval: how long a rank that stops in the middle of a message can keep rank 0 from the others.
 _NO_LONGER = struct.pack("@ll", 0, 50_000)
-# From this length on a message is sent by a second call. A shorter one is copied behind its length and sent with it.
+# From this length on a message is sent by a second call. A shorter one is copied after its length and sent with it.
 _WORTH_A_CALL = 16 << 10
 
 
@@ -65,7 +65,7 @@ class StarConnection:
 
     Args:
         end: the connected socket.
-        keys: of this connection, of which the other end has the same in the other order.
+        keys: the keys of this connection, of which the other end has the same in the other order.
 
     Attributes:
         room: bytes that can be sent without waiting for the reader, once it has read everything before.

@@ -23,7 +23,7 @@ __all__ = ["ROW_ALIGNMENT", "ExponentCodec", "copying", "rounded"]
 _HEAD = struct.Struct("<IIII")
 _RAW, _CODED = 0, 1
 ROW_ALIGNMENT = 16
-"""What bytes of a row of elements are filled up to a multiple of, where rows are messages of ``raw``."""
+"""Bytes of a row are padded to a multiple of this, where rows are messages of ``raw``."""
 
 
 class ExponentCodec(ZippedCodec, NativeCodec):
@@ -43,7 +43,7 @@ class ExponentCodec(ZippedCodec, NativeCodec):
     # ---- sizes ------------------------------------------------------------------------------------------------------
 
     def static_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return how many bytes ``compact`` returns at least for ``numel`` elements, whatever their values."""
+        """Return how many bytes ``compact`` returns at least for ``numel`` elements, regardless of their values."""
         form = self.wire(numel, dtype)
         return form.body + form.sections[0].plane.nbytes + self._always(numel, dtype)
 

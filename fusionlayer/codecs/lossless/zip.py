@@ -52,7 +52,7 @@ class Zip(ExponentCodec, name="zip"):
     has the same length for all data; escapes follow it. ``compact`` returns both in a row. Sums are rounded to the type
     that was encoded.
 
-    A sample of 512 elements decides which exponents get a code, anew for each 65,536 elements.
+    A sample of 512 elements decides which exponents get a code, again for each 65,536 elements.
 
     Attributes:
         exponents: "window" gives codes to seven exponents in a row, for a Gaussian of the sample's sigma; "table" to

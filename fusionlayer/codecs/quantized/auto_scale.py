@@ -62,7 +62,7 @@ class Headroom:
         return {"headroom": self.factor, "saturated": self._saturated, "sums": self._sums}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Take over ``numbers``, or begin anew if there are none."""
+        """Load ``numbers``; None resets the state."""
         self.factor = numbers.get("headroom")
         self._saturated, self._sums = (int(numbers.get(name, 0)) for name in ("saturated", "sums"))
 

@@ -22,8 +22,8 @@ class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
 
     Attributes:
         bits: between nodes, 8, 4, 3 or 2.
-        rounding: as in ``int``; stochastic by default, so that both levels are unbiased.
-        hadamard: as in ``int``, on both levels: preset ``tlq_hs``.
+        rounding: see ``int``; stochastic by default, so that both levels are unbiased.
+        hadamard: see ``int``, on both levels: preset ``tlq_hs``.
         inner_bits: inside nodes, 8, 4, 3 or 2; preset ``ulq`` has 4 on both levels, and stochastic rounding.
         inner_group_size: elements that share a scale inside nodes; a power of two from 32 to 4096.
     """

@@ -1,4 +1,4 @@
-"""``dynamiq``: a few bits per value for sums that every hop encodes anew, with more bits where the energy is."""
+"""``dynamiq``: a few bits per value for sums that every hop encodes again, with more bits where the energy is."""
 
 from __future__ import annotations
 

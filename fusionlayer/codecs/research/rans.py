@@ -20,7 +20,7 @@ _BLOCK, _LANES, _CARRIED, _SYMBOLS, _FILLED = 16384, 32, 64, 256, 64
 class Rans(ExponentCodec, name="rans"):
     """The same bits in as few bytes as exponents allow, by interleaved rANS with one table of frequencies per message.
 
-    A Gaussian takes 10.6 bits of bf16's 16, 13.5 of f16's 16, and 26.6 of f32's 32, whatever its sigma. Other
+    A Gaussian takes 10.6 bits of bf16's 16, 13.5 of f16's 16, and 26.6 of f32's 32, regardless of its sigma. Other
     distributions of exponents take their entropy. ``zip`` is ten times as fast and is measured by this ratio; on slow
     networks ``rans`` is worth its time. A message has at most 16 bytes more than its elements.
 

@@ -24,8 +24,8 @@ __all__ = ["TAHQuant"]
 class TAHQuant(NativeCodec, name="tahquant"):
     """Tiles of a token's channels with their own offset and step; fewer bits where a token's energy is concentrated.
 
-    As in TAH-Quant (2025), the share ``coarse`` of the tokens gets one bit less: those whose magnitudes have the lowest
-    entropy. They are chosen among every 32 tokens, where the paper chooses among all, so that values that were just
+    As in TAH-Quant (2025), the share ``coarse`` of the tokens gets one bit less: those with the lowest entropy of
+    magnitudes. They are chosen among every 32 tokens, where the paper chooses among all, so that values that were just
     read are encoded. A tile whose largest magnitude is at least twice the next one is rotated: that value, the pivot,
     changes places with the first value, then a Hadamard transform spreads it evenly, all with one sign. Codes run from
     the smallest to the largest value of the tile.

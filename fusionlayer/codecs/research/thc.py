@@ -42,7 +42,7 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
     one of 16 levels. Rotated values are nearly normal, so levels need not be fitted to the data. The collective
     ``integer_sum``, which more than two ranks take unless you name another one, adds integers without decoding them.
     For it ``agree`` takes the largest root mean squares of all ranks, and signs from the seed, so that a code stands
-    for the same integer on all ranks. Other collectives treat it as any codec and encode sums anew.
+    for the same integer on all ranks. Other collectives treat it as any codec and encode sums again.
 
     A shorter last block is filled up with zeros; a block that is the only one is filled up to a power of two. A NaN or
     Inf makes the 1024 elements NaN among which it is.

@@ -234,7 +234,7 @@ class ThresholdSparsifier(Sparsifier):
             1.25.
         reuse: number of steps that use one threshold; 1 finds a new one in every step. A reused threshold needs a
             single pass over the gradient, on a GPU a second one that counts. If it sends less than k / 4 or fills the
-            message, it is found anew at once, which costs more than not to reuse it. In that training nine of ten
+            message, it is found again at once, which costs more than not to reuse it. In that training nine of ten
             thresholds sent 0.4 to 2.2 k one step later, so reuse needs slack.
     """
 

@@ -56,7 +56,7 @@ def initialize(
         model_parameters: what to optimise: tensors, or groups of parameters.
         training_data: for which DeepSpeed makes a data loader.
         lr_scheduler: a schedule, or a function that makes one of the optimizer.
-        distributed_port: of rank 0; None: DeepSpeed's own, 29500.
+        distributed_port: the port of rank 0; None: DeepSpeed's own, 29500.
         mpu: an object that knows the groups of model parallelism.
         dist_init_required: whether to start torch.distributed; None: if it does not run.
         collate_fn: merges samples into a batch.
@@ -163,8 +163,8 @@ def _start(section: DeepSpeedSection, options: Mapping[str, Any] | None, **kwarg
     """Start the backend with the section's policy, or give the policy to a running one; compare sections over ranks.
 
     Args:
-        section: of the configuration.
-        options: of an optimizer that sends momentum, on which ranks must agree too; None: there is none.
+        section: the section of the configuration.
+        options: the options of an optimizer that sends momentum, on which ranks must agree too; None: there is none.
         kwargs: arguments of ``deepspeed.init_distributed``.
     """
     deepspeed = _deepspeed()

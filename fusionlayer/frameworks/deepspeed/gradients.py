@@ -1,4 +1,4 @@
-"""Tells the backend which gradients a tensor of DeepSpeed holds, with each collective.
+"""Registers with the backend which gradients a tensor of DeepSpeed holds, with each collective.
 
 The backend sees only a flat tensor. Methods of the engine and its optimizer make these tensors, and know whose
 gradients they hold. This file replaces these methods, on one engine, by functions that call them with a ``hint``.

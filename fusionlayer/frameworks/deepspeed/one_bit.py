@@ -104,11 +104,11 @@ class EngineOneBitAdam(OneBitAdam):
     """``OneBitAdam`` in a DeepSpeed engine: once the variance is frozen it averages momenta by itself, in its step.
 
     Until then the engine averages gradients, as they are. After that it does not: gradients are those of the rank.
-    DeepSpeed scales and clips them, and then calls ``step``, in f32 whatever the type of the model.
+    DeepSpeed scales and clips them, and then calls ``step``, in f32 regardless of the type of the model.
 
     Args:
         params: groups of parameters.
-        names: of the parameters, by id.
+        names: the names of the parameters, by id.
         options: as ``options_of`` returns them.
     """
 

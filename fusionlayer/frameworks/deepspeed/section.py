@@ -35,7 +35,7 @@ class RoleCodec:
 
     Attributes:
         codec: registered name; "raw" leaves tensors as they are. For weights also "qwd", "qw" or "qwz".
-        options: of that codec.
+        options: the options of that codec.
         algorithm: collective of all-reduces; None chooses by codec and nodes.
         min_bytes: smaller tensors are sent as they are. For an all-gather, the size of the output counts.
     """

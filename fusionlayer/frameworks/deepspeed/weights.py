@@ -29,7 +29,7 @@ def send_differences(optimizer: Any, codec: Codec, min_bytes: int, seeds: Callab
 
     Args:
         optimizer: of ZeRO stage 1 or 2.
-        codec: of the differences.
+        codec: the codec of the differences.
         min_bytes: groups of weights that take fewer bytes are sent as they are.
         seeds: returns the numbers of this step's calls.
     """
@@ -52,7 +52,7 @@ def send_differences(optimizer: Any, codec: Codec, min_bytes: int, seeds: Callab
 
 
 def clear_padding_of_weights(optimizer: Any) -> None:
-    """Fill the padding behind partitioned weights, which ZeRO-3 leaves uninitialised, with zeros.
+    """Fill the padding after partitioned weights, which ZeRO-3 leaves uninitialised, with zeros.
 
     The padding is sent with the weights and shares blocks with them. The optimizer's copies get zeros too. Gradients
     there are zeros, so the padding stays zero.

@@ -78,7 +78,7 @@ class Channel:
     Attributes:
         rank: this process in the group.
         size: number of ranks of the group.
-        codec: of the activations.
+        codec: the codec of the activations.
         name: the name by which graphs refer to the channel.
     """
 

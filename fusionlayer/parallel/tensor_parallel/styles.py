@@ -59,9 +59,9 @@ class ColwiseParallel(_Compressed, stock.ColwiseParallel):
     ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of torch.
 
     Args:
-        codec: as in ``Channel``.
-        algorithm: as in ``Channel``.
-        piece_bytes: as in ``Channel``.
+        codec: see ``Channel``.
+        algorithm: see ``Channel``.
+        piece_bytes: see ``Channel``.
         codec_options: options of a codec given by name.
 
     Raises:

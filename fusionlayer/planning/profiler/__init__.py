@@ -70,10 +70,10 @@ def measure_profile(
         transport: all ranks.
         pair: on two of the ranks, a transport of these two; the link between them is measured. None on other ranks.
         local_size: ranks of this host, which share its cores.
-        rate: of the link, in the words of tc; None: the rate of its largest exchange.
+        rate: the rate of the link, in the words of tc; None: the rate of its largest exchange.
         sizes: which sizes are measured, and how often.
         environment: facts for the profile, about hardware and software.
-        clock: of the device that computes and has the messages.
+        clock: the clock of the device that computes and has the messages.
         note: as ``Note`` says.
     """
     module, batch = load_model(model)

@@ -88,7 +88,7 @@ def _pack_and_unpack(gradients: list[torch.Tensor], flat: torch.Tensor, slots: l
 
 
 def measure_staging(sizes: Sequence[int], repeats: int, clock: Clock) -> Points:
-    """Return seconds of copying so many bytes between the clock's device and the host's memory, one way."""
+    """Return seconds of copying this many bytes between the clock's device and the host's memory, one way."""
     points = []
     for size in sizes:
         near = torch.ones(size, dtype=torch.uint8, device=clock.device)

@@ -47,8 +47,8 @@ def measure_costs(
         codecs: by name.
         transport: all ranks; nothing else may compute or send meanwhile.
         sizes: which sizes are measured, and how often.
-        clock: of the device that computes and has the messages.
-        dtype: of the values that codecs encode.
+        clock: the clock of the device that computes and has the messages.
+        dtype: the type of the values that codecs encode.
         limit: seconds for all transfers, as for ``measure_collectives``.
         staged: a link carries the host's memory, so it is measured with that, and the copies there by themselves.
         more: what else to measure before, by name.
@@ -105,9 +105,9 @@ def make_profile(
         transport: all ranks.
         link: measured between two of them; None: as the exchanges of all ranks say. Where nodes have several ranks,
             these say how much messages of any size take, because all ranks of a node share its link.
-        rate: of a node's link, in the words of tc; None: the rate of the largest exchange.
+        rate: the rate of a node's link, in the words of tc; None: the rate of the largest exchange.
         local_size: ranks of this host, which share its cores.
-        clock: of the device that computes.
+        clock: the clock of the device that computes.
         environment: facts for the profile, about hardware and software.
     """
     size, curves = transport.size, dict(found.get("collectives", {}))
@@ -146,7 +146,7 @@ def make_profile(
 
 
 def _by_bytes(points: Points, messages: int, latency: float, link: LinkCost | None) -> dict[str, Any]:
-    """Return what ``as_link`` needs of exchanges in which a link carries so many messages at once."""
+    """Return what ``as_link`` needs of exchanges in which a link carries this many messages at once."""
     exchange = [[messages * nbytes, seconds] for nbytes, seconds in points]
     return {"latency": latency, "cpu_per_byte": link.cpu_per_byte if link else 0.0, "exchange": exchange}
 

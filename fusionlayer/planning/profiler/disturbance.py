@@ -22,7 +22,7 @@ _TENSORS = 24
 _NUMEL = 1 << 10
 _ROWS, _DEVICE_ROWS = 192, 1024
 _PRODUCTS = 16
-"""Products of square matrices of so many rows for each gradient; together they take about a millisecond or more."""
+"""Products of square matrices of this many rows for each gradient; together they take about a millisecond or more."""
 _TAIL = 4 * _PRODUCTS
 """Products for the last gradient, while the last bucket is sent."""
 

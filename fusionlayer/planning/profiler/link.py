@@ -93,7 +93,7 @@ def measure_collectives(
         repeats: calls for each size; their median counts. One more comes before them.
         limit: seconds for all sizes. A size that is expected to exceed it, in proportion to the time of the size
             before, is left out with all larger ones. The first two are always measured.
-        clock: of the device on which the messages lie.
+        clock: the clock of the device on which the messages lie.
     """
     kinds: dict[str, Callable[[Transport, int, Clock], Transfer]] = {
         "dense": _reduce,

@@ -39,8 +39,8 @@ def measure_step(
         batch: returns the arguments of the model's forward for the number of a step.
         warm_up: number of steps that do not count.
         steps: number of steps after them, which count.
-        clock: of the device of model and batch. It is waited for when all steps are over, so the host runs ahead as in
-            training.
+        clock: the clock of the device of model and batch. It is waited for when all steps are over, so the host runs
+            ahead as in training.
     """
     names = {p: plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
     spans: dict[str, list[tuple[Stamp, Stamp]]] = defaultdict(list)

@@ -40,12 +40,12 @@ def profile_training(
     includes the update. All ranks use the link at once while it is measured, so its costs hold for as many ranks.
 
     Args:
-        steps: of this rank; each rank has equally many.
-        tensors: of a step, by name.
+        steps: the steps of this rank; each rank has equally many.
+        tensors: the tensors of a step, by name.
         codecs: by registered name, each with the options to measure.
         transport: all ranks; nothing else may compute or send meanwhile.
         local_size: ranks of this host, which share its cores.
-        clock: of the gradients' device; codecs and messages are measured there too.
+        clock: the clock of the gradients' device; codecs and messages are measured there too.
     """
     names = sorted(tensors)
     largest = max(tensor.numel for tensor in tensors.values())

@@ -58,8 +58,8 @@ class Planner(ABC):
         A run never mixes element types, and each of the user's groups is a run of its own.
 
         Args:
-            tensors: of a step, in order of arrival.
-            costs: of the step; all ranks must pass the same, so that they make the same plan.
+            tensors: the tensors of a step, in order of arrival.
+            costs: the costs of the step; all ranks must pass the same, so that they make the same plan.
 
         Raises:
             ConfigError: the planner needs costs and none are given.

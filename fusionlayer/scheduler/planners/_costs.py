@@ -21,9 +21,9 @@ class StepCosts:
     Attributes:
         backward: seconds of backward for each tensor, by name; 0 for a missing name.
         encode: of packing and encoding so many elements on one rank.
-        decode: of summing all ranks' messages of so many elements, and of unpacking the sum.
-        communicate: of the transfers of a bucket of so many elements, and of recoding between them.
-        startup: of communicating next to nothing.
+        decode: the cost of summing all ranks' messages of this many elements, and of unpacking the sum.
+        communicate: the cost of the transfers of a bucket of this many elements, and of recoding between them.
+        startup: the cost of an empty transfer.
         disturbance: seconds by which each bucket delays the computing after it, because threads share cores, caches and
             the interpreter. The bucket's own seconds on the communication thread are not part of it.
         ahead: the thread that computes encodes each tensor when its gradient arrives; otherwise the communication
@@ -56,8 +56,8 @@ class Pipeline:
     Nothing is shared then, so a recurrence replaces the simulated events. Tests hold the two equal.
 
     Args:
-        tensors: of a step, in order of arrival.
-        costs: of the step.
+        tensors: the tensors of a step, in order of arrival.
+        costs: the costs of the step.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], costs: StepCosts) -> None:

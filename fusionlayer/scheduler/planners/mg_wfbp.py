@@ -17,7 +17,7 @@ class MGWFBP(Planner, name="mg_wfbp"):
     """Merge a tensor into the bucket before it if waiting for the tensor costs less than a startup.
 
     The tensor must arrive before the bucket would have been sent. Besides, the bucket must still be in the queue then,
-    or wait for less than a startup. After a merge the bucket's times are computed anew.
+    or wait for less than a startup. After a merge the bucket's times are computed again.
     """
 
     @property

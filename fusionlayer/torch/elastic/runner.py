@@ -1,4 +1,4 @@
-"""``run``: training that goes on when workers fail or are added."""
+"""``run``: training that continues when workers fail or are added."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     ``func`` is called. If it raises ``HorovodInternalError``, a peer has failed: the state goes back to its last
     commit.
     If it raises ``HostsUpdatedInterrupt``, workers will come or go: the state stays as it is. In both cases the job
-    begins anew, and ``func`` is called again.
+    begins again, and ``func`` is called again.
 
     torchrun's agent restarts all workers when one fails or a node joins. The restarted workers find the commits in
-    the memory of the host. If no rank failed, or without an agent, the job begins anew by ``shutdown`` and ``init``
+    the memory of the host. If no rank failed, or without an agent, the job begins again by ``shutdown`` and ``init``
     in the same processes. Without an agent, a rank that does not come back within the job's timeout ends the others
     with ``TransportError``.
     """
@@ -82,7 +82,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                         return func(state, *args, **kwargs)
                     with notice.awaited():
                         result = func(state, *args, **kwargs)
-                    # A rank that has finished keeps the commits: the others may still need them to go on.
+                    # A rank that has finished keeps the commits: the others may still need them to continue.
                     ops.barrier()
                     storage.forget()
                     return result
@@ -110,13 +110,13 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What a rank has to go on from.
+    """The state from which a rank continues.
 
     Attributes:
         held: number of the commit that its state is at, 0 in a process that has just been started.
         found: number of the newest commit in its storage, for such a process.
-        ranks: that the own parts of that one are from.
-        token: of its storage.
+        ranks: the ranks that the own parts of that one are from.
+        token: the token of its storage.
     """
 
     held: int

@@ -1,4 +1,4 @@
-"""A sampler that distributes the rest of the epoch anew when ranks have been added or removed."""
+"""A sampler that distributes the rest of the epoch again when ranks have been added or removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ElasticSampler"]
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """The indices of a data set, dealt out to ranks in turn, without those that were processed in this epoch.
 
-    Give it to ``TorchState``, which lets it begin anew with the ranks that there are; call ``record_batch`` after each
+    Give it to ``TorchState``, which lets it begin again with the ranks that there are; call ``record_batch`` after each
     batch, before ``commit``, and ``set_epoch`` at the end of each epoch, not at its beginning.
 
     Every rank gets equally many indices. If they do not divide evenly, the first remaining indices come twice.
@@ -26,12 +26,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Args:
         dataset: of constant size.
         shuffle: another order in each epoch, the same on all ranks.
-        seed: of that order; equal on all ranks.
+        seed: the seed of that order; equal on all ranks.
 
     Attributes:
         epoch: as set.
         processed_num: samples that all ranks together have processed in this epoch.
-        remaining_indices: what was left when the sampler last began anew.
+        remaining_indices: what was left when the sampler last began again.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -58,7 +58,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where ``state_dict`` was taken, with the ranks that there are now."""
+        """Continue from where ``state_dict`` was taken, with the ranks that there are now."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()

@@ -28,7 +28,7 @@ class Notice:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Inside this context SIGTERM is noted and training goes on. Outside, SIGTERM ends the process as usual."""
+        """Inside this context SIGTERM is noted and training continues. Outside, SIGTERM ends the process as usual."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may handle signals
             return

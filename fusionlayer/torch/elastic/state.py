@@ -16,7 +16,7 @@ __all__ = ["HostsUpdatedInterrupt", "CommitStore", "ObjectState", "State"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Workers will be added or removed. ``run`` catches it and lets training go on with the new workers.
+    """Workers will be added or removed. ``run`` catches it and lets training continue with the new workers.
 
     Attributes:
         skip_sync: all remaining ranks have the same state, so nothing needs to be sent.
@@ -35,7 +35,7 @@ class CommitStore(Protocol):
 
 
 class State:
-    """Base of states. Subclasses say how to save, restore and synchronize theirs.
+    """Base of states. Subclasses implement save, restore and synchronize.
 
     To outlive a restart of the process, they also say how to hand the last save out and take it in (``export``,
     ``adopt``).
@@ -62,7 +62,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to a job that has begun anew. ``run`` calls it before it synchronizes the state."""
+        """Adapt to a job that has restarted. ``run`` calls it before it synchronizes the state."""
         self._host_messages = SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -73,7 +73,7 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state from which training goes on after a failure; then call ``check_host_updates``.
+        """Save the state from which training continues after a failure; then call ``check_host_updates``.
 
         A commit copies all of the state. Commit as often as repeating the lost work would cost more.
 
@@ -124,7 +124,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to a job that has begun anew; for subclasses."""
+        """Adapt to a job that has begun again; for subclasses."""
 
     def export(self) -> tuple[Any, Any] | None:
         """Return what was saved last: the part that is the same on all ranks, and this rank's own. Both are pickled.

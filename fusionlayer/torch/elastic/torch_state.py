@@ -70,7 +70,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Adapt models, optimizers and samplers to a job that has begun anew."""
+        """Adapt models, optimizers and samplers to a job that has restarted."""
         for handler in self._handlers.values():
             handler.reset()
 
@@ -122,7 +122,7 @@ class StateHandler:
         self.save()
 
     def reset(self) -> None:
-        """Adapt the object to a job that has begun anew."""
+        """Adapt the object to a job that has restarted."""
 
     def export(self) -> tuple[Any, Any]:
         """Return what was saved last: the part that is the same on all ranks, and this rank's own or None."""

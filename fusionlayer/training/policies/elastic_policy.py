@@ -75,10 +75,10 @@ def check_elastic(optimizer: Optimizer, **given: Any) -> None:
 class ElasticStepPolicy(StepPolicy):
     """A step is a transaction: either all members make it with the same results, or none does.
 
-    Gradients stay as backward made them until the results of all buckets are there. Only then results replace gradients
-    and the wrapped optimizer makes its update. So if a member fails, each of the others either has made the step, or
-    has gradients, error feedback and state as before. They form the next generation. If none of them has made the step,
-    they exchange the same gradients once more. If one has, it gives its results to those that lack them.
+    Gradients stay as backward made them until the results of all buckets have arrived. Only then results replace
+    gradients and the wrapped optimizer makes its update. So if a member fails, each of the others either has made the
+    step, or has gradients, error feedback and state as before. They form the next generation. If none of them has made
+    the step, they exchange the same gradients once more. If one has, it gives its results to those that lack them.
 
     It can give them, because members notify each other at the end of a step that they have all results, and none begins
     to send the next step's gradients, or frees results, before all have. The message is in flight while the next
@@ -88,10 +88,10 @@ class ElasticStepPolicy(StepPolicy):
     takes over parameters and state instead of an update.
 
     Attributes:
-        members: of the job.
-        facts: what a newcomer has to have too, besides parameters and settings.
+        members: the members of the job.
+        facts: state that a newcomer needs besides parameters and settings.
         is_attached: whether the optimizer is not closed.
-        at: the engine's step with which a generation of several members goes on.
+        at: the engine's step with which a generation of several members continues.
     """
 
     # A step may have to be made once more, with gradients as they were: ``step`` waits for it and not backward.
@@ -103,7 +103,7 @@ class ElasticStepPolicy(StepPolicy):
         self.facts: tuple[object, ...] = ()
         self.is_attached = False
         self.at = 0
-        # With what a generation goes on, besides: error feedback, and the plan.
+        # A generation also continues with: error feedback, and the plan.
         self._kept: Mapping[str, Any] = {}
         self._plan: FusionPlan | None = None
         # Waits until all members have the results of the last step; and these, until then.
@@ -151,7 +151,7 @@ class ElasticStepPolicy(StepPolicy):
         super().leave()
 
     def recover(self, error: BaseException) -> bool:
-        """Let backward go on if a rank has failed: ``step`` makes the exchange again."""
+        """Let backward continue if a rank has failed: ``step`` makes the exchange again."""
         engine = self.reducer.engine
         if engine is None or engine.failure is None:
             return False
@@ -336,7 +336,7 @@ class ElasticStepPolicy(StepPolicy):
         """Begin with what a member has returned from ``more``."""
 
     def _connect_anew(self) -> None:
-        """Reduce gradients over the present members, from the step and the error feedback that are to go on."""
+        """Reduce gradients over the present members, from the step and the error feedback that are to continue."""
         reducer = self.reducer
         self._plan = (None if reducer.engine is None else reducer.engine.plan) or self._plan
         reducer.connect_anew()

@@ -1,4 +1,4 @@
-"""What the members of an elastic job hold alike, as a newcomer gets it, and the results that a member may lack."""
+"""The state that all members of an elastic job share, as a newcomer receives it, and results that a member lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["own_fingerprints", "receive_results", "receive_state", "send_results
 
 
 class Elastic(Protocol):
-    """What these functions need of an ``ElasticStepPolicy``."""
+    """The part of an ``ElasticStepPolicy`` that these functions use."""
 
     reducer: Reducer
     facts: tuple[object, ...]
@@ -67,7 +67,7 @@ def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[s
     """Return a memory's state after a step whose results this rank lacked, without what may be of before the step.
 
     All messages of this rank have arrived, or no rank would have results. So its error feedback is right where it is
-    complete before the last message leaves. Where it is not, it begins anew, so that nothing is sent twice.
+    complete before the last message leaves. Otherwise error feedback restarts, so that nothing is sent twice.
     """
     buckets = () if plan is None else plan.buckets
     unsure = {
@@ -91,7 +91,7 @@ def facts_of(policy: Elastic) -> Tensor:
 
 
 def state_of(policy: Elastic) -> dict[str, Any]:
-    """Return what members hold alike: parameters, buffers, the optimizer's state and those of shared objects."""
+    """Return the state that all members share: parameters, buffers, states of the optimizer and of objects."""
     members, reducer = policy.members, policy.reducer
     return {
         "tensors": tensors_of(policy),
@@ -115,7 +115,7 @@ def receive_state(policy: Elastic, transport: Transport, source: int, own: Mappi
     """Receive what ``send_state`` sends.
 
     Args:
-        policy: of this process.
+        policy: the policy of this process.
         transport: over the members.
         source: rank of the sender.
         own: fingerprints of the tensors that it has.

@@ -91,7 +91,7 @@ def send(state: Any, theirs: Mapping[str, Fingerprint], transport: Transport, to
     """Send ``state`` to rank ``to``, which calls ``receive``.
 
     Args:
-        state: as for ``parted``.
+        state: see ``parted``.
         theirs: the fingerprints of what the receiver has, by place.
         transport: connects the two.
         to: rank of the receiver.

@@ -1,4 +1,4 @@
-"""``Local``: the options of local steps, in which ranks train by themselves and send how far they have come."""
+"""``Local``: the options of local steps, in which ranks train alone and average their changes now and then."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Local:
 
     A sync sends, from each rank, the difference between the parameters that all ranks had after the last sync (the
     anchor) and its parameters now. The outer optimizer, ``torch.optim.SGD`` with Nesterov momentum, takes the average
-    of the differences as the gradient of the anchor. Then all ranks go on from the new anchor, with the same bits.
+    of the differences as the gradient of the anchor. Then all ranks continue from the new anchor, with the same bits.
 
     The methods make the published variants. Each is a value of this class, and every option can be given to each.
 
@@ -35,16 +35,16 @@ class Local:
             where training waits for the network, fewer where what ranks learn drifts apart. Not with fragments or a
             delay.
         lr: learning rate of the outer optimizer; 1.0 without momentum makes the new anchor the plain average.
-        momentum: of the outer optimizer, from 0 to below 1.
+        momentum: the momentum of the outer optimizer, from 0 to below 1.
         fragments: parts of the model that sync one after the other, each once in ``every`` steps; buckets of the fusion
             plan make them up.
         delay: local steps that a rank makes while a fragment is in flight, below ``every``; 0 waits for it.
         alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
             with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
-        states: of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too, and every
-            how many syncs: ``{"exp_avg": 3}``. They are sent uncompressed. Not with fragments or a delay.
+        states: the states of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too,
+            and every how many syncs: ``{"exp_avg": 3}``. They are sent uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
-        codec_options: of ``codec``.
+        codec_options: the options of ``codec``.
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
         feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1,
             error feedback acts as the momentum of the outer optimizer.

@@ -165,7 +165,7 @@ class LocalStepPolicy(StepPolicy):
                 self._enter(engine, saved["step"])
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from the anchors that were saved; without any, begin a new round."""
+        """Continue from the anchors that were saved; without any, begin a new round."""
         reducer = self.reducer
         if reducer.engine is None:
             return

@@ -25,10 +25,10 @@ class Flight:
     """A fragment that is in flight.
 
     Attributes:
-        parameters: of the fragment, by name.
+        parameters: the parameters of the fragment, by name.
         left: local steps until its results are taken.
         take: waits for the averaged differences, and returns them by name; states too.
-        states: of the wrapped optimizer that sync too, by name; averages replace them.
+        states: the states of the wrapped optimizer that sync too, by name; averages replace them.
         left_with: values of the parameters, by name, as they were when the fragment left; None: no rank asks for them.
     """
 
@@ -52,7 +52,7 @@ class LocalSteps:
 
     Args:
         sync: how often ranks sync, and by which outer optimizer.
-        clock: of the parameters' device.
+        clock: the clock of the parameters' device.
 
     Attributes:
         sync: as given.
@@ -143,7 +143,7 @@ class LocalSteps:
                 torch._foreach_add_(parts, learned)
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """Return copies of all that the next steps depend on; tensors by name. Waits for what is in flight."""
+        """Return copies of everything that the next steps depend on; tensors by name. Waits for what is in flight."""
         momenta = {names[p]: kept for p, kept in self._carried.items()}
         momenta |= {names[p]: self._outer.state.get(anchor, {}).get(_MOMENTUM) for p, anchor in self.anchors.items()}
         flights = []
@@ -164,7 +164,7 @@ class LocalSteps:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, named: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state_dict`` returned; from None, begin anew.
+        """Continue from what ``state_dict`` returned; from None, begin again.
 
         In the middle of a round, parameters get the values that they had. Otherwise they are the caller's to load.
         """
@@ -226,8 +226,8 @@ def due_states(
 
     Args:
         optimizer: the wrapped one.
-        names: of its parameters.
-        keys: of the states that sync at times.
+        names: the names of its parameters.
+        keys: the keys of the states that sync at times.
         due: names of the tensors that are sent now.
 
     Raises:

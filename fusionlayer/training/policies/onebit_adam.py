@@ -55,14 +55,15 @@ class OneBitAdam(Optimizer):
     a step would need for a while anyway.
 
     Args:
-        params: as for ``torch.optim.AdamW``.
+        params: see ``torch.optim.AdamW``.
         lr: learning rate.
-        betas: of momentum and variance.
+        betas: the betas of momentum and variance.
         eps: added to the square root of the variance.
         weight_decay: decoupled, as in AdamW.
         freeze_step: least number of warm-up steps of each parameter; at least the learning rate's own warm-up.
         warmup_codec: name or codec of the gradients in the warm-up. "raw" is the paper's; "int4" sends far less.
-        bias_correction: of both moments. The paper's algorithm 1, and DeepSpeed's optimizer of this name, have none.
+        bias_correction: the bias correction of both moments. The paper's algorithm 1, and DeepSpeed's optimizer of this
+            name, have none.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -307,7 +308,7 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def leaves(self, parameters: Iterable[Tensor]) -> None:
-        """Keep what ``synced`` needs of the momentum as it is now, and count local steps anew."""
+        """Keep what ``synced`` needs of the momentum as it is now, and count local steps again."""
         for parameter in parameters:
             state = self.state[parameter]
             if state.get("rates"):

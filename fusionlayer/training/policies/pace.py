@@ -27,7 +27,7 @@ class Pace:
     same number.
 
     Args:
-        clock: of the parameters' device.
+        clock: the clock of the parameters' device.
         rules: bounds, and when the number changes; None: the defaults.
 
     Attributes:
@@ -59,7 +59,7 @@ class Pace:
         return told
 
     def arrive(self, averages: Iterable[Tensor], told: Sequence[Sequence[float]], says: bool) -> None:
-        """Note that the averages are there, and follow what all ranks have ``told``; ``says``: write to the log."""
+        """Note that the averages have arrived, and follow what all ranks have ``told``; ``says``: write to the log."""
         self._norms.append(_norm(averages))
         self._arrived = self._clock.stamp()
         if any(waited == _NOTHING for waited, _, _ in told):
@@ -79,7 +79,7 @@ class Pace:
         return asdict(self.state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with what ``state_dict`` returned; what was measured before counts no more."""
+        """Continue with what ``state_dict`` returned; what was measured before counts no more."""
         self.begin_anew()
         self.state = EveryState(**saved)
 

@@ -86,10 +86,10 @@ class CopyEngines:
         self._check("cuMemcpyAsync", self._memcpy(to, source, nbytes, stream))
 
     def signal(self, stream: int, writes: Sequence[tuple[int, int]], waits: Sequence[tuple[int, int]]) -> None:
-        """Write numbers of 32 bits behind all work before, then wait until others, of 64 bits, are as large.
+        """Write numbers of 32 bits after all earlier work, then wait until others, of 64 bits, are as large.
 
         Args:
-            stream: of the device.
+            stream: the stream of the device.
             writes: address and number.
             waits: address and number, which is less than 2 ** 63.
         """

@@ -38,7 +38,7 @@ def is_faster(
         other: as well known as its library.
         rank: this rank.
         size: number of ranks.
-        names: of both, for the log.
+        names: the names of both, for the log.
 
     Raises:
         LinkError: one of the links has failed.

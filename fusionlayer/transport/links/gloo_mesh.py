@@ -33,10 +33,10 @@ class GlooMesh:
     last one closes the connections.
 
     Args:
-        store: by which gloo connects; it is let go once the connections are made.
+        store: the store by which gloo connects; it is let go once the connections are made.
         rank: rank of this process in the group.
         size: number of ranks in the group.
-        seconds: that connecting may take.
+        seconds: the seconds that connecting may take.
 
     Attributes:
         group: what sends and receives. Any: torch's type stubs lack some of its methods.

@@ -18,7 +18,7 @@ _LENGTH = struct.Struct("<Q")
 class GlooStore(WrappedStore):
     """A store that refuses what no gloo has written: its parts have other lengths than in what this rank writes.
 
-    A rank writes its host's name and its address, each behind a length, and a number for each rank. Where this rank's
+    A rank writes its host's name and its address, each after its length, and a number for each rank. Where this rank's
     gloo writes something else, it is another version, and everything passes.
 
     gloo asks for one rank after the other. So all addresses are read at once when it asks for the first, and the

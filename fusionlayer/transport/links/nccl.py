@@ -39,7 +39,7 @@ class NcclLink(QueueingLink, RowLink):
         rank: rank of this process in the group.
         size: number of ranks in the group.
         timeout: seconds that an operation may take on the device.
-        device: of all tensors.
+        device: the device of all tensors.
     """
 
     can_launch = True

@@ -28,8 +28,8 @@ class PeerLink(QueueingLink):
     into a slot, and counts it as sent; the receiver's stream waits for that number, copies the slot to where the
     message has to go, and counts the piece as taken. The sender's stream waits for that before it fills the slot again.
     A message that is longer than a slot is sent in pieces: each rank sends a piece of all its messages, then takes one
-    of all that it receives, and so on. So a rank waits only for what others have queued before, in whatever order their
-    devices come to it.
+    of everything that it receives, and so on. So a rank waits only for what others have queued before, in whatever
+    order their devices come to it.
 
     A rank writes to no other rank's device: a straggler can damage nothing. And the order holds however a machine
     is wired: what is sent stays where it was written before it was counted, until the receiver reads it there.
@@ -41,7 +41,7 @@ class PeerLink(QueueingLink):
         rank: this rank.
         size: number of ranks, all of them on one host.
         timeout: seconds that an operation may take on the device.
-        nbytes: of each rank's device, for slots.
+        nbytes: the bytes of each rank's device, for slots.
         gather: between the ranks.
 
     Raises:
@@ -110,7 +110,7 @@ class PeerLink(QueueingLink):
             stream: where.
             outgoing: messages to other ranks.
             incoming: messages from other ranks.
-            start: of the pieces.
+            start: the start of the pieces.
             taken: what has to be counted first: places of counters, and numbers.
             pending: gets what this waits for.
 
@@ -166,7 +166,7 @@ class PeerLink(QueueingLink):
         super()._check_open()
 
     def _left(self) -> LinkError | None:
-        """Return the error for what a rank has sent that gave up: it may be worthless."""
+        """Return the error for messages of a rank that gave up: they may be invalid."""
         peer = self._counters.who_left()
         return None if peer is None else LinkError(peer, f"rank {peer} has given up")
 

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 _RECORD = struct.Struct("<qq16s")
 # Where a page has the rank that left, plus one; the token stands before it.
 _LEFT = 32
-# A counter has a line of the caches for itself: devices and processes write to those next to it.
+# Each counter has its own cache line, because devices and processes write to the counters next to it.
 _APART = 64
 _PAGE = 4096
 # Pages that a device may still look at. They are never unmapped: nothing shows for certain when it has stopped.
@@ -59,8 +59,8 @@ class PeerMemory:
 
     Args:
         rank: this rank.
-        device: of this rank.
-        nbytes: of each rank's memory, which is full of zeros at first.
+        device: the device of this rank.
+        nbytes: the bytes of each rank's memory, which is full of zeros at first.
         gather: between the ranks, which are all on one host.
 
     Attributes:
@@ -85,7 +85,7 @@ class PeerMemory:
 
 
 class Counter(IntEnum):
-    """What a counter counts: pieces sent to the rank whose page it is in, or pieces taken of it."""
+    """Meaning of a counter: pieces sent to the rank whose page holds it, or pieces received from it."""
 
     SENT = 0
     TAKEN = 1
@@ -146,7 +146,7 @@ class Counters:
     def leave(self) -> None:
         """Let this rank's device wait for no counter any longer. Any thread may call it.
 
-        What is queued there runs on, and all that it still sends is worthless. So the other ranks are notified first:
+        Work queued there continues, but its messages are invalid. So the other ranks are notified first:
         what they have received before that is whole.
         """
         for of, page in enumerate(self._mapped):

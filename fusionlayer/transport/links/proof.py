@@ -48,7 +48,7 @@ def prove(gather: Callable[[Tensor], list[Tensor]], rank: int, place: str) -> No
 
 
 def prove_link(link: ExchangeLink, rank: int, size: int, place: str, seconds: float) -> None:
-    """As ``prove``, over a link that no process uses yet, in so many seconds at most."""
+    """As ``prove``, over a link that no process uses yet, in this many seconds at most."""
     others = [peer for peer in range(size) if peer != rank]
     deadline = time.monotonic() + seconds
 

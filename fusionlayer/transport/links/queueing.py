@@ -28,8 +28,8 @@ class Pending:
     """An operation that the device may still have to do.
 
     Attributes:
-        begun: behind what was queued before it.
-        ended: behind all of it.
+        begun: an event after all work that was queued before the call.
+        ended: an event after the call's own work.
         since: when it was first seen to have begun, or 0.
         awaited: what it waits for, if the link knows: a rank, one of its counters, and the number that has to come.
     """
@@ -47,9 +47,9 @@ class QueueingLink(Link):
     began and ended.
 
     Args:
-        rank: of this process in the group.
+        rank: the rank of this process in the group.
         timeout: seconds that an operation may take on the device.
-        device: of all tensors.
+        device: the device of all tensors.
     """
 
     only_queues = True

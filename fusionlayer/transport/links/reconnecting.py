@@ -29,7 +29,7 @@ _STAYS_BUSY = 2.0
 _AGAIN = 1.0
 # Seconds that a connection which is made again may take.
 _PATIENCE_AGAIN = 3.0
-# Seconds for which a link that was closed goes on until what it has sent has arrived.
+# Seconds for which a link that was closed continues until what it has sent has arrived.
 _LINGER = 5.0
 _LINGER_POLL = 0.01
 # Connections that are made at once.
@@ -39,7 +39,7 @@ _DOWN, _UP, _STALLED, _LEFT = range(4)
 
 
 class Kept(Protocol):
-    """What the keeper needs of a link."""
+    """The part of a link that the keeper uses."""
 
     def add(self, peer: int, index: int, descriptor: int, keys: ConnectionKeys) -> None:
         """Take a connected socket, and the keys that both its ends have."""
@@ -183,7 +183,7 @@ class Keeper:
             listener.close()
 
     def _report(self) -> None:
-        """Say which connections are lost or stalled, and which are used again, where others of the pair go on."""
+        """Say which connections are lost or stalled, and which are used again, where others of the pair continue."""
         before, self._states = self._states, self._link.states()
         for peer, (old, new) in enumerate(zip(before, self._states, strict=True)):
             if peer == self._rank or old == new or _UP not in new or _LEFT in new:

@@ -72,7 +72,7 @@ class Invitation:
 
     @property
     def record(self) -> Tensor:
-        """What other processes need to map the memory and call this one: (48,) uint8."""
+        """The handle with which other processes map the memory and call this one: (48,) uint8."""
         known = (0, 0) if self._listener is None else (os.getpid(), self._file)
         return torch.frombuffer(bytearray(_RECORD.pack(self._place, self._token, *known)), dtype=torch.uint8)
 

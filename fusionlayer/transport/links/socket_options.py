@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     Attributes:
         interface: its name; empty: whichever the routes prefer.
-        addresses: of this host, the preferred one first.
+        addresses: the addresses of this host, the preferred one first.
     """
 
     interface: str

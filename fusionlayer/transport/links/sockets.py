@@ -34,7 +34,7 @@ __all__ = ["SocketLink"]
 # Bytes to each peer that may be in flight, or wait there for the call that wants them: the product of rate and round
 # trip of a link of 2.5 Gbit/s and 100 ms.
 WINDOW_BYTES = 32 << 20
-# Seconds after which ranks go on without connections that cannot be made, if each pair has one.
+# Seconds after which ranks continue without connections that cannot be made, if each pair has one.
 _ENOUGH = 5.0
 _POLL = 0.01
 # Seconds in all that a process waits at its exit for what it has sent to arrive.
@@ -173,7 +173,7 @@ class SocketLink(ExchangeLink):
             self._keeper.join(deadline)
 
     def _connect(self, store: dist.Store, options: SocketOptions) -> None:
-        """Tell the others where this rank listens; call the lower ranks, and wait for the calls of the higher ones."""
+        """Send the others this rank's address; call the lower ranks, and wait for the calls of the higher ones."""
         rank, size = self._rank, self._size
         mine = {"node": node_name()}
         if rank == 0:
