@@ -365,7 +365,7 @@ def transport(group: dist.ProcessGroup | Transport | None = None, ranks_per_node
 
     Args:
         group: which ranks. A transport is returned as it is.
-        ranks_per_node: so many ranks of the job, in rank order, count as one node; None: as configured. Each number has
+        ranks_per_node: this many consecutive ranks of the job count as one node; None: as configured. Each number has
             a transport of its own.
     """
     if isinstance(group, Transport):

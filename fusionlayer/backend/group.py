@@ -282,7 +282,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
 
     @into
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any) -> dist.Work:
-        """Send each rank this rank's tensor for it."""
+        """Send each rank its tensor."""
         even = len(outputs) == len(inputs) == self._size
         work = self._exchange(outputs, inputs, inputs) if even else None
         return work or self._native.group.alltoall(outputs, inputs, *args, **kwargs)
@@ -297,7 +297,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> dist.Work:
-        """Send each rank this rank's rows for it."""
+        """Send each rank its rows."""
         outs = arguments.rows(output, output_split_sizes, self._size)
         ins = arguments.rows(input, input_split_sizes, self._size)
         work = self._exchange(outs, ins, [input]) if outs is not None and ins is not None else None

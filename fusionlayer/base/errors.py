@@ -34,7 +34,7 @@ class WireError(FusionLayerError):
 
 
 class PlanMismatch(FusionLayerError):
-    """Ranks disagree on what is sent. They compare digests and find out before any payload is sent.
+    """Ranks disagree about the data to send. They compare digests and find out before any payload is sent.
 
     Attributes:
         ranks: the ranks whose digest differs from that of the lowest rank.

@@ -42,7 +42,7 @@ class AllReduce(Protocol):
 
         Args:
             x: flat and contiguous, equally long on all ranks.
-            codec: what is sent; made the same on all ranks.
+            codec: the codec of the messages, the same on all ranks.
             transport: the ranks; only the calling thread uses it.
             seed: the seed of stochastic rounding; the same on all ranks.
             residual: (n,) f32, this rank's error feedback: added to what it sends, replaced by what sending lost.

@@ -36,7 +36,7 @@ def all_to_all(
         out: flat and contiguous, of the type of ``x``.
         sends: elements for each rank, zeros allowed; they add up to the length of ``x``.
         recvs: elements from each rank, as many as it sends; they add up to the length of ``out``.
-        codec: what is sent; made the same on all ranks.
+        codec: the codec of the messages, the same on all ranks.
         transport: the ranks.
         seed: the seed of stochastic rounding; the same on all ranks.
     """

@@ -57,7 +57,7 @@ def all_gather(
     Args:
         x: flat and contiguous, equally long on all ranks; f32, bf16 or f16, with a lossless codec of any type.
         out: contiguous, of the type of ``x``; of any of the three types with a lossy codec.
-        codec: what is sent; made the same on all ranks.
+        codec: the codec of the messages, the same on all ranks.
         transport: the ranks.
         seed: the seed of stochastic rounding; the same on all ranks.
         piece: elements of a row that are sent at a time, while others are encoded or decoded; None: all.

@@ -32,7 +32,7 @@ def one_shot(
     Each rank sends size - 1 times the whole message. With two ranks these are as many bytes as in ``two_shot``, with
     more ranks far more. So this is for two ranks and for small tensors.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements are sent at a time, and the
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements are sent at a time, and the
     next ones are encoded meanwhile. ``encloses`` describes ``enclosed``.
     """
     if isinstance(codec, AgreeingCodec):

@@ -23,7 +23,7 @@ class Scaling:
     """The factors of a reduction, before and after the sum. Every front follows these rules:
 
     - Floats are multiplied once before the sum: by ``prescale``, and for an average also by 1 / size. So a sum of
-      float16 does not overflow if its average does not, and error feedback has the unit of what is sent.
+      float16 does not overflow if its average does not, and error feedback has the unit of the sent values.
     - An average of integers divides the sum and truncates towards zero, since integers have no fractions to send.
     - The result is multiplied by ``postscale``.
 
@@ -108,7 +108,7 @@ def reduce_flat(
     Args:
         x: flat and contiguous, equally long on all ranks. The codec encodes f32, bf16 and f16; other types are sent as
             they are.
-        codec: what is sent; made the same on all ranks.
+        codec: the codec of the messages, the same on all ranks.
         transport: the ranks; only the calling thread uses it.
         scaling: factors before and after the sum.
         algorithm: a collective or its name; None chooses, see ``choose``.

@@ -41,7 +41,7 @@ def ring(
     Sums of f32 are not added in rank order. Each rank encodes each element once, so ``residual`` covers all
     quantisations.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go around at a time, and
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements go around at a time, and
     others are encoded or decoded meanwhile. By default a tensor goes in halves if that saves time.
     """
     way = schedule(transport.rank, transport.size)

@@ -31,7 +31,7 @@ KINDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 SAMPLES = 5
 """Calls of each form that are timed before the first choice; their median counts."""
 RECENT = 3
-"""Last timed calls of each form whose median counts later. After a prediction, so many calls of each form are timed."""
+"""Timed calls of each form after a prediction, and the last calls of each form whose median counts later."""
 GAIN = 0.02
 """Share of the time that the other form must save before a switch: less is noise, and choices would flap."""
 LOOKING = 0.01

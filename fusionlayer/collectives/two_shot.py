@@ -43,7 +43,7 @@ def two_shot(
     On GPUs of one host that reach each other's memory all of it is one launch, where the setting ``peer_memory_mb``
     allows it. The result is the same.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` so many elements go through the steps at a
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements go through the steps at a
     time, and others are encoded, recoded or decoded meanwhile (TACO, section 4.4.2). Blocks stay the same, so the
     result stays the same with codecs that quantise by blocks and round to nearest. ``encloses`` describes ``enclosed``.
     """

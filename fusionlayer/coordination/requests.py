@@ -48,7 +48,7 @@ Begun = dict[tuple[int, int], int]
 """How many steps of each optimizer have begun. The key is its process set and its index among the set's optimizers."""
 
 _LENGTHS = struct.Struct("<II")
-# Begins a farewell. A message of requests never begins so, as it would have to have so many numbers.
+# Begins a farewell. A message of requests never begins so, as it would have to have that many numbers.
 _FAREWELL = _LENGTHS.pack(0xFFFFFFFF, 0)
 
 

@@ -55,7 +55,7 @@ class OperationTable:
         return self._unfetched.get(handle)
 
     def ends_within(self, operation: Operation, seconds: float) -> bool:
-        """Wait so long for an operation; return whether it has ended."""
+        """Wait this long for an operation; return whether it has ended."""
         with self.changed:
             return self.changed.wait_for(lambda: operation.done, seconds)
 

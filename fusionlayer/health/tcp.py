@@ -16,7 +16,7 @@ __all__ = ["TcpCounters", "Links", "counters"]
 _TRIP, _AGAIN, _ACKED, _BUSY, _WINDOW = 68, 100, 120, 168, 176
 _SIZE = 256
 _SMALL, _LARGE = struct.Struct("=I"), struct.Struct("=Q")
-# A link is slow if it carries so many times less than it did, while it has data to send for this share of the time.
+# A link is slow if it carries this many times less than before, while it has data to send for this share of the time.
 _TIMES, _SHARE = 3.0, 0.2
 _OVER = 1.5
 # The weight of the latest look in what is usual.

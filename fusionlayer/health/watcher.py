@@ -143,7 +143,7 @@ class Watcher:
         return self._ending.is_set() or self._generation != forks.generation
 
     def counts(self) -> dict[str, float]:
-        """Return what it has counted, by the names of ``fusionlayer.metrics``. Any thread may call it."""
+        """Return its counts so far, by the names of ``fusionlayer.metrics``. Any thread may call it."""
         return {
             "retransmits": float(self._links.again),
             "stalls": float(self._reporter.count),

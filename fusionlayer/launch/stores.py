@@ -79,7 +79,7 @@ class SealedStore(WrappedStore):
 
     Args:
         store: where the values are.
-        place: what stands before each key in what is proved; values of another place do not fit.
+        place: a prefix of each key in the proof, so that values of another place are invalid.
     """
 
     def __init__(self, store: dist.Store, place: str) -> None:

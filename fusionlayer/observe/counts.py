@@ -15,7 +15,7 @@ class Counted(Protocol):
     """A part of this process that counts."""
 
     def counts(self) -> Mapping[str, float]:
-        """Return what it has counted so far, by the names of ``fusionlayer.metrics``. Any thread may call it."""
+        """Return its counts so far, by the names of ``fusionlayer.metrics``. Any thread may call it."""
 
 
 class Labelled(NamedTuple):

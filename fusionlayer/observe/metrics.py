@@ -197,13 +197,13 @@ class _Repeated:
 
 
 def every(seconds: float, callback: Callable[[Mapping[str, float]], object]) -> Closable:
-    """Call ``callback(read())`` every so many seconds on a thread of its own, until the result is closed."""
+    """Call ``callback(read())`` every ``seconds`` on a thread of its own, until the result is closed."""
     _check(seconds)
     return _Repeated(seconds, lambda: callback(read()))
 
 
 def to_tensorboard(writer: Any, seconds: float = 10.0) -> Closable:
-    """Write all metrics every so many ``seconds``, as ``fusionlayer/<name>`` by step, until the result is closed.
+    """Write all metrics every ``seconds``, as ``fusionlayer/<name>`` by step, until the result is closed.
 
     Args:
         writer: a ``SummaryWriter`` of ``torch.utils.tensorboard`` or tensorboardX.

@@ -60,7 +60,7 @@ class BucketCosts:
         return collectives.is_gather(self.algorithm)
 
     def encode(self, elements: float) -> float:
-        """Return seconds of packing and encoding so many elements on one rank."""
+        """Return seconds of packing and encoding this many elements on one rank."""
         return seconds_of(self._work(elements, replace(_free(self.codec), encode=self.codec.encode), self._copying))
 
     def communicate(self, elements: float) -> float:

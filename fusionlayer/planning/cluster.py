@@ -123,7 +123,7 @@ class Scenario:
         return self.rtt > 0 or self.loss > 0 or self.connections is not None
 
     def node_sizes(self, workers: int) -> tuple[int, ...]:
-        """Return how many ranks each node has, if there are so many in all."""
+        """Return how many ranks each node has, if their total fits."""
         return self.nodes or (self.per_host,) * (workers // self.per_host) or (workers,)
 
     def cluster(self, profile: Profile, workers: int) -> Cluster:

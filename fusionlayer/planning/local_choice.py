@@ -196,7 +196,7 @@ def _allows(loss: LossCost | None, budget: float | None) -> bool:
 
 
 def _preference(way: SyncChoice, limit: float) -> tuple[object, ...]:
-    """Return by what ways are compared; the smaller one is preferred."""
+    """Return the key by which ways are compared; the smallest wins."""
     if way.seconds > limit:
         return (True, way.seconds)
     return (False, way.loss is None, 0.0 if way.loss is None else way.loss.percent, way.every, way.delay, way.seconds)

@@ -1,4 +1,4 @@
-"""How often replicas exchange what they have learned: a period that follows what is measured."""
+"""The period between two syncs, adapted to measurements."""
 
 from __future__ import annotations
 

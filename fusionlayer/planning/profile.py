@@ -160,7 +160,7 @@ class Validation:
     high: float
 
     def covers_workers(self, workers: int) -> bool:
-        """Return whether so many ranks are within the validated range."""
+        """Return whether this many ranks are within the validated range."""
         return self.workers[0] <= workers <= self.workers[1]
 
     def covers_rate(self, rate: str) -> bool:

@@ -188,7 +188,7 @@ class _SimulatedThread:
         return self._left / speed
 
     def advance(self, speed: float, seconds: float) -> None:
-        """Work for so long."""
+        """Work for this long."""
         if seconds >= self.time_left(speed):
             self.work = _IDLE
         else:

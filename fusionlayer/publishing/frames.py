@@ -89,7 +89,7 @@ def check_tag(seal: Seal, piece: memoryview | bytes, tag: memoryview | bytes) ->
 
 
 def receive(end: socket.socket, nbytes: int) -> bytearray:
-    """Return so many bytes of a connection; the socket's time-out holds for each piece that comes.
+    """Return this many bytes of a connection; the socket's time-out holds for each piece that comes.
 
     Memory is taken as bytes come: a peer that announces much must send it.
 

@@ -1,4 +1,4 @@
-"""Versions over TCP: followers ask for what is newer than what they have, and each gets one update for it.
+"""Versions over TCP: followers ask for newer versions, and each gets one update for it.
 
 Two threads: one serves all connections and never waits for a follower; one makes updates, one after the other. The
 thread that trains waits for neither. Plain sockets, since ZeroMQ drops messages of slow subscribers, which breaks a
@@ -49,7 +49,7 @@ class TcpOutlet(Outlet):
         keep: as above.
         keyring: what followers must have; None: nothing.
         tls: encrypts connections; None: no encryption.
-        timeout: seconds in which a follower must take some of what is sent to it.
+        timeout: seconds in which a follower must take some of the data sent to it.
     """
 
     def __init__(self, place: Endpoint, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> None:

@@ -310,7 +310,7 @@ class Lanes:
         counts.register(self)
 
     def begin_anew(self, buckets: int) -> None:
-        """Launch so many buckets a step from now on, in the order of their numbers at first."""
+        """Launch this many buckets a step from now on, in the order of their numbers at first."""
         self.order = SendOrder(buckets, len(self.all), self._clock)
 
     def launch(self, buffers: Sequence[Buffer], step: int, enclose: Callable[[], torch.Tensor] | None = None) -> None:

@@ -121,7 +121,7 @@ class Reduction:
         postscale: factor after it.
         process_set: ranks that take part.
         deliver: makes what the caller gets from the list of results, or from the tensors that are reduced in place.
-        codec: encodes what is sent; None: values are sent as they are.
+        codec: encodes the values; None: values are sent as they are.
     """
 
     tensors: Sequence[Tensor]

@@ -30,7 +30,7 @@ class Connection:
 
     Attributes:
         options: how to fuse and encode.
-        policy: may change the options and what is sent.
+        policy: may change the options and the values that are sent.
         roster: the parameters.
         replicas: what all ranks hold alike.
         op, predivide: how gradients are scaled.

@@ -112,7 +112,7 @@ class Distributed(Optimizer):
         The optimizer may evaluate a ``closure`` several times; the gradients are reduced each time. With
         ``overlap_forward`` and without a closure, ``step`` does not wait.
 
-        With ``sync`` the step uses this rank's gradients, and every so many calls sync with all ranks. A step that
+        With ``sync`` the step uses this rank's gradients, and every few calls sync with all ranks. A step that
         ``GradScaler`` skips on this rank counts too: all ranks make equally many.
 
         In an elastic job the first call of a process that joins takes over the members' state instead.

@@ -116,7 +116,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             leaves parameters as they are; if they differ in the first step or later, a warning names them once.
         check_replicas: compare all parameters in the first step, and then a part of them in each step, so that a
             difference over ranks is found within this many steps. False: never; None takes the configured number.
-        sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average their changes every so many
+        sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average their changes every few
             steps; gradients are not sent. None: average gradients in each step.
         options: options of a codec given by name; the attributes of ``Planning`` by their own names, such as
             ``planner="wfbp"``; and Horovod's ``num_groups``, a deprecated name for an integer ``groups``.

@@ -58,7 +58,7 @@ def publish(
             FUSIONLAYER_PUBLISH_SECRET_FILE; if that is not set, any caller gets the weights, and any process that can
             write to the folder can change them.
         tls: how connections are encrypted, over TCP, such as ``fl.TLS("cert.pem", "key.pem")``. None: they are not.
-        timeout: seconds in which a follower must take some of what is sent to it, at least 2.
+        timeout: seconds in which a follower must take some of the data sent to it, at least 2.
 
     Raises:
         ConfigError: an argument is invalid, or no rank can listen or write there.

@@ -157,7 +157,7 @@ def _shared_out(
             f"the state is of the middle of a round of local steps of {memory['size']} ranks, this job has {size}; "
             "load it in a job of as many, or call optimizer.synchronize() before saving"
         )
-    # A residual is owed in the unit of what is sent, and ``factor`` makes of a sum of these what is applied.
+    # A residual is owed in the unit of the sent values, and ``factor`` makes of a sum of these what is applied.
     residuals = merged_residuals(shares)
     scale = memory.get("factor", 1.0) / factor
     memory |= {"rank": rank, "size": size, "packed": {}, "tensors": {}, "numbers": {}}

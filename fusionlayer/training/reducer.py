@@ -246,7 +246,7 @@ class Reducer:
             self.given[parameter] = snapshot(gradient)
 
     def contribute(self, parameter: Tensor) -> None:
-        """Let the policy put what is sent in the place of a gradient."""
+        """Let the policy replace a gradient by the values to send."""
         assert self.policy.contribution is not None
         before, self.updating = self.updating, True
         try:

@@ -26,7 +26,7 @@ class ReductionPolicy(ABC):
         holds_results: results wait in the engine until they are taken; gradients stay as they are.
         before_step: called before the first tensor of a step of the engine is submitted; None: nothing is to be done.
         contribution: called with a parameter whose gradient is complete, or at the end of a step with one without a
-            gradient: it puts what is sent into ``parameter.grad``. None: gradients are sent.
+            gradient: it puts the values to send into ``parameter.grad``. None: gradients are sent.
     """
 
     takes_gradients = True

@@ -1,4 +1,4 @@
-"""``SendsItsOwn``: what an optimizer has that says by itself what is sent instead of its gradients."""
+"""``SendsItsOwn``: the base class of optimizers that choose the values to send instead of gradients."""
 
 from __future__ import annotations
 

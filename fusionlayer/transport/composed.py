@@ -120,7 +120,7 @@ class Composed(ABC):
         current one must have waited for. The transport keeps the memory. New memory would cost a page fault for every
         4 KiB of every message on the CPU, and a search of the allocator's lists on a device.
         """
-        # Work on one stream comes after what was queued before it, so only there the memory is free again.
+        # Work on one stream comes after the work queued before it, so only there the memory is free again.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         kept, key = self.__dict__.setdefault("_workspaces", {}), (name, device, stream)
         if stream is not None and torch.cuda.is_current_stream_capturing():

@@ -83,7 +83,7 @@ def of_world(
     Args:
         timeout: see ``HorovodTransport``.
         stall_warning: see ``HorovodTransport``.
-        ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
+        ranks_per_node: this many consecutive ranks count as one node; None: the ranks of a host do.
         checksum: see ``HorovodTransport``.
     """
     hvd = import_horovod()

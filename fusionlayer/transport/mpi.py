@@ -142,7 +142,7 @@ def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None, c
     Args:
         timeout: see ``MpiTransport``.
         stall_warning: see ``MpiTransport``.
-        ranks_per_node: so many ranks, in rank order, count as one node; None: the ranks of a host do.
+        ranks_per_node: this many consecutive ranks count as one node; None: the ranks of a host do.
         checksum: see ``MpiTransport``.
     """
     node = None if ranks_per_node is None else f"node {load_mpi().COMM_WORLD.rank // ranks_per_node}"

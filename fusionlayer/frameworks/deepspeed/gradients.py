@@ -282,7 +282,7 @@ def padding_of(numels: Sequence[int], size: int) -> tuple[slice, ...]:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield ``tensors`` in order, as many together as have so many elements, or one."""
+    """Yield ``tensors`` in order, in groups of at least one, with about this many elements."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _MOST_ELEMENTS:

@@ -20,7 +20,7 @@ class StepCosts:
 
     Attributes:
         backward: seconds of backward for each tensor, by name; 0 for a missing name.
-        encode: of packing and encoding so many elements on one rank.
+        encode: of packing and encoding this many elements on one rank.
         decode: the cost of summing all ranks' messages of this many elements, and of unpacking the sum.
         communicate: the cost of the transfers of a bucket of this many elements, and of recoding between them.
         startup: the cost of an empty transfer.

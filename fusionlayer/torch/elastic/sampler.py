@@ -64,7 +64,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal what is left of the epoch out to the ranks that there are now."""
+        """Deal the rest of the epoch out to the ranks that there are now."""
         by_name = basics.is_initialized()
         self.num_replicas = basics.size() if by_name else context.size()
         self.rank = basics.rank() if by_name else context.rank()

@@ -146,7 +146,7 @@ class SamplerStateHandler(StateHandler):
     """Keeps an ``ElasticSampler``."""
 
     def reset(self) -> None:
-        """Deal what is left of the epoch out to the ranks that there are now."""
+        """Deal the rest of the epoch out to the ranks that there are now."""
         self.value.reset()
 
 

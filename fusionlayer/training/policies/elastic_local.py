@@ -29,7 +29,7 @@ class ElasticLocalStepPolicy(ElasticStepPolicy, LocalStepPolicy):
         del self.before_step  # not that of averaging steps
 
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """Take the step of the wrapped optimizer with this rank's gradients; every so many calls, sync with all ranks.
+        """Take the step of the wrapped optimizer with this rank's gradients; every few calls, sync with all ranks.
 
         The first call of a process that joins takes over the members' state after a sync instead.
         """

@@ -196,7 +196,7 @@ def _send_numbers(numbers: list[int], transport: Transport, to: int) -> None:
 
 
 def _receive_numbers(count: int, transport: Transport, source: int) -> list[int]:
-    """Return so many numbers, which ``_send_numbers`` sends.
+    """Return this many numbers, which ``_send_numbers`` sends.
 
     Raises:
         WireError: they were damaged.

@@ -88,7 +88,7 @@ class LocalStepPolicy(StepPolicy):
     # ---- called by users --------------------------------------------------------------------------------------------
 
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """Take the step of the wrapped optimizer with this rank's gradients; every so many calls, sync."""
+        """Take the step of the wrapped optimizer with this rank's gradients; every few calls, sync."""
         reducer, engine, local = self.reducer, self.reducer.engine, self.local
         if self.averages and engine is not None:
             return self._averaging_step(engine, update, closure, options)

@@ -1,4 +1,4 @@
-"""``OwnSends``: the steps of an optimizer that says by itself what is sent instead of its gradients."""
+"""``OwnSends``: steps of an optimizer that chooses the values to send instead of gradients."""
 
 from __future__ import annotations
 

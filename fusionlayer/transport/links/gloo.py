@@ -206,7 +206,7 @@ class GlooLink(ExchangeLink):
             compare(tail, data, start, peer, self._rank)
 
     def _finish(self, works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
-        """Wait until what was sent has left this process.
+        """Wait until sent data have left this process.
 
         When a connection is lost, gloo does not end the wait for a message that its socket had no room for, nor for one
         that it wrote after the peer had gone and before it read that. A peer may go right after it has asked for it.

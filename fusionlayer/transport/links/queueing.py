@@ -117,7 +117,7 @@ class QueueingLink(Link):
                 self._pending.popleft()
             oldest = self._pending[0] if self._pending else None
             if oldest is None or not _is_over(oldest.begun):
-                return None  # what was queued before it takes its time, and that is no fault of the other ranks
+                return None  # the work queued before it takes its time, and that is no fault of the other ranks
         except RuntimeError as error:
             return DeviceError(self._rank, str(error))
         oldest.since = oldest.since or time.monotonic()

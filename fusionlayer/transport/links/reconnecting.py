@@ -29,7 +29,7 @@ _STAYS_BUSY = 2.0
 _AGAIN = 1.0
 # Seconds that a connection which is made again may take.
 _PATIENCE_AGAIN = 3.0
-# Seconds for which a link that was closed continues until what it has sent has arrived.
+# Seconds for which a link that was closed continues until the sent data have arrived.
 _LINGER = 5.0
 _LINGER_POLL = 0.01
 # Connections that are made at once.
@@ -51,7 +51,7 @@ class Kept(Protocol):
         """Do what is to be done between calls; return how much is not acknowledged."""
 
     def cut(self) -> None:
-        """Close at once, whether what was sent has arrived or not."""
+        """Close at once, even if sent data have not arrived."""
 
 
 class Keeper:

@@ -148,7 +148,7 @@ def ways(mine: Sequence[Place], index: int, theirs: Told) -> list[Way]:
 
 
 def _between(place: Place, theirs: Sequence[tuple[str, int]]) -> Iterator[Way]:
-    """Yield what fits each other. An address of one link alone reaches no other, and needs the interface's name."""
+    """Yield pairs of addresses that can connect. An address of one link needs the name of its interface."""
     for host, port in theirs:
         for own in place.addresses:
             link = own.partition("%")[2]

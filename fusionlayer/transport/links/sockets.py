@@ -37,7 +37,7 @@ WINDOW_BYTES = 32 << 20
 # Seconds after which ranks continue without connections that cannot be made, if each pair has one.
 _ENOUGH = 5.0
 _POLL = 0.01
-# Seconds in all that a process waits at its exit for what it has sent to arrive.
+# Seconds in all that a process waits at its exit for its sent data to arrive.
 _LAST_WAIT = 5.0
 
 _DONE, _INTERRUPTED, _LATE, _LOST, _DAMAGED, _NONSENSE, _CLOSED, _REFUSED = range(8)
@@ -133,7 +133,7 @@ class SocketLink(ExchangeLink):
             keeper.end()
 
     def cut(self) -> None:
-        """Close at once, whether what was sent has arrived or not. The keeper's thread calls it."""
+        """Close at once, even if sent data have not arrived. The keeper's thread calls it."""
         self._library.fl_link_close(self._handle, True)
 
     def states(self) -> list[list[int]]:
@@ -167,7 +167,7 @@ class SocketLink(ExchangeLink):
         forks.keep(self)
 
     def leave(self, deadline: float) -> None:
-        """Close, and wait until what was sent has arrived, at the exit of the process."""
+        """Close, and wait until the sent data have arrived, at the exit of the process."""
         self.close()
         if self._keeper is not None:
             self._keeper.join(deadline)
