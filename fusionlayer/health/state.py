@@ -52,7 +52,7 @@ class Finding:
     calls: str = ""
 
     def __post_init__(self) -> None:
-        # Other ranks, or strangers who reach the store, have written parts of the text.
+        # Other ranks, or strangers that reach the store, have written parts of the text.
         object.__setattr__(self, "text", printable(self.text, lines=True))
 
     @property
