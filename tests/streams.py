@@ -35,7 +35,7 @@ from fusionlayer import native
 from fusionlayer.codecs.native import NativeCodec
 from fusionlayer.native import selection
 
-__all__ = ["DEVICE", "Gpu", "OnGpu", "planted"]
+__all__ = ["DEVICE", "Gpu", "OnGpu", "planted", "refuse_others"]
 
 DEVICE = torch.device("cuda", 0)
 _HOST = -1
@@ -63,8 +63,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         _join(self.clock, event.clock)
 
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
         _join(self.gpu.host_clock, self.clock)
@@ -295,6 +295,7 @@ class Gpu:
             "get_device_properties": self._properties,
             "is_current_stream_capturing": lambda: self.capturing,
         }.items():
+            refuse_others(stand_in, getattr(torch.cuda, name))
             monkeypatch.setattr(torch.cuda, name, stand_in)
         # Calls by address tell the model nothing. The verbs, which codecs use else, work on the same tensors.
         monkeypatch.setattr(NativeCodec, "_is_direct", property(lambda codec: False))
@@ -316,7 +317,8 @@ class Gpu:
         if storage.nbytes():
             weakref.finalize(storage, self._free, start, start + storage.nbytes(), stream).atexit = False
         if not what.startswith(("empty", "new_empty")):
-            self.touch(elements, True, what)
+            with self.at(where):
+                self.touch(elements, True, what)
         return OnGpu(elements, where)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -439,6 +441,15 @@ _VERBS: dict[str, dict[str, str]] = {
     "choose_threshold": {"acc": "r", "memory": "rw", "sample": "r"},
     "sparse_encode": {"x": "r", "acc": "rw", "body": "w", "choice": "r"},
 }
+
+
+def refuse_others(stand_in: Any, original: Any) -> None:
+    """Assert that a function or a class, with its public methods, takes no arguments but those of torch's original."""
+    ours, theirs = ([*inspect.signature(each).parameters] for each in (stand_in, original))
+    assert ours == theirs[: len(ours)], f"{original} has the arguments {theirs}, and its stand-in {ours}"
+    for name, method in vars(stand_in).items() if inspect.isclass(stand_in) else ():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            refuse_others(method, getattr(original, name))
 
 
 def _verb(access: _Access) -> str:

@@ -12,8 +12,9 @@ those of NCCL and of torch's group over it:
 
 import contextlib
 import os
+import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
+from fusionlayer.training import comm_hook
 from tests.streams import Event, Gpu, OnGpu, Stream
 
-__all__ = ["FakeNccl", "gpus"]
+__all__ = ["FakeNccl", "accepts", "gpus"]
+
+
+def accepts(method: str, count: int) -> bool:
+    """Return whether torch's backends take so many arguments, by the docstring: C++ shows no other signature."""
+    overloads = re.findall(
+        rf"^(?:\d+\. )?{method}\(self: [\w.]+(.*)\) -> ", getattr(Backend, method).__doc__, re.MULTILINE
+    )
+    most = (len(re.findall(r", \w+: ", overload)) for overload in overloads)
+    return any(n - overload.count(" = ") <= count <= n for n, overload in zip(most, overloads, strict=True))
 
 
 class _Work:
@@ -133,16 +148,41 @@ class FakeNccl:
     abort = shutdown
 
 
+class _Bucket:
+    """A bucket of DDP whose memory is on a GPU of the model."""
+
+    def __init__(self, bucket: dist.GradBucket, where: torch.device) -> None:
+        self._bucket, self._where = bucket, where
+        self.parameters = bucket.parameters
+
+    def buffer(self) -> Tensor:
+        return OnGpu(self._bucket.buffer(), self._where)
+
+    def gradients(self) -> list[Tensor]:
+        return [OnGpu(gradient, self._where) for gradient in self._bucket.gradients()]
+
+
 @contextlib.contextmanager
 def gpus(visible: Sequence[int]) -> Iterator[Gpu]:
     """Let this process see GPUs of its host, connected by ``FakeNccl``; torch's default group has NCCL for them."""
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: 0)
+    add_hook = DistributedDataParallel.register_comm_hook
+
+    def hooked(model: DistributedDataParallel, state: object, hook: Callable[..., Future[Tensor]]) -> None:
+        where = next(model.parameters()).device
+        add_hook(model, state, lambda state, bucket: hook(state, _Bucket(bucket, where)))
+
     with pytest.MonkeyPatch.context() as patch, mock.patch("fusionlayer.transport._capture.ctypes") as ctypes:
         ctypes.CDLL.return_value = driver
         # This device has done at once what it is given; the model's own events are over once the host has waited.
-        patch.setattr(Event, "query", lambda event: event.synchronize() or True)
+        patch.setattr(Event, "query", lambda self: self.synchronize() or True)
         patch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
         patch.setattr(dist, "is_nccl_available", lambda: True)
         patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        # torch's C++ takes tensors of the model for ones of the CPU, and knows neither CUDA's futures nor its memory.
+        patch.setattr(DistributedDataParallel, "register_comm_hook", hooked)
+        patch.setattr(comm_hook, "Future", lambda devices: Future())
+        patch.setattr(_fsdp_param, "free_storage", lambda tensor: None)
+        patch.setattr(_fsdp_param, "alloc_storage", lambda tensor: None)
         with Gpu(visible).installed(patch) as gpu:
             yield gpu

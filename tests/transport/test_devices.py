@@ -16,14 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import reductions
+from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
+from fusionlayer import context
 from fusionlayer.base.errors import ConfigError, PlanMismatch
 from fusionlayer.transport.devices import check_devices, refuse_rocm
 from fusionlayer.transport.links.device_memory import DeviceMemory, pack, unpack
+from fusionlayer.transport.links.queueing import QueueingLink
 from tests.harness import outcomes_of, run_ranks
+from tests.streams import OnGpu, Stream, planted
 from tests.tiers import tiered
 from tests.transport.fake_nccl import FakeNccl, gpus
 
@@ -33,9 +39,11 @@ WORLD = 4
 def functional(device: torch.device) -> list[float]:
     x = torch.full((3000,), fl.rank() + 1.0, device=device)
     fl.all_reduce(x, codec="int8")
-    y = torch.full((5,), fl.rank() + 1.0, device=device)
+    y = torch.full((4,), fl.rank() + 1.0, device=device)
+    found = [fl.all_gather(y)[-1:], fl.reduce_scatter(y), fl.all_to_all(y)[-1:]]
     fl.all_reduce(y)
-    return [x.tolist()[0], y.tolist()[0]]
+    fl.broadcast_parameters({"z": (z := torch.full((5,), fl.rank() + 1.0, device=device))}, root_rank=1)
+    return [each.tolist()[0] for each in (x, y, z, *found)]
 
 
 def horovod(device: torch.device) -> list[float]:
@@ -71,6 +79,33 @@ def optimizer(device: torch.device) -> list[float]:
     return layer.bias.tolist()
 
 
+def hook(device: torch.device) -> list[float]:
+    layer = torch.nn.Linear(4, 1, device=device)
+    torch.nn.init.zeros_(layer.bias)
+    model = DistributedDataParallel(layer)
+    fl.ddp.register(model, codec="raw")
+    return trained(model, layer, device)
+
+
+def fsdp(device: torch.device) -> list[float]:
+    layer = torch.nn.Linear(4, WORLD, device=device)
+    torch.nn.init.zeros_(layer.bias)
+    model: Any = fully_shard(layer, mesh=init_device_mesh("cuda", (WORLD,)))
+    fl.fsdp.compress(model, "raw", "raw")
+    return trained(model, layer, device)
+
+
+def trained(model: torch.nn.Module, layer: torch.nn.Linear, device: torch.device) -> list[float]:
+    """Take two steps; return this rank's bias."""
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        plain.zero_grad()
+        (model(torch.ones(2, 4, device=device)).sum() * fl.rank()).backward()
+        plain.step()
+    bias: Any = layer.bias
+    return getattr(bias, "to_local", lambda: bias)().tolist()  # type: ignore[no-any-return]
+
+
 def job(rank: int, world: int, when: str, calls: Callable[[torch.device], list[float]]) -> Any:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     if when == "debug":
@@ -87,16 +122,18 @@ def job(rank: int, world: int, when: str, calls: Callable[[torch.device], list[f
 
 
 CALLS = [
-    (functional, [[2.5, 2.5]] * 4),
+    (functional, [[2.5, 2.5, 2.0, 4.0, 2.5, 4.0]] * 4),
     (horovod, [[10.0, 4.0], [10.0]] * 2),
     (joined, [[9.0]] * 3 + [[]]),
     (optimizer, [[-6.0]] * 4),
+    (hook, [[-6.0]] * 4),
+    (fsdp, [[-6.0]] * 4),
 ]
 WHEN = ["before", "after", "never", "one visible", "debug"]
 # Every API and every time once, Horovod's usual order among them.
 FAST = {
     *((functional, "debug"), (functional, "before"), (horovod, "after"), (horovod, "never")),
-    *((joined, "never"), (optimizer, "one visible")),
+    *((joined, "never"), (optimizer, "one visible"), (hook, "never"), (fsdp, "after")),
 }
 
 
@@ -112,11 +149,43 @@ def test_each_rank_sends_from_the_gpu_of_its_tensors(calls: Any, expected: list[
     every = run_ranks(job, WORLD, when, calls)
     for (found, _), sums in zip(every, expected, strict=True):
         assert found == pytest.approx(sums, rel=0.01)
-    launched = [launched for _, launched in every]
-    in_all = {name for name, _ in launched[1]}
-    assert launched[1] and launched[1] == launched[3]
+    check_order([launched for _, launched in every], 1, 3)
+
+
+def check_order(launched: list[list[tuple[str, str]]], *same: int) -> None:
+    """The ranks launch in one order what all of them launch, which is all that the ranks ``same`` launch."""
+    first = launched[same[0]]
+    in_all = {name for name, _ in first}
+    assert first and all(launched[rank] == first for rank in same)
     for each in launched:
-        assert [call for call in each if call[0] in in_all] == launched[1], "one order on every rank"
+        assert [call for call in each if call[0] in in_all] == first, "one order on every rank"
+
+
+def drained(device: torch.device) -> list[str]:
+    """Return the races of a host that reads a message after ``drain``."""
+    transport = context.transport()
+    x = torch.ones(4, dtype=torch.uint8, device=device)
+    out = torch.zeros(WORLD, 4, dtype=torch.uint8, device=device)
+    transport.all_gather(x, out)
+    transport.drain()
+    assert isinstance(out, OnGpu)
+    Stream.gpu.host(out.elements, writes=False)
+    return Stream.gpu.settle()
+
+
+def drained_by_a_wrong_event(device: torch.device) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        planted(
+            patch, QueueingLink, "_operation", "torch.cuda.current_stream(self.device)", "torch.cuda.current_stream()"
+        )
+        return drained(device)
+
+
+def test_the_fake_finds_an_event_of_another_gpu() -> None:
+    """The ranks' current GPU is the first."""
+    assert [races for races, _ in run_ranks(job, WORLD, "never", drained)] == [[]] * WORLD
+    for rank, (races, _) in enumerate(run_ranks(job, WORLD, "never", drained_by_a_wrong_event)):
+        assert any("read by the host" in race for race in races) == (rank > 0), races
 
 
 def bad_job(rank: int, world: int, problem: str) -> None:

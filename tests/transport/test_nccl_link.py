@@ -3,8 +3,10 @@
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from fusionlayer.transport import _capture
 from fusionlayer.transport.links import nccl, queueing
 from fusionlayer.transport.links.base import DeviceError, LinkError
 from fusionlayer.transport.links.nccl import NcclLink
+from tests.transport.fake_nccl import accepts
 
-Backend = torch._C._distributed_c10d.Backend
+EVENT = torch.cuda.Event
 DEVICE = torch.device("cuda", 1)
 RELAXED = 2
 
@@ -35,7 +38,10 @@ class Device:
 
     def event(self) -> Any:
         self.events += 1
-        return SimpleNamespace(record=self.recorded.append, query=lambda number=self.events: self.query(number))
+        made = create_autospec(EVENT, instance=True, spec_set=True)
+        made.record.side_effect = self.recorded.append
+        made.query.side_effect = partial(self.query, self.events)
+        return made
 
     def query(self, number: int) -> bool:
         self.asked.release()
@@ -59,11 +65,10 @@ class Group:
         self.debug = dist.get_debug_level()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        assert hasattr(Backend, name), f"torch's groups have no {name}"
-
-        def call(*_: object) -> Any:
+        def call(*given: object) -> Any:
+            assert accepts(name, len(given)), f"torch's {name} takes not {given}"
             self.calls.append(name)
-            return SimpleNamespace(wait=lambda: None)
+            return create_autospec(dist.Work, instance=True, spec_set=True)
 
         return call
 
@@ -233,7 +238,7 @@ def test_numbers_of_16_bits_which_nccl_does_not_have_are_summed(
     def double(tensors: list[torch.Tensor]) -> Any:
         assert tensors[0].dtype is torch.int32
         tensors[0].mul_(2)
-        return SimpleNamespace(wait=lambda: None)
+        return create_autospec(dist.Work, instance=True, spec_set=True)
 
     monkeypatch.setattr(link._group, "allreduce", double, raising=False)
     x = torch.tensor([1, -3, 30_000], dtype=torch.int16)
