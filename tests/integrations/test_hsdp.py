@@ -1,7 +1,5 @@
 """FSDP2 on meshes of replicas and shards: the all-reduce between replicas, its error feedback, and checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import signal
 from collections.abc import Iterable

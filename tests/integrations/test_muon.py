@@ -1,7 +1,5 @@
 """Sharded Muon: torch's own when nothing is compressed, and what compression, checkpoints and FSDP2 may change."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ from tests.harness import run_ranks
 from tests.loops import looped
 from tests.ranks import on_threads, over_threads
 from tests.synthetic import gradient
-
-pytestmark = pytest.mark.short
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0}
