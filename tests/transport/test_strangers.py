@@ -456,8 +456,9 @@ def test_a_poisoned_key_is_an_error_that_says_so_or_nothing(key: str | None, nam
         assert any("has no seal of this job's key" in outcome.error[1] for outcome in outcomes), outcomes
 
 
-def train_without_the_key(rank: int, world: int, port: int) -> float:
+def train_without_the_key(rank: int, world: int, port: int, folder: str) -> float:
     """Rank 1 stands for a stranger that gloo has connected: it has all but the key."""
+    seen = dist.FileStore(f"{folder}/seen", world)
     launched(rank, world, port, KEY)
     if rank == 1:
         proof.job_key = type("none", (), {"find": staticmethod(lambda: b"another key that it has guessed")})  # type: ignore[assignment]
@@ -465,13 +466,15 @@ def train_without_the_key(rank: int, world: int, port: int) -> float:
         return train(5.0)
     except TransportError:
         if rank == 0:
+            seen.set("by rank 0", "")
             stay_last()
+        seen.wait(["by rank 0"])  # or rank 0 may see first that this one is gone
         raise
 
 
 @pytest.mark.medium
-def test_what_is_connected_without_the_job_key_is_no_rank() -> None:
-    for outcome in outcomes_of(train_without_the_key, 2, free_port(), backend=None):
+def test_what_is_connected_without_the_job_key_is_no_rank(tmp_path: Path) -> None:
+    for outcome in outcomes_of(train_without_the_key, 2, free_port(), str(tmp_path), backend=None):
         assert outcome.error[0] == "TransportError" and "it has no job key" in outcome.error[1], outcome
 
 
