@@ -107,14 +107,14 @@ class FSDPCompression:
         counts = torch.zeros(len(self._modules), 3, dtype=torch.int64, device="cpu")
         parts: dict[str, Tensor] = {}
         for row, module in zip(counts, self._modules, strict=True):
-            travelled = -1
+            sent_version = -1
             if module.replica:
-                travelled, of_module = module.replica.state()
+                sent_version, of_module = module.replica.state()
                 # Copies, as parts of one row would share a storage, which torch.save does not take in DTensors.
                 parts |= {f"replica.{name}": part.clone() for name, part in of_module.items()}
             row.copy_(
                 torch.tensor(
-                    [module.shards.version, travelled, module.scatter.sums if module.scatter else 0], device="cpu"
+                    [module.shards.version, sent_version, module.scatter.sums if module.scatter else 0], device="cpu"
                 )
             )
         rows = self._rows() if self._sharded_keys() else None
@@ -162,12 +162,12 @@ class FSDPCompression:
                 f"weight, this rank {_span(rows)}; save with torch.distributed.checkpoint, or on every rank its own"
             )
         for row, module in zip(state_dict["counts"].tolist(), self._modules, strict=True):
-            module.shards.version, travelled, sums = row
+            module.shards.version, sent_version, sums = row
             module.shards.unsee()
             if module.scatter:
                 module.scatter.sums = sums
             if module.replica:
-                module.replica.load(travelled, {n: state_dict[f"replica.{n}"] for n in module.shards.names})
+                module.replica.load(sent_version, {n: state_dict[f"replica.{n}"] for n in module.shards.names})
         if groups := self._lossy_groups:
             for group, sums in zip(groups, state_dict["sums"].tolist(), strict=True):
                 group.sums = sums

@@ -1,6 +1,6 @@
 """Noise of stochastic rounding is drawn anew by every rank, for every chunk and in every rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec, TwoLevelCodec
+from fusionlayer.collectives.two_level import two_level
 from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.transport import Transport
 from tests.codecs.variants import defaults, is_kind
@@ -102,22 +103,23 @@ def test_chunks_draw_noise_of_their_own(codec: Codec) -> None:
             assert float(alike[halves[:, None] == halves].abs().max()) < 0.4, name
 
 
-def test_pieces_draw_noise_of_their_own() -> None:
-    """In two_shot with ``piece=`` the second rounding, too, is another for each piece."""
+@looped("reduce, world", [(two_shot, 2), (two_level, WORLD)], ids=["two_shot", "two_level"])
+def test_pieces_draw_noise_of_their_own(reduce: Callable[..., None], world: int) -> None:
+    """With ``piece=`` every rounding of a piece has noise of its own; some inputs make the first rounding exact."""
     codec = codecs.get("int", bits=4, rounding="stochastic", group_size=32, hadamard=False).bare
     pieces, size = 4, 4096
-    numbers = torch.arange(size) % 15 - 7.0
-    x = torch.stack([numbers.roll(5 * rank) * 0.9**rank for rank in range(2)]).repeat(1, pieces)
+    for numbers in (torch.arange(size) % 15 - 7.0, gradient(size, 72)):
+        x = torch.stack([numbers.roll(5 * rank) * 0.9**rank for rank in range(world)]).repeat(1, pieces)
 
-    def body(transport: Transport) -> Tensor:
-        out = x[transport.rank].clone()
-        two_shot(out, codec, transport, seed=5, piece=size)
-        return out
+        def body(transport: Transport, x: Tensor = x) -> Tensor:
+            out = x[transport.rank].clone()
+            reduce(out, codec, transport, seed=5, piece=size)
+            return out
 
-    off = (over_threads(2, body)[0] - x.sum(0)).view(pieces, size).double()
-    assert all(row.count_nonzero() > size / 2 for row in off)
-    alike = torch.corrcoef(off) - torch.eye(pieces)
-    assert float(alike.abs().max()) < 0.3
+        off = (over_threads(world, body, ranks_per_node=PER_NODE)[0] - x.sum(0)).view(pieces, size).double()
+        assert all(row.count_nonzero() > size / 2 for row in off)
+        alike = torch.corrcoef(off) - torch.eye(pieces)
+        assert float(alike.abs().max()) < 0.2
 
 
 @looped("codec", [codec for codec in NOISY if is_kind(codec)], ids=str)
