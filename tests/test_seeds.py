@@ -1,6 +1,31 @@
-from itertools import product
+"""Seeds: known values, and in no API do two roundings of a job draw the same noise."""
 
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+from unittest import mock
+
+import torch
+
+import fusionlayer as fl
+import fusionlayer.torch as hvd
+from fusionlayer import codecs, native
 from fusionlayer.base.seeds import derive_seed
+from fusionlayer.parallel.moe import Dispatcher
+from fusionlayer.parallel.tensor_parallel import Channel
+from fusionlayer.sharded.replica import Replica
+from fusionlayer.transport import local
+from tests.integrations.training import make_model, train
+from tests.loops import looped
+from tests.synthetic import gradient
+
+CODEC = codecs.get("int", bits=4, group_size=32, rounding="stochastic", hadamard=False)
+WORLD, STEPS = 4, 4
+OPTIONS: list[dict[str, Any]] = [{}, {"ahead": True}, {"planner": "wfbp"}, {"sync": fl.Local.averaging(every=2)}]
 
 
 def test_known_values() -> None:
@@ -17,3 +42,94 @@ def test_small_numbers_never_collide() -> None:
     """Steps, buckets, ranks, phases: small numbers in every order and of every length."""
     made = [derive_seed(*numbers) for length in range(1, 5) for numbers in product(range(7), repeat=length)]
     assert len(set(made)) == len(made)
+
+
+@contextmanager
+def draws() -> Iterator[dict[int, list[tuple[int, int]]]]:
+    """Yield which numbers of each seed's sequence the encodings of the block draw, on all ranks."""
+    found, call = defaultdict(list), native.call
+
+    def noting(verb: str, x: torch.Tensor, *given: Any) -> None:
+        if verb.startswith(("fl_encode", "fl_recode")):
+            spec = [each for each in given if isinstance(each, native.Spec)][-1]
+            out = [each for each in given if isinstance(each, native.Messages)][-1]
+            numbers = -(-spec.numel // spec.param[1]) * spec.param[1]
+            starts = [numbers * row for row in range(out.count)]
+            if verb == "fl_recode_rows":
+                starts = ctypes.cast(given[-3], ctypes.POINTER(ctypes.c_int64))[: out.count]
+            found[spec.seed] += [(spec.offset + start, spec.offset + start + numbers) for start in starts]
+        call(verb, x, *given)
+
+    with mock.patch.object(native, "call", noting):
+        yield found
+
+
+def functions(rank: int) -> None:
+    fl.init()
+    x = gradient(4 * 500, rank)
+    for _ in range(STEPS):
+        for algorithm in ("one_shot", "two_shot", "two_level", "ring", "butterfly"):
+            fl.all_reduce(x.clone(), codec=CODEC, algorithm=algorithm)
+        for call in (fl.all_gather, fl.reduce_scatter, fl.all_to_all):
+            call(x, codec=CODEC)
+    fl.shutdown()
+
+
+def optimizer(rank: int, **options: Any) -> None:
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = fl.DistributedOptimizer(sgd, model.named_parameters(), codec=CODEC, **options)
+    train(model, made, rank, range(STEPS))
+    made.close()
+
+
+def sharded(rank: int) -> None:
+    model = make_model()
+    groups = [{"params": [p]} for p in model.parameters()]
+    optimizer = fl.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1, weights="qwd", gradients=CODEC)
+    train(model, optimizer, rank, range(STEPS))
+
+
+def muon(rank: int) -> None:
+    model = make_model()
+    train(model, fl.Muon(model, codec=CODEC), rank, range(STEPS))
+
+
+def replicas(rank: int) -> None:
+    for number in range(2):
+        replica = Replica(CODEC.bare, number)
+        replica.memory(WORLD * 500, torch.float32, torch.device("cpu"))
+        for version in range(STEPS):
+            replica.gather(gradient(500, 7 * version + rank), local.current(), version)
+
+
+def horovod(rank: int) -> None:
+    hvd.init()
+    compression = hvd.Compression.int(bits=4, group_size=32, rounding="stochastic")
+    for _ in range(STEPS):
+        hvd.allreduce(gradient(500, rank), compression=compression)
+        hvd.grouped_allreduce([gradient(n, rank) for n in (500, 300)], compression=compression)
+    hvd.shutdown()
+
+
+def model_parallel(rank: int) -> None:
+    dispatcher, channel = Dispatcher(local.current(), CODEC), Channel(local.current(), CODEC, piece_bytes=4096)
+    for step in range(STEPS):
+        x = gradient(8 * 320, 9 * step + rank).view(8, 320).requires_grad_()
+        rows, route = dispatcher.dispatch(x, [2] * WORLD)
+        rows = channel.copy(dispatcher.combine(rows, route))
+        (channel.reduce(rows).sum() + channel.gather(channel.reduce_scatter(rows, 0), 0).square().sum()).backward()
+
+
+JOBS = [functions, *(partial(optimizer, **each) for each in OPTIONS), sharded, muon, replicas, horovod, model_parallel]
+
+
+@looped("job", JOBS)
+@looped("per_node", [WORLD, 2])
+def test_no_two_roundings_draw_the_same_numbers(job: Callable[[int], None], per_node: int) -> None:
+    with draws() as found:
+        local.run(job, WORLD, ranks_per_node=per_node)
+    assert len(found) > STEPS
+    for seed, spans in found.items():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            assert end <= start, f"{spans} of seed {seed:x}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusionlayer import codecs, collectives
 from fusionlayer.codecs import Codec, TwoLevelCodec
+from fusionlayer.collectives import halves
 from fusionlayer.collectives.two_level import two_level
 from fusionlayer.collectives.two_shot import two_shot
 from fusionlayer.transport import Transport
@@ -120,6 +121,27 @@ def test_pieces_draw_noise_of_their_own(reduce: Callable[..., None], world: int)
         assert all(row.count_nonzero() > size / 2 for row in off)
         alike = torch.corrcoef(off) - torch.eye(pieces)
         assert float(alike.abs().max()) < 0.2
+
+
+@looped("per_node", [WORLD, PER_NODE])
+def test_rows_and_pieces_of_halves_draw_noise_of_their_own(per_node: int) -> None:
+    """Of equal values no two messages lose the same; a sum loses what independent noise would."""
+    codec = codecs.get("int", bits=4, rounding="stochastic", group_size=32, hadamard=False).bare
+    x = gradient(2048, 73).repeat(3)[:-7]  # the last piece is ragged
+
+    def body(transport: Transport) -> tuple[Tensor, Tensor]:
+        every, total = x.new_empty(WORLD, x.numel()), torch.empty_like(x)
+        halves.all_gather(x, every, codec, transport, seed=5, piece=2048)
+        halves.reduce_scatter(x.repeat(WORLD, 1), total, codec, transport, seed=5, piece=2048)
+        return every - x, total - WORLD * x
+
+    found = over_threads(WORLD, body, ranks_per_node=per_node)
+    gathered, summed_up = found[0][0], torch.stack([total for _, total in found])
+    for errors in (gathered, summed_up):
+        alike = torch.corrcoef(errors[:, :4096].reshape(2 * WORLD, -1).double()) - torch.eye(2 * WORLD)
+        assert float(alike.abs().max()) < 0.2
+    again = 0 if per_node == WORLD else 4 * WORLD // per_node  # sums of two are rounded in steps twice as long
+    assert squared(summed_up) < 1.2 * (WORLD + again) * squared(gathered)
 
 
 @looped("codec", [codec for codec in NOISY if is_kind(codec)], ids=str)

@@ -68,6 +68,17 @@ def test_all_gather(codec: Codec, dtype: torch.dtype, world: int) -> None:
         over_threads(world, body)
 
 
+@each_dtype
+@on_threads(3)
+def test_what_changed_reaches_all_and_a_rank_s_own_row(transport: Transport, dtype: torch.dtype) -> None:
+    """Of three versions, in pieces; each is sent as what makes it of the one before."""
+    n, out, delta = 40_000, torch.zeros(3 * 40_000, dtype=dtype), codecs.get("delta").bare
+    for version in range(3):
+        rows = [values(n, 7 * rank + version // 2, dtype) for rank in range(3)]
+        zipped.all_gather(rows[transport.rank], out, delta, transport, piece=16_384, changes=True)
+        assert same_bits(out, torch.cat(rows))
+
+
 @each_codec_and_world
 @each_dtype
 @pytest.mark.parametrize("design", [1, 2])

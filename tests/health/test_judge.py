@@ -266,6 +266,7 @@ def test_calls_that_are_over_are_compared_by_blocks() -> None:
 def test_blocks_of_equal_calls_are_equal_though_shapes_may_differ(what: str, alike: bool) -> None:
     first, second = (_blocks([(i, Call(what.format(n))) for i in range(2 * BLOCK)]) for n in (1, 2))
     assert len(first) == 2 and (first == second) == alike
+    assert [*_blocks([(i, Call("barrier")) for i in range(1, 3 * BLOCK - 1)])] == ["1"], "others are not whole"
 
 
 def test_an_exception_is_the_cause_of_connections_that_are_lost() -> None:
