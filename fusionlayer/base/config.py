@@ -40,32 +40,21 @@ def _setting(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
 class PlanningSettings:
     """The settings of the key `planning`: how an optimizer fuses gradients and chooses their codecs."""
 
-    ahead: bool | None = _setting(
-        "encode each gradient by itself as it arrives, ahead of fusion; null: algorithm and codec decide", None
-    )
-    planner: str = _setting(
-        "planner that fuses gradients into buckets: a name of `fusionlayer.planners.names()`", "tapered"
-    )
+    ahead: bool | None = _setting("encode each gradient by itself, ahead of fusion; null: by algorithm and codec", None)
+    planner: str = _setting("a name of `fusionlayer.planners.names()`", "tapered")
     planner_options: Mapping[str, Any] = _setting("options of that planner; sizes in bytes", factory=dict)
-    plan: str | None = _setting(
-        "file with a fusion plan for an optimizer, instead of `planner`; it names its own codecs, instead of `codec` "
-        "too",
-        None,
-    )
+    plan: str | None = _setting("file with an optimizer's fusion plan, which replaces `planner` and `codec`", None)
     profile: str | None = _setting(
-        "file with measured costs of the model, for planning by costs; null: the first steps are measured", None
+        "file with measured costs, for planners that need costs; null: measure the first steps", None
     )
-    policy: str | None = _setting("file with rules that give each gradient a codec, instead of `codec`", None)
+    policy: str | None = _setting("file with rules that choose a codec for each gradient, instead of `codec`", None)
     fidelity: str = _setting(
-        "what `auto` may choose codecs from: `lossless`, `near_lossless` (changes at most 1e-4 of a Gaussian's energy) "
-        "or `aggressive`",
+        "codecs of `auto`: `lossless`, `near_lossless` (change at most 1e-4 of a Gaussian's energy) or `aggressive`",
         "near_lossless",
     )
-    replan: bool = _setting("when planning by costs: measure and plan again when steps have drifted", True)
-
+    replan: bool = _setting("with planners that need costs: plan again when steps have drifted", True)
     fallback: str | None = _setting(
-        "codec that a bucket gets on all ranks, such as `int8` or `raw`, when its own loses more than 0.8 of its "
-        "values; null: only a warning",
+        "codec of a bucket, such as `raw`, after its own has lost more than 0.8 of the values; null: only a warning",
         None,
     )
 
@@ -78,88 +67,70 @@ class Config:
     """Defaults of every entry point. An argument given in code wins over them. docs/config.md describes each."""
 
     codec: str = _setting(
-        "codec of gradients: a name of `fusionlayer.codecs.names()`, or `auto` in an optimizer", "raw"
+        "codec of gradients: a name of `fusionlayer.codecs.names()`; in an optimizer also `auto`", "raw"
     )
     codec_options: Mapping[str, Any] = _setting("options of that codec", factory=dict)
     algorithm: str | None = _setting(
-        "collective: a name of `fusionlayer.collectives.names()` or, ahead of fusion, of `gather_names()`; null "
-        "chooses by codec and nodes",
+        "a name of `fusionlayer.collectives.names()`, ahead of fusion of `gather_names()`; null: by codec and nodes",
         None,
     )
-    planning: PlanningSettings = _setting(
-        "how gradients are fused into buckets and which codecs they get: see below", factory=PlanningSettings
-    )
+    planning: PlanningSettings = _setting("buckets and their codecs: see below", factory=PlanningSettings)
     error_feedback: bool | None = _setting(
-        "send what a codec lost with the next gradient; null: where the codec is biased and coarse", None
+        "add a codec's error to the next gradient; null: if the codec is biased and coarse", None
     )
-    feedback_bits: int = _setting("bits that an element of the error feedback takes between two steps: 32 or 8", 32)
-    check_replicas: int = _setting(
-        "compare parameters over ranks, so that a difference is found within this many steps; 0: never", 200
-    )
+    feedback_bits: int = _setting("bits of each element of the error feedback: 32 or 8", 32)
+    check_replicas: int = _setting("steps within which a difference of parameters over ranks is found; 0: never", 200)
     checksum: bool | None = _setting(
-        "send a checksum with every message and compare it before use; with true CUDA tensors are sent through host "
-        "memory, as NCCL carries none; null: between nodes, except by NCCL and in uncompressed sums from 1 MiB on",
+        "a checksum in every message; true sends CUDA tensors through host memory, as NCCL has none; null: between "
+        "nodes, except over NCCL and in uncompressed sums from 1 MiB on",
         None,
     )
     transport: str = _setting(
-        "what moves bytes between processes: `c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), "
-        "`auto` (`sockets` instead of gloo where a measurement at the start finds them faster), `mpi` (mpi4py; start "
-        "by mpirun) or `horovod`",
+        "`c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), `auto` (the faster of gloo and "
+        "`sockets`, measured at the start), `mpi` (mpi4py, under mpirun) or `horovod`",
         "c10d",
     )
-    connections: int = _setting("TCP connections of `sockets` to each other rank, over all interfaces together", 4)
+    connections: int = _setting("TCP connections of `sockets` to each rank, over all interfaces together", 4)
     interfaces: tuple[str, ...] = _setting(
-        "names of this host's interfaces over which `sockets` connect, and on which all else listens; none: the one "
-        "that other ranks can reach",
+        "this host's interfaces for `sockets` and for all ports that fusionlayer opens; none: the one that other ranks "
+        "can reach",
         (),
     )
-    congestion: str | None = _setting(
-        "congestion control of TCP for `sockets`, by the kernel's name, such as `bbr`; null: what the host uses", None
-    )
+    congestion: str | None = _setting("congestion control of `sockets`, such as `bbr`; null: that of the host", None)
     authenticate: bool | None = _setting(
-        "each frame of `sockets` carries a tag that only the job's ranks can make, so that no program between them can "
-        "change or repeat what they send; null: where ranks are on several hosts",
+        "tags in frames of `sockets`, so no program between ranks can change or repeat a frame; null: between hosts",
         None,
     )
-    encrypt: bool = _setting(
-        "what `sockets` send is encrypted by TLS 1.3, and authenticated by it instead of tags; needs OpenSSL 3", False
-    )
+    encrypt: bool = _setting("TLS 1.3 for `sockets`, instead of tags; needs OpenSSL 3", False)
     peer_memory_mb: int = _setting(
-        "MiB of each GPU by which ranks of one host reach each other's memory: for messages, where copies are measured "
-        "to be faster than NCCL, and as much again for sums in one launch; 0: all is sent by NCCL",
+        "MiB of each GPU that ranks of one host share for messages, if measured to be faster than NCCL, and as much "
+        "again for sums in one launch; 0: NCCL alone",
         0,
     )
     rates: tuple[str, ...] = _setting(
-        "rates of the ranks' links, in rank order, such as `[1gbit, 1gbit, 500mbit]`, or `[measured]`: in `two_shot` "
-        "each rank sums a share that its link can carry; none: equal shares",
+        "rates of the ranks' links, such as `[1gbit, 1gbit, 500mbit]`, or `[measured]`: in `two_shot` each rank sums a "
+        "share by its rate; none: equal shares",
         (),
     )
     timeout: float = _setting("seconds that a collective waits for its peers", 300.0)
-    stall_warning: float = _setting("seconds of waiting after which a warning names stragglers; `inf`: never", 60.0)
+    stall_warning: float = _setting("seconds until a warning names stragglers; `inf`: never", 60.0)
     watch: bool | None = _setting(
-        "watch the job, and log stragglers on rank 0: where they are and why: true in `fl.init()`, false never; null: "
-        "where the default process group has the backend `fusionlayer`",
+        "log stragglers and their lines on rank 0: true in `fl.init()`, false never; null: if the default group "
+        "has the backend `fusionlayer`",
         None,
     )
     status: str | None = _setting(
-        "file in which rank 0 keeps the state of a job that is watched, for `fusionlayer status`; null: in a folder of "
-        "this user",
-        None,
+        "file for `fusionlayer status`, in which rank 0 keeps a job's state; null: in a folder of this user", None
     )
-    timeline: str | None = _setting("file for a timeline in Chrome's trace format, `.<rank>` appended", None)
+    timeline: str | None = _setting("file for a timeline, `.<rank>` appended", None)
     ranks_per_node: int | None = _setting(
-        "ranks that share a node, counted in rank order; null: those that share a host and its network", None
+        "ranks of a node, in rank order; null: those that share a host and its network", None
     )
-    lanes: int | None = _setting(
-        "buckets of an optimizer that are in flight at once; null: 2; over NCCL always 1",
-        None,
-    )
+    lanes: int | None = _setting("buckets of an optimizer in flight at once; null: 2; over NCCL always 1", None)
     backend: Mapping[str, Any] | None = _setting(
-        "`rules` and `min_bytes` of the process-group backend `fusionlayer`, see docs/backend.md; null compresses "
-        "nothing",
-        None,
+        "`rules` and `min_bytes` of the backend `fusionlayer` (docs/backend.md); null compresses nothing", None
     )
-    threads: int | None = _setting("threads of one codec call on the CPU; null: as many as torch uses, at most 8", None)
+    threads: int | None = _setting("threads of a codec call on the CPU; null: as many as torch, at most 8", None)
 
     def __post_init__(self) -> None:
         records.check(self)
@@ -187,14 +158,14 @@ class Config:
 
 _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_CONFIG": "file with settings",
-    "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
-    "FUSIONLAYER_JOB_KEY": "secret that only the job's processes have, of at least 16 bytes; `fusionrun` makes one",
-    "FUSIONLAYER_JOB_KEY_FILE": "file with it, which other users cannot read",
-    "FUSIONLAYER_JOIN": "of a process that joins an elastic job: host:port of a member, or the file that lists members",
-    "FUSIONLAYER_ROSTER": "of an elastic job: file in which newcomers find its members",
+    "FUSIONLAYER_ELASTIC_DIR": "folder for commits of elastic jobs (default: in shared memory)",
+    "FUSIONLAYER_JOB_KEY": "job key: a secret of the job's processes, at least 16 bytes; `fusionrun` makes one",
+    "FUSIONLAYER_JOB_KEY_FILE": "file with the job key, which other users cannot read",
+    "FUSIONLAYER_JOIN": "for a process that joins an elastic job: host:port of a member, or the roster",
+    "FUSIONLAYER_ROSTER": "for an elastic job: file in which joining processes find its members",
     "FUSIONLAYER_PUBLISH_SECRET_FILE": "file with the secret of `fl.publish` and `fl.subscribe`",
     "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
-    "FUSIONLAYER_CUDA": "when building: auto (default: for the GPUs that are here), 1 (fail without nvcc), 0",
+    "FUSIONLAYER_CUDA": "when building: auto (default: for the GPUs present), 1 (fail without nvcc), 0",
     "FUSIONLAYER_NVCC": "when building: the nvcc to use",
     "FUSIONLAYER_CUDA_ARCHS": 'when building: GPUs to compile for, as "80 90", or all',
     "FUSIONLAYER_OBJECTS": "when building: folder that keeps compiled files for builds in other folders",

@@ -26,9 +26,9 @@ HOROVOD = {
 
 # Horovod's variables that have no effect here, and why.
 HOROVOD_UNUSED = {
-    "HOROVOD_CYCLE_TIME": "messages leave when they are complete, so there is no cycle to wait for",
+    "HOROVOD_CYCLE_TIME": "a message is sent when it is complete, without a cycle",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "gathers between nodes go once by themselves",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "gathers send each value between nodes once",
     "HOROVOD_TORUS_ALLREDUCE": "algorithm 'two_level' is a setting: algorithm",
     **dict.fromkeys(
         (
@@ -39,12 +39,12 @@ HOROVOD_UNUSED = {
             "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
             "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         ),
-        "buckets are not searched for while training runs, which made no step faster",
+        "there is no search for buckets during training; it made no step faster",
     ),
     "HOROVOD_TIMELINE_MARK_CYCLES": "there are no cycles",
-    "HOROVOD_DISABLE_GROUP_FUSION": "plans say what is fused",
+    "HOROVOD_DISABLE_GROUP_FUSION": "a plan decides what is fused",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may always be made",
-    "HOROVOD_ELASTIC": "torchrun says whether a job is elastic",
+    "HOROVOD_ELASTIC": "torchrun decides whether a job is elastic",
     "HOROVOD_THREAD_AFFINITY": "threads are not bound; use numactl or taskset",
     "HOROVOD_LOG_HIDE_TIME": "the program that configures logging chooses the format",
     "HOROVOD_CONTROLLER": "FUSIONLAYER_TRANSPORT chooses the transport",
@@ -61,12 +61,12 @@ HOROVOD_UNUSED = {
 OTHERS = {
     "MASTER_ADDR": "host of rank 0, where the processes meet",
     "MASTER_PORT": "port there",
-    "GLOO_SOCKET_IFNAME": "network interface of gloo, and of what fusionlayer opens itself",
+    "GLOO_SOCKET_IFNAME": "network interface of gloo and of fusionlayer's own ports",
     "NCCL_HOSTID": "name of this host for NCCL; ranks with different names may share a GPU",
     "NCCL_SOCKET_IFNAME": "network interface of NCCL",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's watchdog of NCCL; without it off in groups of fusionlayer",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "whether it aborts where a device has failed; off there too",
-    "OMP_NUM_THREADS": "threads of torch on the CPU, and so of codecs; the setting `threads` wins",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's NCCL watchdog, which is off in fusionlayer's groups by default",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "whether the watchdog aborts after a failed device; off by default there",
+    "OMP_NUM_THREADS": "threads of torch and codecs on the CPU; the setting `threads` takes precedence",
     "CUDA_VISIBLE_DEVICES": "GPUs that a process sees",
 }
 
