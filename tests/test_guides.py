@@ -28,7 +28,7 @@ from tests.loops import looped
 from tests.pages import DOCS, ROOT, blocks, lines
 from tests.ports import free_port
 
-PAGES = [DOCS / name for name in ("choosing.md", "watching.md", "adding_a_codec.md", "adding_a_planner.md")]
+PAGES = [DOCS / f"{name}.md" for name in ("choosing", "watching", "adding_a_codec", "adding_a_planner", "architecture")]
 PAGES += sorted(page for folder in ("start", "guides", "concepts") for page in (DOCS / folder).glob("*.md"))
 
 

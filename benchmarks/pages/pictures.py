@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from benchmarks import plots
 from benchmarks.collective.cell import Cell, Row
 from benchmarks.collective.picture import draw_shares
+from benchmarks.pages import overview
 from benchmarks.pages.found import CONVERGENCE, RESULTS, SCOREBOARD, TRAINING, end, rows, speedup, the
 from benchmarks.pages.tables import HEADLINE
 from benchmarks.scoreboard.picture import picture as scoreboard
@@ -77,5 +78,9 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "breakdown_gpt-2x1": lambda: _training(plots.breakdown),
     "scoreboard-gpt-2x1-adamw": lambda: scoreboard(rows(SCOREBOARD, kind="score")),
     "links": _links,
+    "gain": overview.gain,
+    "workers": overview.workers,
+    "bytes": overview.bytes_by_method,
+    "ranks": overview.ranks,
 }
 """The files of ``benchmarks/results/plots``, without their ending, and what draws them."""

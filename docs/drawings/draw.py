@@ -1,7 +1,8 @@
-"""Draws the pictures of the documents: python docs/drawings/draw.py writes them anew, beside this file."""
+"""Draws the pictures of the documents: python docs/drawings/draw.py writes them anew, next to this file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def step() -> Canvas:
         canvas.text(end + 6, y + 20, "next" if end < 880 else "", 12, colour=SOFT)
 
     panel(38, "f32 as it is: the network is busy long after backward has ended", 0, 16, 0)
-    panel(208, "int8: a quarter of the bytes, so nearly all of it travels behind backward", 1.6, 4.2, 1.6)
+    panel(208, "int8: a quarter of the bytes, so backward hides nearly all of it", 1.6, 4.2, 1.6)
     canvas.arrow(left, 366, 920, 366)
     canvas.text(920, 384, "time", 12, "end", SOFT)
     canvas.text(24, 410, "A bucket that is full (dashed) goes to a free lane, which encodes, sends and decodes it.", 13)
@@ -166,7 +167,7 @@ def ahead() -> Canvas:
     ):
         canvas.text(580, 356 + 18 * y, words, 12)
     canvas.text(
-        120, 404, "Something of every tensor travels, and the bits do not depend on what is fused with what.", 12.5
+        120, 404, "Something of every tensor is sent, and the bits do not depend on what is fused with what.", 12.5
     )
     canvas.text(120, 424, "Sparse codecs go ahead by default; any codec may: ahead=True.", 12.5)
     return canvas
@@ -252,9 +253,13 @@ def choosing() -> Canvas:
         canvas.arrow(start, 78, end, 138)
         side = "end" if end < start else "start"
         canvas.text((start + end) / 2 + (-10 if end < start else 10), 100, words, 12.5, side, SOFT)
-    for start, end, words in ((690, 368, "AdamW"), (765, 614, "SGD"), (840, 816, "a good loss soon")):
+    for start, end, words, x in (
+        (690, 368, "AdamW", 358),
+        (765, 614, "SGD", 604),
+        (830, 800, "a good loss soon", 800),
+    ):
         canvas.arrow(start, 200, end, 272)
-        canvas.text(end - 10, 264, words, 12.5, "end", SOFT)
+        canvas.text(x, 264, words, 12.5, "end", SOFT)
     answer(262, 276, 212, "OneBitAdam, onebit", "a bit of each value")
     answer(500, 276, 190, "dgc", "1 % of the elements, warm-up")
     answer(716, 276, 204, "Local.overlapped(4)", "sends every few steps")
@@ -272,8 +277,73 @@ def status() -> Canvas:
     return canvas
 
 
+CONTENT = {
+    "cli": "commands, fusionrun",
+    "torch": "Horovod's API",
+    "frameworks": "DeepSpeed, Megatron",
+    "parallel": "tensor, expert, pipeline",
+    "sharded": "ZeRO, FSDP2, HSDP",
+    "training": "optimizer, hooks, DDP, local steps",
+    "backend": "process group",
+    "functional": "calls on tensors",
+    "context": "rank, size",
+    "planning": "profiles, predictions",
+    "scheduler": "buckets, lanes, error feedback",
+    "coordination": "operations by name",
+    "collectives": "two_shot, ring, gather",
+    "elastic": "members",
+    "publishing": "versions of weights",
+    "codecs": "int8, topk, zip",
+    "transport": "gloo, NCCL, sockets, MPI",
+    "launch": "launchers, meeting",
+    "health": "stragglers, failures",
+    "native": "calls of csrc",
+    "observe": "timeline, metrics",
+    "process": "forks, clocks",
+    "base": "settings, plans, errors",
+}
+"""What is in a package, in few words."""
+
+PATH = {"training": "1 hook", "scheduler": "2-4 bucket", "collectives": "5-8 sum", "codecs": "5, 7 encode"} | {
+    "transport": "6, 8 send"
+}
+"""The steps of docs/architecture.md that a gradient takes in a package."""
+
+
+def architecture() -> Canvas:
+    """The packages by layers, as pyproject.toml has them, and the path of a gradient through them."""
+    contracts = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (text,) = re.findall(
+        r'containers = \["fusionlayer"\]\nexhaustive = true\nlayers = \[\n(.*?)^\]', contracts, re.M | re.S
+    )
+    layers = [names.split(" | ") for names in re.findall(r'"([^"]+)"', text) if names != "__main__"]
+    canvas = Canvas(940, 96 + 37 * (len(layers) + 1), "The packages of fusionlayer, and the path of a gradient")
+    canvas.text(
+        24, 36, "Imports run downward only. Orange: what a gradient passes, with the steps below.", 14, bold=True
+    )
+    for number, names in enumerate([*layers, ["csrc"]]):
+        y, width = 54 + 37 * number, (892 + 12) / len(names) - 12
+        for place, name in enumerate(names):
+            x = 24 + place * (width + 12)
+            passed = name in PATH or name == "csrc"
+            fill, edge = ("#fdf3e0", COLOURS["encode"]) if passed else (PALE, "none")
+            canvas.box(x, y, width, 30, fill, radius=6, edge=edge)
+            canvas.text(x + 10, y + 20, name, 13, bold=True, fixed=True)
+            words = CONTENT.get(name, "arithmetic in C++ and CUDA, sockets")
+            canvas.text(x + 20 + 8.2 * len(name), y + 20, words, 12.5, colour=SOFT)
+            if name in PATH:
+                canvas.text(x + width - 10, y + 20, PATH[name], 12.5, "end", bold=True)
+    canvas.text(
+        24,
+        80 + 37 * (len(layers) + 1),
+        "Not shown: 9 unpack, 10 end of backward and 11 step, again in scheduler and training.",
+        12.5,
+    )
+    return canvas
+
+
 DRAWINGS: dict[str, Callable[[], Canvas]] = {
-    function.__name__: function for function in (step, two_shot, ahead, two_level, choosing, status)
+    function.__name__: function for function in (step, two_shot, ahead, two_level, choosing, status, architecture)
 }
 
 if __name__ == "__main__":
