@@ -53,7 +53,7 @@ class _JobState:
 
 
 _job: _JobState | None = None
-# Whether the job is that of the process from which this one was forked.
+# Whether the job belongs to the process from which this one was forked.
 _is_parents = False
 _before_shutdown: list[Callable[[], None]] = []
 _named: set[str] = set()
@@ -71,11 +71,11 @@ def init(
 ) -> None:
     """Join the job in which torchrun, mpirun, horovodrun, srun or Ray Train has started this process. Call it first.
 
-    If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
-    and, where available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer
-    makes connections of its own next to it. With "mpi" or "horovod" in the settings no group is made
-    or used, and that library determines the ranks. Without a launcher the job is this process alone. A second call does
-    nothing. Within ``transport.local.run`` the call does nothing either.
+    An existing default process group of torch is used. Otherwise one is made, with gloo for CPU tensors and, where
+    available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer makes
+    connections of its own next to it. With "mpi" or "horovod" in the settings no group is made or used, and that
+    library determines the ranks. Without a launcher the job is this process alone. A second call does nothing. Within
+    ``transport.local.run`` the call does nothing either.
 
     Args:
         timeout: seconds that a collective waits for its peers; overrides the configuration.
@@ -286,7 +286,7 @@ os.register_at_fork(after_in_child=_begin_child)
 
 
 def refuse_child() -> None:
-    """Raise ``UsageError`` if the job is that of the process from which this one was forked."""
+    """Raise ``UsageError`` if the job belongs to the process from which this one was forked."""
     if _job is None and _is_parents:
         raise forks.refuse("fusionlayer belongs to its parent")
 

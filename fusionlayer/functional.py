@@ -194,8 +194,8 @@ def all_reduce(
 
     Args:
         tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed as they are.
-        codec: name or codec; None takes the configured one (``raw`` by default). "auto" changes no value: the tensor
-            is sent as it is, or by ``zip`` where measurements say that this takes less time; see ``switcher``.
+        codec: name or codec; None takes the configured one (``raw`` by default). "auto" changes no value: the tensor is
+            sent uncompressed, or by ``zip`` if measured faster; see ``switcher``.
         algorithm: name of a collective; None chooses by codec and nodes.
         op: ``Average`` (integers cannot be averaged) or ``Sum``.
         group: process group or transport; None means all ranks.
@@ -301,9 +301,9 @@ def reduce_scatter(
         codec: see ``all_reduce``.
         op: ``Average`` or ``Sum``.
         group: process group or transport; None means all ranks.
-        algorithm: None sends each piece straight to its rank, so each value is quantised once; on several nodes of
-            several ranks, each node's sum is sent instead, quantised again. "ring" passes partial sums from rank to
-            rank, and each rank encodes them again.
+        algorithm: None sends each piece straight to its rank, quantised once. On several nodes of several ranks, each
+            node's sum is sent instead, quantised again. "ring" passes partial sums from rank to rank, and each rank
+            encodes them again.
         codec_options: options of a codec given by name.
 
     Raises:
@@ -486,7 +486,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
 
     A ``DistributedOptimizer`` also takes over the root's step, because seeds and schedules of codecs depend on it. Its
-    residuals stay as they are, because they belong to each rank. Call this function before the first step, or after the
+    residuals stay unchanged, because they belong to each rank. Call this function before the first step, or after the
     root has loaded a checkpoint.
 
     Raises:

@@ -25,8 +25,9 @@ class CallQueue:
     starts the thread and the transport. After a call has failed no further call runs, because ranks may be out of step.
     On CUDA, a call runs on a stream of the queue, after the work that the calling stream held when the call was made.
 
-    Over NCCL a call only queues work on the device. It does so within ``submit``: several communicators of a device
-    then get their work in the order of the program on all ranks, as over torch's own group. No thread is started then.
+    Over NCCL a call only queues work on the device. It does so within ``submit``, so that on all ranks several
+    communicators of a device get their work in the order of the program, as with torch's own group. No thread is
+    started then.
 
     Args:
         name: name of the group, for errors.

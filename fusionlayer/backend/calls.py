@@ -200,7 +200,7 @@ def all_to_all(
 def _messages(
     name: str, xs: Sequence[Tensor], chosen: Sequence[Codec | None], zips: Sequence[Codec], transport: Transport
 ) -> list[Tensor]:
-    """Return a byte tensor for each rank: the tensor's own bytes if it is sent as it is, else room for its message.
+    """Return a byte tensor for each rank: its own bytes if it is sent uncompressed, else space for its message.
 
     It is empty for codecs of ``zips`` and for this rank itself.
     """

@@ -54,7 +54,7 @@ class CallChoices:
         self._known: dict[tuple[str, torch.dtype, str, int], CallChoice | None] = {}
 
     def of(self, op: str, tensors: Sequence[Tensor]) -> CallChoice | None:
-        """Return the choice for a call whose whole size is that of ``tensors``; None if the call passes."""
+        """Return the choice for a call whose total size is that of ``tensors``; None if the call passes."""
         if not self._fit(tensors):
             return None
         x = tensors[0]
@@ -70,8 +70,8 @@ class CallChoices:
             outs: for each rank the tensor that receives what it sends.
 
         Returns:
-            The codec for each number of bytes that occurs and is compressed; and all codecs with messages of variable
-            size that any rank may use, in order.
+            The codec for each number of bytes that is compressed, and all codecs with messages of variable size that
+            any rank may use, in order.
         """
         if not self._fit([*inputs, *outs]) or inputs[0].device.type not in self._devices:
             return None

@@ -57,8 +57,8 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group that compresses the calls that its policy names, and leaves other calls to gloo and NCCL.
 
     Every operation has a method here, even if no rule applies to it. Without one, torch holds the GIL while it queues
-    the call. A gloo thread that drops the last reference to a tensor waits for the GIL while it holds the queue's lock,
-    and the two would wait for each other.
+    the call. A gloo thread that drops the last reference to a tensor waits for the GIL with the queue's lock held,
+    which would deadlock.
 
     Compressed collectives run one after the other, in the order of the calls, on a thread and connections of the
     group's own. Calls that pass go to the native backend directly. Compressed sends and receives become messages of

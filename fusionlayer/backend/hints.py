@@ -35,7 +35,7 @@ class Hint:
     """Applies to the collectives that one thread calls within ``hint``; all ranks give equal hints.
 
     Attributes:
-        plain: the tensor is sent as it is, whatever the policy says.
+        plain: the tensor is sent uncompressed, regardless of the policy.
         residual: (n,) f32, this rank's residual for an all-reduce of n elements. It is added to the elements before
             they are encoded (for an average, after the division), and replaced by what the codec lost.
         padding: elements of the input that have no meaning; they are sent as zeros.

@@ -16,7 +16,7 @@ __all__ = ["adopt"]
 
 
 def adopt(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> None:
-    """Give a policy to all groups of this process, and to those that it makes from now on; all ranks call it together.
+    """Set the policy of all groups of this process, present and future; all ranks call it together.
 
     Calls that were made before keep their codecs.
 

@@ -71,8 +71,8 @@ class Meeting(EndingStore):
 def part(store: dist.Store, rank: int, size: int) -> None:
     """Wait until rank 0 has ended the store, if the store is a server in its process. All ranks call it at the end.
 
-    A rank that makes the next default group at once would otherwise connect to the server that is about to end. Where
-    the other ranks have yet to come, or rank 0 keeps its server, the wait ends soon.
+    A rank that makes the next default group at once would otherwise connect to the server that is about to end. If
+    other ranks have yet to come, or rank 0 keeps its server, the wait ends soon.
     """
     server = store
     while isinstance(server, dist.PrefixStore):

@@ -139,9 +139,9 @@ class CallPolicy:
     These calls always pass: calls in groups of one rank, calls with types other than float32, bfloat16 and float16,
     reductions that are neither sums nor averages, and operations that are not in ``OPS``.
 
-    The size of a call is that of the whole: the tensor of all_reduce and send, the input of reduce_scatter, the output
-    of all_gather. For all_to_all, each pair of ranks has a size: the bytes that one sends the other, times the number
-    of ranks.
+    The size of a call is that of the tensor of all_reduce and send, the input of reduce_scatter, the output of
+    all_gather. For all_to_all, each pair of ranks has a size: the bytes that one sends the other, times the number of
+    ranks.
 
     Attributes:
         rules: in order.

@@ -116,9 +116,9 @@ class BackgroundWork(dist.Work):
         """Return a future of the results.
 
         Within backward, it is mostly DDP that asks. DDP waits for the future at the end of backward, in C++, where an
-        error keeps its text but neither its type nor its ranks. Callbacks at the end of backward run in the order in
-        which they were queued, and DDP queues its own after its last call. So this one comes before and raises the
-        error itself; it waits no longer than DDP would.
+        error keeps its text and loses its type and ranks. Callbacks at the end of backward run in the order in which
+        they were queued, and DDP queues its own after its last call. So this one comes before and raises the error
+        itself; it waits no longer than DDP would.
         """
         if torch._C._current_graph_task_id() >= 0:
             Variable._execution_engine.queue_callback(self.job.wait)

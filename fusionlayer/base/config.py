@@ -185,7 +185,7 @@ _KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in _FIELDS}
 VARIABLES: Mapping[str, str] = {**_OTHERS, **{f"FUSIONLAYER_{f.name.upper()}": f.metadata["help"] for f in _FIELDS}}
 """The environment variables of fusionlayer, and what each does. Every setting has one."""
 
-# A variable takes the place of these keys of the file too: they would not fit what it names, or would hide it.
+# A variable also replaces these keys of the file, which would not fit its value or would take precedence over it.
 _REPLACED = {
     "codec": ("codec_options", "policy", "plan"),
     "policy": ("plan",),
@@ -195,7 +195,7 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:
-    """Return the settings of this process: those of the file, with those of single variables over them.
+    """Return the settings of this process: those of the file, replaced by those of single variables.
 
     Raises:
         ConfigError: the file cannot be read, or a key is unknown, or a value is of the wrong kind or out of range.
@@ -230,7 +230,7 @@ def flat(settings: Config) -> dict[str, Any]:
 
 
 def _nested(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the settings of a file with those of `planning` below it, wherever they stand in ``values``."""
+    """Return the settings of a file, with all settings of `planning` below that key."""
     if not isinstance(values, Mapping) or not (inner := {key: values[key] for key in _PLANNING if key in values}):
         return values
     others = {key: value for key, value in values.items() if key not in _PLANNING}

@@ -1,4 +1,4 @@
-"""All exceptions of fusionlayer. Every message says what was given, what is expected and what to do."""
+"""All exceptions of fusionlayer. Every message names the given value, the expected one and the remedy."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def kind_of(value: object) -> str:
 def printable(text: str, *, lines: bool = False) -> str:
     """Return a text of a file or a peer as a terminal may show it: what is no printable character is written out.
 
-    Else it could move the cursor, change colours or titles, or look like another line.
+    Otherwise the text could move the cursor, change colours or titles, or imitate another line.
 
     Args:
         text: of any process that can write there.
@@ -126,9 +126,8 @@ _Error = TypeVar("_Error", bound=BaseException)
 def again(error: _Error) -> _Error:
     """Return a copy of an error that is kept, to be raised in its place.
 
-    An error that is raised gets the traceback of the thread that raises it, and with that everything that the thread's
-    program holds. So a kept error would keep a job's memory, threads and connections; and two threads would mix up
-    tracebacks.
+    A raised error gets the traceback of the raising thread, which holds all objects of the thread's program. So a kept
+    error would keep a job's memory, threads and connections; and two threads would mix up tracebacks.
     """
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
@@ -140,8 +139,8 @@ def again(error: _Error) -> _Error:
 def forget(error: BaseException | None) -> None:
     """Drop the tracebacks of a handled error and its causes.
 
-    A traceback holds everything that its functions held, often the error itself too: a cycle that would keep a job's
-    memory, threads and connections until Python's collector of cycles comes by.
+    A traceback holds all objects of its functions, often the error itself too. This cycle would keep a job's memory,
+    threads and connections until Python's cycle collector runs.
     """
     seen: set[int] = set()
     left = [error]

@@ -1,7 +1,7 @@
 """Files in folders that other users may reach, such as /tmp: written whole under random names, read if they are plain.
 
-Whatever process can write to a folder can put a link, a pipe or a device at any name that can be guessed. So nothing is
-written through a name that was there before, and what is opened is looked at by its descriptor before it is read.
+Any process that can write to a folder can put a link, a pipe or a device at a guessable name. So nothing is written
+through an existing name, and an opened file is checked by its descriptor before it is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
         sync: wait until it is on the disk.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: it cannot be written; no part of it remains.
     """
     path = Path(path)
     folder = os.open(path.parent, _FOLDER)

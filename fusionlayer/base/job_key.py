@@ -1,4 +1,4 @@
-"""The job key: a secret that only the processes of one job have, and with which they guard what others can reach.
+"""The job key: a secret of one job's processes that guards their communication.
 
 It comes from the environment and is never sent. Secrets that ranks need are derived from it and a number that anybody
 may read. Values in a store, which anybody may write, carry a proof that a holder of the key has written them. Without a
@@ -21,7 +21,7 @@ KEY, FILE = "FUSIONLAYER_JOB_KEY", "FUSIONLAYER_JOB_KEY_FILE"
 _LEAST_BYTES = 16
 _SEAL = b"fusionlayer-sealed:"
 
-# What stands in the names of variables whose values are secret.
+# Parts of names of variables whose values are secret.
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH", "COOKIE")
 
 

@@ -48,8 +48,8 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _Loader(_Base):  # type: ignore[misc]
     """Refuses a mapping that has a key twice: YAML forbids it, and PyYAML would keep the last value.
 
-    It also refuses what looks like a number or a date and is none, such as 2001-99-99, and what has more than 64 bits:
-    PyYAML would raise what its conversion does.
+    It also refuses texts that look like a number or a date without being one, such as 2001-99-99, and numbers of more
+    than 64 bits: PyYAML would raise what its conversion does.
     """
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -87,7 +87,7 @@ def _start(node: Any) -> str:
 
 
 def read(path: str | Path, what: str) -> Any:
-    """Return the data of a YAML file; ``ConfigError`` if it cannot be read. ``what`` says what the file holds."""
+    """Return the data of a YAML file; ``ConfigError`` if it cannot be read. ``what`` names the content of the file."""
     require(path, (str, Path), what, "the path of a file")
     try:
         return parse(Path(path).read_text())

@@ -1,7 +1,7 @@
 """Proofs that both ends of a connection have one secret, and keys by which they check everything that follows.
 
-Each end sends a random number. HMAC-SHA256 of both, with the secret as its key, proves an end's knowledge, and HKDF
-(RFC 5869) of the same makes one key for each direction, which no other connection has.
+Each end sends a random number. HMAC-SHA256 of both, with the secret as its key, proves an end's knowledge. HKDF (RFC
+5869) of the same makes one key for each direction of this connection alone.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def prove(secret: bytes, role: bytes, heard: bytes) -> bytes:
 
     Args:
         secret: what both ends know.
-        role: of the end that proves it, so that the other one's proof cannot be sent back to it.
+        role: the end that proves it, so that the other end's proof cannot be sent back.
         heard: all earlier messages of both ends, with both random numbers.
     """
     return hmac.digest(secret, role + heard, "sha256")
 
 
 def is_proof(proof: bytes, secret: bytes, role: bytes, heard: bytes) -> bool:
-    """Return whether ``proof`` is that of ``prove``; the time that it takes reveals nothing."""
+    """Return whether ``proof`` is that of ``prove``, in constant time."""
     return hmac.compare_digest(proof, prove(secret, role, heard))
 
 
@@ -52,7 +52,7 @@ class Keys(NamedTuple):
     """Keys of one connection, of 32 bytes each.
 
     Attributes:
-        caller: the key for messages of the end that connected.
+        caller: the key for messages of the connecting end.
         host: the key for messages of the other end.
     """
 
@@ -66,7 +66,7 @@ class Keys(NamedTuple):
         Args:
             secret: what both ends have proved to know.
             heard: see ``prove``; it has the random numbers of both.
-            purpose: what the keys are for: others give other keys.
+            purpose: the use of the keys; each use has other keys.
         """
         root = hmac.digest(heard, secret, "sha256")  # HKDF-Extract with `heard` as its salt
         return cls(*(hmac.digest(root, purpose + end + b"\1", "sha256") for end in (b" caller", b" host")))
@@ -93,5 +93,5 @@ class Seal:
         return hmac.digest(self._key, number + digest, "sha256")[:TAG_BYTES]
 
     def is_next(self, tag: bytes, digest: bytes) -> bool:
-        """Return whether ``tag`` is that of the next piece."""
+        """Return whether ``tag`` belongs to the next piece."""
         return hmac.compare_digest(tag, self.tag(digest))

@@ -20,7 +20,7 @@ __all__ = ["Agent", "run"]
 
 # Seconds that agents get to end their processes once the job has failed.
 _GRACE = 10.0
-# What a pipe holds, and what it can be made to hold without privileges.
+# Bytes that a pipe holds, and the most that it can be made to hold without privileges.
 _PIPE_BYTES, _MOST_BYTES = 1 << 16, 1 << 20
 # The status of ssh where it has not reached the other host.
 _SSH_FAILED = 255

@@ -1,6 +1,6 @@
 """Argument types and options that several subcommands share.
 
-Nothing here and in ``parsers`` imports torch, so that ``--help`` and what is wrong with a command line come at once.
+Nothing here and in ``parsers`` imports torch, so that ``--help`` and errors of a command line appear at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REPORT = "FUSIONRUN_REPORT"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and name the word that was probably meant; its epilog stays as it is laid."""
+    """A parser whose errors are one line and name the nearest known word; the layout of its epilog is kept."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)

@@ -35,7 +35,7 @@ PHASES = {
 """Spans of the training thread, and what the breakdown calls them (SAFusion, figure 15)."""
 
 NETWORK, LATE, CODEC, PACKING, OTHER = KINDS = ("network", "stragglers", "codec", "packing", "other")
-"""Activities of a communication thread. Where two of them overlap, as in pipelines, the first one counts."""
+"""Activities of a communication thread. If two of them overlap, as in pipelines, the first one counts."""
 
 _PARTS = {
     "WIRE": NETWORK,
@@ -296,7 +296,7 @@ def _exposed(
 
 
 def _shares(work: Mapping[Job, list[Piece]]) -> Mapping[Job, float]:
-    """Return the seconds for which each bucket had the network: while n buckets use it, each has 1 / n of it."""
+    """Return the seconds of network time of each bucket: while n buckets use the network, each gets 1 / n."""
     used = [(start, end, job) for job, pieces in work.items() for start, end, kind in pieces if kind == NETWORK]
     changes = sorted((at, job) for start, end, job in used for at in (start, end))
     found: dict[Job, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""``fusionlayer doctor``: what is installed, what works on this machine, and which environment variables are set."""
+"""``fusionlayer doctor``: checks the installation, this machine and the environment variables."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CheckResult:
         section: "versions", "core", "network", "codecs", "plugins", "transports" or "environment".
         name: the name of the thing.
         state: "ok", "none", "note" or "FAIL".
-        detail: version, value, or what is wrong and what to do.
+        detail: version, value, or defect and remedy.
     """
 
     section: str
@@ -91,7 +91,7 @@ def report(as_json: bool, columns: Sequence[str] | None = None) -> int:
 def diagnose(note: Callable[[float, str], object] = lambda done, what: None) -> list[CheckResult]:
     """Return the findings about this installation, machine and environment.
 
-    ``note`` is called with what share of the work is done, and what is looked at next.
+    ``note`` is called with the completed share of the work, and the next subject.
     """
     parts: dict[str, tuple[float, Callable[[], Iterator[CheckResult]]]] = {  # where each part begins, as measured once
         "versions": (0.0, _versions),

@@ -120,7 +120,7 @@ def _buckets(title: str, profile: Profile, plan: FusionPlan, found: SimulatedSte
 
 
 def _leaving(plan: FusionPlan) -> list[Column]:
-    """Return a column of the steps in which buckets are sent, unless that is in all of them."""
+    """Return a column of the steps in which buckets are sent, or none if all buckets are sent in every step."""
     if not plan.skips:
         return []
     return [Column("sent in steps", [f"{b.phase}, {b.phase + b.every}, .." for b in plan.buckets], text=True)]

@@ -299,7 +299,7 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _switch(given: bool | None) -> str | None:
-    """Return a flag as a variable; None if neither it nor its opposite was given."""
+    """Return a flag as a variable; None if neither the flag nor its opposite was given."""
     return None if given is None else str(int(given))
 
 

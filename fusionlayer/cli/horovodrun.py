@@ -1,4 +1,4 @@
-"""Flags of horovodrun without a counterpart here: those that ask for what is so anyway, and those that are refused."""
+"""Flags of horovodrun without a counterpart here: those whose effect holds anyway, and refused ones."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class ProgressLine:
     """Shows the progress of some work. Use it as a context.
 
     On a terminal one line changes while the work continues, and vanishes at its end. Elsewhere, such as in the log of a
-    job, a line comes every ten seconds, and at the start of each phase if ``phases``; shorter work says nothing.
+    job, a line appears every ten seconds, and at the start of each phase if ``phases``. Shorter work prints nothing.
 
     Args:
         what: name of the work, such as "bench".

@@ -60,7 +60,7 @@ FORMATS: dict[str, Callable[[Sequence[Row], Sequence[str] | None, int | None], s
     "csv": _as_csv,
     "json": _as_json,
 }
-"""By its name, what makes the text of rows, chosen columns and width; the last two are for tables."""
+"""For each format the function that makes the text of rows, chosen columns and width; the last two are for tables."""
 
 
 def title(rows: Sequence[Row]) -> str:

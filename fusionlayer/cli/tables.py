@@ -1,4 +1,4 @@
-"""Tables in plain text. They fit the terminal: less important columns give way, and no number is ever cut."""
+"""Tables in plain text. They fit the terminal: less important columns are left out, and no number is ever cut."""
 
 from __future__ import annotations
 

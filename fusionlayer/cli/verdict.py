@@ -1,4 +1,4 @@
-"""The verdict on a recorded step: what training waits for, and what another codec is predicted to change."""
+"""The verdict on a recorded step: what training waits for, and the predicted gain of other codecs."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Codec(ABC):
         """Write ``x`` (n,) into ``payload`` (capacity,).
 
         With a ``residual`` (n,) f32 this encodes ``x + residual``, and the residual becomes what encoding lost (error
-        feedback). Where the loss is not finite the residual stays as it was, so an overflow does not live on.
+        feedback). If the loss is not finite the residual stays unchanged, so an overflow does not persist.
         """
         self.encode_chunks(x, payload.unsqueeze(0), x.numel(), seed=seed, offset=offset, residual=residual)
 
@@ -388,8 +388,8 @@ _MOST = 4096
 def remember(known: dict[_K, _V], key: _K, value: _V) -> _V:
     """Return ``value`` and keep it in ``known``, which is emptied before it grows large.
 
-    Lanes and workers call this at once and without a lock: for one key all of them have equal values, so it does not
-    matter whose is kept.
+    Lanes and workers call this at once and without a lock: equal keys have equal values, so it does not matter which
+        value is kept.
     """
     if len(known) >= _MOST:
         known.clear()

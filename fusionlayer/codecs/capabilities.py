@@ -56,7 +56,7 @@ class ZippedCodec(VariableSizeCodec):
     """A lossless codec of variable size, which the collectives of ``zipped`` carry.
 
     The used bytes of a message lie at its start: first a static extent, whose length does not depend on the data, then
-    as many bytes as the data need.
+        the rest.
     """
 
     lossless: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class AgreeingCodec(Codec):
 
     @property
     def arrangement(self) -> Arrangement | None:
-        """The order in which the elements of this sum are sent, and their means; None if they are sent as they are."""
+        """The order in which the elements of this sum are sent, and their means; None if they are sent uncompressed."""
         return None
 
     @abstractmethod
@@ -116,8 +116,8 @@ class AgreeingCodec(Codec):
     ) -> Codec:
         """Exchange statistics with the other ranks, and return the codec for the sum of ``x`` over ranks.
 
-        Every collective that sums calls this first, on all ranks together. The returned codec holds what the ranks
-        agreed on in fields with ``compare=False``: these are no options, change no layout, and belong to this one sum.
+        Every collective that sums calls this first, on all ranks together. The returned codec holds the result of the
+        agreement in fields with ``compare=False``: these are no options, change no layout, and belong to this one sum.
         In this sum ``offset`` is the place in ``x``, so the codec may look up its agreed values by it.
 
         Args:

@@ -38,8 +38,8 @@ class HomomorphicCodec(Codec):
     ) -> HomomorphicCodec:
         """Exchange statistics with the other ranks, and return the codec for the sum of their ``x`` by integers.
 
-        ``integer_sum`` calls this first, on all ranks together. The returned codec holds what the ranks agreed on in
-        fields with ``compare=False``, as that of an ``AgreeingCodec`` does. ``offset`` is the place in ``x``.
+        ``integer_sum`` calls this first, on all ranks together. The returned codec holds the result of the agreement in
+        fields with ``compare=False``, like that of an ``AgreeingCodec``. ``offset`` is the place in ``x``.
 
         Args:
             x: (n,), this rank's summand; it is not changed.

@@ -10,8 +10,8 @@ __all__ = ["CodecOptions"]
 class CodecOptions(TypedDict, total=False):
     """The keywords that functions which take a codec's name take for its options.
 
-    A type checker finds names that no codec has; which codec has which, and the values, are checked when it is made.
-    A codec that a program registers itself is made by ``fusionlayer.codecs.get``, which takes any keyword.
+    A type checker finds names that no codec has. The codec itself checks its names and values when it is made. A codec
+    that a program registers itself is made by ``fusionlayer.codecs.get``, which takes any keyword.
     """
 
     balance: float

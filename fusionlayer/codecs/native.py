@@ -52,8 +52,8 @@ class NativeCodec(Codec):
         """Return the core's spec to encode ``numel`` elements of ``dtype``; for what calls the core past the verbs."""
         return native.seeded(self._spec(numel, dtype, dtype), seed, offset)
 
-    # Codecs whose verbs are calls of the core and no more make each of them by one: what a call is given besides data
-    # depends on sizes and addresses alone, so it is checked and made once for each buffer.
+    # Codecs whose verbs are single calls of the core prepare each call once for each buffer, because its other
+    # arguments depend on sizes and addresses alone.
 
     def encode_chunks(
         self,

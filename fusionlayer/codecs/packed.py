@@ -60,8 +60,8 @@ class PackedPart:
 class PackedResidual:
     """The residual of tensors in a flat tensor, in messages of the codec ``int8`` without headers.
 
-    Whatever process encodes expands it into memory of its own, and packs it again after that. A message holds tensors
-    that begin at a multiple of 128 after its first one; that is a whole bucket where fusion aligns tensors so.
+    The encoding process expands it into memory of its own, and packs it again afterwards. A message holds tensors that
+    begin at a multiple of 128 after its first one; that is a whole bucket where fusion aligns tensors so.
 
     Args:
         spans: (offset, number of elements) of each tensor in the flat tensor, in order of offsets.

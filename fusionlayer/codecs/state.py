@@ -20,7 +20,7 @@ class StoredResidual(Protocol):
         """Fill ``out`` (n,) f32 with the residual; return it."""
 
     def pack(self, x: Tensor, seed: int | None = None) -> None:
-        """Keep the residual ``x`` (n,) f32; ``seed`` is that of stochastic rounding, None rounds to the nearest."""
+        """Keep the residual ``x`` (n,) f32; ``seed`` is for stochastic rounding; None rounds to the nearest."""
 
 
 @dataclass
@@ -54,7 +54,8 @@ class Part:
         name: name of the tensor.
         shape: shape of the tensor.
         start: place of its first element in the flat tensor; the others follow in row-major order.
-        state: what the codec keeps of it. Error feedback uses the residual of the collective, not that of this state.
+        state: the state that the codec keeps of it. Error feedback uses the residual of the collective, not that of
+            this state.
     """
 
     name: str

@@ -45,7 +45,7 @@ class AllReduce(Protocol):
             codec: the codec of the messages, the same on all ranks.
             transport: the ranks; only the calling thread uses it.
             seed: the seed of stochastic rounding; the same on all ranks.
-            residual: (n,) f32, this rank's error feedback: added to what it sends, replaced by what sending lost.
+            residual: (n,) f32, this rank's error feedback: added before encoding, then replaced by the loss.
         """
 
 
@@ -103,7 +103,7 @@ def collective(
     Args:
         name: the name of the collective.
         takes: returns whether the collective can use a codec over this many ranks; None: it can use every codec.
-        because: what the collective does that other codecs cannot do, as a clause without subject.
+        because: the unique ability of the collective, as a clause without subject.
         suits: returns whether codecs that were made for the collective should take it over this many ranks, if the user
             names none; None: over any number.
         instead: the collective that these codecs take over other numbers of ranks; None: the usual one.

@@ -97,9 +97,9 @@ def multi_hop(
 ) -> None:
     """Run ``schedule``: this is the body of the collective ``name``; the other arguments are those of the collective.
 
-    Received messages of a chunk wait until the chunk is encoded. One call then decodes all of them, adds this rank's
-    values and encodes the sum, so no partial sum is ever in memory. Each rank encodes each element at most once: one
-    residual covers all its quantisations, and it draws each random number of its seed once.
+    Received messages of a chunk wait until the chunk is encoded. One call decodes all of them, adds this rank's values
+    and encodes the sum, so no partial sum is ever in memory. Each rank encodes each element at most once: one residual
+    covers all its quantisations, and it draws each random number of its seed once.
     """
     check_pair(name, codec, transport.size)
     numel, unit = x.numel(), schedule.chunks * codec.block

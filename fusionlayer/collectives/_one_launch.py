@@ -66,7 +66,7 @@ def sum_in_one_launch(
     rank, size = transport.rank, transport.size
     if size > MAX_PEERS or len(transport.nodes) > 1:
         return False
-    # One thread at a time uses a transport, and what belongs to it ends with it.
+    # One thread at a time uses a transport, and its objects end with it.
     known: dict[torch.device, LaunchMemory] = transport.__dict__.setdefault("_peer_memory", {})
     if x.device not in known:
         known[x.device] = LaunchMemory(transport, x.device, transport.peer_bytes, native.most_warps(x.device))

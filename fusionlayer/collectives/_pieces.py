@@ -39,9 +39,9 @@ def cut(numel: int, piece: int | None, unit: int) -> list[slice]:
 def pipeline(pieces: Sequence[Piece], transport: Transport, device: torch.device) -> None:
     """Run all ``pieces``; at most ``IN_FLIGHT`` of them are in flight.
 
-    The calling thread computes. The yielded calls run one after the other, on the CPU in a thread of their own, on
-    CUDA on a stream of their own. Their order depends on the number of pieces alone, never on timing: all ranks must
-    make the same calls on the transport in the same order, or messages of different pieces would meet.
+    The calling thread computes. The yielded calls run one after the other, on the CPU in a thread of their own, on CUDA
+    on a stream of their own. Their order depends on the number of pieces alone, never on timing, because all ranks must
+    make the same calls on the transport in the same order.
 
     Raises:
         Exception: the error of a piece or of a call. If other pieces are in flight, the transport is closed

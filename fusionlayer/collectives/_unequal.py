@@ -66,11 +66,11 @@ def two_shot_by_shares(
     With share w of a message of M bytes, a rank sends (1 - w) M to the ranks that sum, and (size - 1) w M of what it
     has
     summed: (1 + (size - 2) w) M together, and it receives as much. So a rank with share 0 sends M, a rank with an equal
-    share almost 2 M. But it sends before and receives after the sum. Hence the tensor goes in pieces, and the sums of
-    one piece are sent in the same exchange as the summands of the next one: both directions of each link are busy.
+    share almost 2 M. But it sends before and receives after the sum. Hence the tensor is sent in pieces, and the sums
+    of one piece are sent in the same exchange as the summands of the next one: both directions of each link are busy.
 
-    Blocks stay the same, so with codecs that quantise by blocks and round to nearest the result is that of
-    ``two_shot``. The arguments are those of ``AllReduce``.
+    Blocks stay the same, so codecs that quantise by blocks and round to nearest give the result of ``two_shot``. The
+    arguments are those of ``AllReduce``.
 
     Args:
         x, codec, transport, seed, residual: as for ``AllReduce``.
@@ -104,8 +104,8 @@ class _Round:
 class _Sum:
     """One sum by shares.
 
-    A row of ``outgoing`` is what one rank gets in an exchange: its summands of a piece, then this rank's sums of the
-    piece before. A row of ``incoming`` is what comes from one rank, in the same order.
+    A row of ``outgoing`` is sent to one rank in an exchange: its summands of a piece, then this rank's sums of the
+    previous piece. A row of ``incoming`` is what comes from one rank, in the same order.
     """
 
     def __init__(

@@ -33,15 +33,15 @@ def butterfly(
 ) -> None:
     """Sum in pairs; each hop has half the data of the last. At most log2(size) + 1 quantisations (DynamiQ, section 2).
 
-    1. Reduce: in hop h, ranks r and r xor 2^h split the range that both hold partial sums of, and each gets the other's
-       sums of its half. Received messages of an element wait until the rank encodes that element: one call decodes,
-       adds and encodes.
+    1. Reduce: in hop h, ranks r and r xor 2^h split the range of their partial sums, and each gets the other's sums of
+       its half. Received messages of an element wait until the rank encodes that element: one call decodes, adds and
+       encodes.
     2. Gather: the same hops backwards. The bytes that a chunk's owner encoded are sent unchanged; all ranks, the owner
        included, decode them.
 
     With 2^k ranks each rank sends 2 (1 - 2^-k) of a message of the whole tensor in 2k hops, the longest messages to
     nearby ranks. With other numbers of ranks, each rank beyond the largest power of two first sends all its values to a
-    rank below, which sends it the whole sum at the end. This costs two more hops and, for such ranks, a message of the
+    lower rank, which returns the whole sum at the end. This costs two more hops and, for such ranks, a message of the
     whole tensor more.
 
     Sums of f32 are not added in rank order. Each rank encodes each element once, so ``residual`` covers all

@@ -93,7 +93,7 @@ def usual(codec: EncodingTraits, nodes: Sequence[int]) -> str:
 def sent_by_node(algorithm: str, nodes: Sequence[int]) -> float | None:
     """Return how many messages of the whole tensor a node sends to other nodes in one sum; None: not known.
 
-    It is that of the node that sends most.
+    It is the number of the node that sends most.
     """
     size, count = sum(nodes), len(nodes)
     if algorithm in ("dense", "ring"):  # ranks are placed node by node, so one rank of a node sends to the next node

@@ -30,10 +30,10 @@ def grid(
 ) -> None:
     """Sum over rows of ranks, then between rows: ``two_level`` on about as many rows as a row has ranks.
 
-    It is for many nodes of one rank. Each rank sends at most 4 sqrt(size) messages, where ``two_shot`` sends
-    2 (size - 1): half of them have 1 / sqrt(size) of the tensor's message, the others 1 / size. It sends as many bytes
+    It is for many nodes of one rank. Each rank sends at most 4 sqrt(size) messages instead of 2 (size - 1) as in
+    ``two_shot``: half of them have 1 / sqrt(size) of the tensor's message, the others 1 / size. It sends as many bytes
     as ``two_shot``, and quantises three times instead of twice. Rows have neighbours in the order of nodes, and may
-    differ by one rank in length. The codec is that between nodes on both ways; up to two ranks this is ``two_shot``.
+    differ by one rank in length. Both ways use the codec between nodes; up to two ranks this is ``two_shot``.
 
     Arguments are those of ``two_level``.
     """

@@ -23,7 +23,7 @@ from .ring import schedule
 __all__ = ["SUITABLE", "all_gather", "reduce_scatter", "ring_reduce_scatter"]
 
 SUITABLE = 0
-"""As a piece: as many elements as suit the device."""
+"""As a piece: the number of elements that suits the device."""
 
 _ROW = 1 << 20
 # Of all rows together, and of rows of a device alone. The host launches kernels for each piece and calls the network's

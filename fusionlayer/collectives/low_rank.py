@@ -165,7 +165,8 @@ def _matrix_shape(part: Part) -> tuple[int, int]:
 
 
 def _start(part: Part, codec: PowerSGD, rank: int, columns: int, seed: int) -> Tensor:
-    """Return the factor (rank, columns) that a step begins with: that of the last step, if one of this size is kept."""
+    """Return the factor (rank, columns) that a step begins with: that of the last step, if one of this size was
+    kept."""
     kept = part.state.tensors.get(_KEPT) if codec.warm_start else None
     if kept is not None and kept.numel() == rank * columns:
         return kept.view(rank, columns)

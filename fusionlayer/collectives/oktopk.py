@@ -41,13 +41,12 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
     6. All-gather: every rank gets every sum that passed.
 
     With the codec ``oktopk`` and the parts of a bucket, regions serve ``tau`` sums and the threshold ``reuse`` sums.
-    Before it sends, each rank announces what it has kept; if ranks have kept different things, all of them find both
-    again.
+    Each rank first announces its kept state; if ranks have kept different things, all of them search both again.
 
     A pair is a 32-bit position and an f32 value. A rank sends at most 3 (size - 1) / size * 8k bytes in pairs, if its
-    selection lies in all regions evenly, and its sizes; where a threshold is found, some KiB of histograms too. Regions
-    only decide which rank adds an element; no result depends on them. Selected elements whose sums did not pass go back
-    into ``residual``.
+    selection is spread evenly over regions, and its sizes; a search for a threshold adds some KiB of histograms.
+    Regions only decide which rank adds an element; no result depends on them. Selected elements whose sums did not pass
+    go back into ``residual``.
     """
     check_pair("oktopk", codec, transport.size)
     if isinstance(codec, AgreeingCodec):

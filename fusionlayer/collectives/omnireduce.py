@@ -29,7 +29,7 @@ def omnireduce(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, 
     4. Adapt: the share changes, so that later unions approach the budget.
 
     A rank sends 2 (size - 1) / size of the union, 2 bytes a value. The size of the union depends on the values, and
-    follows the budget only over several sums. ``residual`` keeps what was not sent, and what bf16 lost.
+    follows the budget only over several sums. ``residual`` keeps unsent values, and the loss of bf16.
     """
     check_pair("omnireduce", codec, transport.size)
     assert isinstance(codec, OmniReduce)

@@ -113,8 +113,8 @@ def reduce_flat(
         scaling: factors before and after the sum.
         algorithm: a collective or its name; None chooses, see ``choose``.
         seed: the seed of stochastic rounding; the same on all ranks.
-        residual: (n,) f32, this rank's error feedback, in the unit of scaled values: added to what it sends, replaced
-            by what sending lost.
+        residual: (n,) f32, this rank's error feedback, in the unit of scaled values: added before encoding, then
+            replaced by the loss.
 
     Raises:
         ConfigError: there is no such collective, or it cannot use the codec.

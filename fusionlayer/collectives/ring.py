@@ -42,7 +42,7 @@ def ring(
     quantisations.
 
     With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements go around at a time, and
-    others are encoded or decoded meanwhile. By default a tensor goes in halves if that saves time.
+    others are encoded or decoded meanwhile. By default a tensor is sent in halves if that saves time.
     """
     way = schedule(transport.rank, transport.size)
     multi_hop(x, codec, transport, "ring", way, seed=seed, residual=residual, out=out, piece=piece)

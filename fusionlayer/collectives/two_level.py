@@ -134,7 +134,8 @@ def reduce_scatter(
     Args:
         x: contiguous, of one shape on all ranks; f32, bf16 or f16.
         out: of the type of ``x``, or f32.
-        codec: the codec between nodes; ``codec.within`` is that inside them. A codec that agrees has done so already.
+        codec: the codec between nodes; ``codec.within`` is the codec inside nodes. A codec that agrees has done so
+            already.
         transport: the ranks.
         here: ``node_grid(transport)``.
         seed: the seed of stochastic rounding; the same on all ranks.

@@ -37,15 +37,15 @@ def two_shot(
     5. Decode: all ranks, owners included, decode the same bytes.
 
     Each rank sends 2 (size - 1) / size of a message of the whole tensor. The owner of a piece keeps in its ``residual``
-    what step 3 loses, so error feedback covers both quantisations. Without ``residual``, and without headers, step 3
-    sums transformed values as they are, so that no message is transformed back before step 5.
+    what step 3 loses, so error feedback covers both quantisations. Without ``residual`` and headers, step 3 sums
+    transformed values, so that no message is transformed back before step 5.
 
-    On GPUs of one host that reach each other's memory all of it is one launch, where the setting ``peer_memory_mb``
-    allows it. The result is the same.
+    If the setting ``peer_memory_mb`` allows it, GPUs of one host that reach each other's memory do all of it in one
+    launch. The result is the same.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements go through the steps at a
-    time, and others are encoded, recoded or decoded meanwhile (TACO, section 4.4.2). Blocks stay the same, so the
-    result stays the same with codecs that quantise by blocks and round to nearest. ``encloses`` describes ``enclosed``.
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements pass the steps at a time,
+    while others are encoded, recoded or decoded (TACO, section 4.4.2). Blocks stay the same, so the result stays the
+    same with codecs that quantise by blocks and round to nearest. ``encloses`` describes ``enclosed``.
     """
     if isinstance(codec, AgreeingCodec):
         codec = codec.agree(x, transport, seed=seed, residual=residual)

@@ -113,8 +113,8 @@ def all_to_all(
         recvs: elements from each rank.
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
-        design: 2 sends static parts at once, so early ranks use the network before a straggler has come (ZipCCL,
-            section 5.1); 1 exchanges sizes first, and then whole messages.
+        design: 2 sends static parts at once, so early ranks do not wait for a straggler (ZipCCL, section 5.1); 1
+            exchanges sizes first, and then whole messages.
 
     Raises:
         ConfigError: the codec is not lossless and of variable size, or the counts do not fit.

@@ -181,7 +181,7 @@ class Matcher:
             self._fail(waiting, Reason(f"process set {process_set} has been removed"))
             return
         missing = () if len(requests) == len(self._sets[process_set]) else self._missing(waiting)
-        # The first that left, as others may have left because of it.
+        # The first one that left; others may have left because of it.
         gone = next((why for rank, why in self._left.items() if rank in missing), None)
         if gone:
             self._fail(waiting, gone, code="lost")
@@ -303,7 +303,7 @@ class Matcher:
 
 
 def differing(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of most ranks; all ranks, if no value is that of most."""
+    """Return the ranks whose value differs from that of most ranks; all ranks, if there is no such value."""
     if len({*values.values()}) < 2:
         return ()
     (value, count), *_ = Counter(values.values()).most_common()

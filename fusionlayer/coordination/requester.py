@@ -41,8 +41,8 @@ class Requester:
         self._connection = connection
         self._writer = Writer(cache_capacity)
         # Guards _unsent, _awaits_answer and the writer. Callers, the thread below and the communication thread all
-        # send, and messages must leave in the order in which the writer made them: the reader numbers names as they
-        # come. May be taken with the session's lock held, never the other way round.
+        # send. Messages must be sent in the order in which the writer made them, because the reader numbers names in
+        # that order. May be taken with the session's lock held, never the other way round.
         self._lock = threading.Lock()
         self._unsent: list[Request] = []
         self._awaits_answer = False

@@ -39,7 +39,7 @@ ALL_RANKS = 0
 PLAIN_OPS = (None, "Average", "Sum", "Min", "Max", "Product")
 
 Bytes = bytes | memoryview
-"""The bytes of a message, as they are written or as they were received."""
+"""The bytes of a message, written or received."""
 
 Key = tuple[int, str, "str | int"]
 """Process set, kind and name of an operation. An operation without name has a number in its place."""
@@ -48,7 +48,7 @@ Begun = dict[tuple[int, int], int]
 """How many steps of each optimizer have begun. The key is its process set and its index among the set's optimizers."""
 
 _LENGTHS = struct.Struct("<II")
-# Begins a farewell. A message of requests never begins so, as it would have to have that many numbers.
+# Begins a farewell. No message of requests begins with it, because it would need that many numbers.
 _FAREWELL = _LENGTHS.pack(0xFFFFFFFF, 0)
 
 
@@ -60,8 +60,8 @@ class Signature(NamedTuple):
     """The arguments of an operation that must be equal on all ranks. None: the operation has no such argument.
 
     Attributes:
-        kind: "allreduce", "allgather", ... The requests of "begin" and "join" carry the steps that the rank has begun,
-            those of "blocked" the handle of the operation for which the rank's only thread waits.
+        kind: "allreduce", "allgather", ... Requests of "begin" and "join" carry the steps that the rank has begun.
+            Those of "blocked" carry the operation for which the rank's only thread waits.
         process_set: number of the set of ranks that take part.
         dtypes: element type of each tensor.
         shapes: shape of each tensor, without the first dimension if that may differ over ranks.
@@ -173,15 +173,11 @@ class Response(NamedTuple):
     """The next task of one rank.
 
     Attributes:
-        code: one of
-            "execute": run the items as one message;
-            "take": take the results of the items from ``data``;
-            "fail": the items fail, because ranks differ;
-            "lost": the items fail, because a rank is lost;
-            "end": everything fails, now and later;
-            "ready": the coordinator is ready for the rank's next requests;
-            "joined": a rank has joined, so notify the coordinator of steps that begin;
-            "begun": to a rank that has joined: the steps that have begun, for which it stands in.
+        code: one of "execute": run the items as one message; "take": take the results of the items from ``data``;
+            "fail": the items fail, because ranks differ; "lost": the items fail, because a rank is lost; "end":
+            everything fails, now and later; "ready": the coordinator is ready for the rank's next requests; "joined": a
+            rank has joined, so notify the coordinator of steps that begin; "begun": to a joined rank: the steps that
+            have begun, for which it substitutes zeros.
         items: the operations.
         why: the reason of "fail", "lost" and "end".
         data: the results, concatenated.

@@ -55,8 +55,8 @@ class SessionState(Enum):
     """Operations can be requested and run. The first phase, and again when all ranks have joined. The communication
     thread sets it then."""
     TELLING_STEPS = auto()
-    """As RUNNING, and some rank has joined. It must take part in steps that others begin, so this rank notifies the
-    coordinator each step that it begins. The communication thread sets it when the coordinator says so."""
+    """As RUNNING, and some rank has joined. It must take part in steps that others begin, so this rank reports the
+    beginning of each step to the coordinator. The communication thread sets it when the coordinator says so."""
     ENDED = auto()
     """No operation can be requested any more. Any thread sets it by ``close``; the communication thread sets it after a
     failure. ``_why`` is the first reason."""

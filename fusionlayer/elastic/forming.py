@@ -3,8 +3,8 @@
 The member with the lowest rank that still lives leads. The others report their progress to its desk. When all that
 live have done so, the leader writes the next generation there. If the leader is lost meanwhile, they go to the next.
 
-So that two halves of a job whose network is cut do not both continue, a generation is formed only by more than half of
-the last one's members, or where each of the others is known to have ended.
+Two halves of a job must not both continue. So a generation needs more than half of the last one's members, or proof
+that each of the others has ended.
 """
 
 from __future__ import annotations

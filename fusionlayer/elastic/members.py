@@ -1,4 +1,4 @@
-"""This process's part in an elastic job: the members, the step they have come to, and what newcomers get."""
+"""This process's part in an elastic job: the members, their step, and the state for joining processes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Members:
         roster: file for the addresses of the members; None: none is written.
 
     Attributes:
-        generation: number of changes of membership so far, those included that failed while it was made.
-        rank, size: this member, and how many there are; before a newcomer has joined, what they would be if it had.
+        generation: number of changes of membership so far, failed ones included. rank, size: of this member; before a
+            process has joined, those of the prospective member.
         step: number of steps of the job whose results count: the same on all members between two steps.
         has_joined: whether this process takes part; a newcomer does from its first ``step`` on.
         change_due: whether the members have agreed to change after the present step, because others wait to join.

@@ -1,7 +1,7 @@
 """Lets Megatron-Core's distributed optimizer send weights and gradients compressed.
 
 Megatron's process groups are made by ``torch.distributed``, so a policy of the backend names codecs for most of its
-traffic. Here is what no policy can express: weights are sent as differences, which need to know what all ranks hold.
+traffic. No policy can express this: weights are sent as differences, which need the weights that all ranks hold.
 Nothing of Megatron is imported; ``compress`` replaces two methods of the objects that it is given.
 """
 
@@ -44,10 +44,9 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
     3.1). The f32 weights that the optimizer keeps stay exact, so the next difference contains what this one lost.
     With weights="delta" the differences lose no bit.
 
-    Only bf16 and f16 weights are compressed. The optimizer keeps no others than those of the model, so f32 weights
-    are sent as they are. Where gradients lose bits and the model is tensor-parallel too, its ranks average the
-    gradients
-    of parameters that they all hold, such as norms: Megatron does this for parameters with the attribute
+    Only bf16 and f16 weights are compressed. The optimizer keeps no weights besides the model's, so f32 weights are
+    sent uncompressed. If gradients lose bits and the model is also tensor-parallel, its ranks average the gradients of
+    shared parameters, such as norms: Megatron does this for parameters with the attribute
     ``average_gradients_across_tp_domain``, which ``compress`` sets.
 
     Args:
@@ -57,8 +56,8 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
         gradients: name or codec of what reduce-scatters carry; None: as the backend's policy says.
 
     Raises:
-        ConfigError: a name is unknown, a codec needs error feedback, the optimizer is not a distributed one or has no
-            weights of 16 bits, its groups have another backend, or its options rule the compression out.
+        ConfigError: a name is unknown, a codec needs error feedback, the optimizer is not distributed or has no 16-bit
+            weights, its groups have another backend, or its options exclude compression.
         PlanMismatch: ranks have given different arguments.
     """
     weights, gradients = both_ways(weights, gradients, default=None)
@@ -126,7 +125,7 @@ class _Sharded:
                 )
 
     def set_rules(self, weights: Weights | None, gradients: Codec | None) -> None:
-        """Put rules in front of those that the data-parallel groups have; calls that none of them fits stay."""
+        """Put rules before those of the data-parallel groups; calls that none of them fits stay unchanged."""
         rules = []
         if gradients is not None:
             rules.append(backend.Rule(gradients.name, gradients.options, "reduce_scatter"))

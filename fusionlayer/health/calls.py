@@ -34,8 +34,8 @@ class Call:
         purpose: what the transport's user does with a collective call, if it has said so (``Transport.purpose``).
         why: what led this rank to the call, for the errors of other ranks; it may differ between ranks.
         where: line of the program that has made it, such as "train.py:31"; "" if it was not looked up.
-        balance: the balance of a call whose lengths were left out, a number. Over all ranks these add up to a multiple
-            of ``MODULUS`` if each rank sends what the others expect, and hardly ever else.
+        balance: the balance of a call whose lengths were left out, a number. Their sum over all ranks is a multiple of
+            ``MODULUS`` if each rank sends what the others expect, and hardly ever otherwise.
     """
 
     what: str

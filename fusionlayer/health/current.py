@@ -67,7 +67,7 @@ def _open(
 
 
 def follow(store: dist.Store | None, rank: int, size: int, settings: config.Config) -> None:
-    """Watch the members of an elastic job as they are now, if this process is watched or its settings ask for it.
+    """Watch the present members of an elastic job, if this process is watched or its settings ask for it.
 
     Args:
         store: the store by which they have met; None: this process is alone.
@@ -83,7 +83,7 @@ def follow(store: dist.Store | None, rank: int, size: int, settings: config.Conf
 
 
 def leave() -> None:
-    """End what ``follow`` has begun: this process leaves the elastic job while the others can be reached."""
+    """End ``follow``: this process leaves the elastic job while the others can be reached."""
     global _members
     if _members is not None and _current is not None:
         _current.close()
@@ -104,10 +104,10 @@ def _gauges() -> Mapping[str, float]:
 def watch(patience: float = 5.0) -> Watcher | None:
     """Watch the job of torch.distributed that this process belongs to; all ranks call it.
 
-    While a rank straggles, is stopped, gone or in another call, rank 0 logs one line that names it, and the line of the
-    program at which it is. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder
-    notes calls in any case, and a thread of this process reads it. The thread that calls this is the one whose line
-    is reported. In an elastic job it continues with the present members after each change.
+    If a rank straggles, is stopped, gone or in another call, rank 0 logs one line with the rank and its line of the
+    program. ``fusionlayer status`` shows the job meanwhile. No call costs more: torch's flight recorder notes calls in
+    any case, and a thread of this process reads it. The thread that calls this is the one whose line is reported. In an
+    elastic job it continues with the present members after each change.
 
     Args:
         patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual, three

@@ -1,11 +1,11 @@
-"""A side channel through the store, by which ranks find out which of them are alive and which calls they are in.
+"""A side channel through the store, by which ranks find out which of them are alive and in which calls.
 
 Ranks answer when asked. One daemon thread per process reads, for each transport, two keys of the store per interval. It
-writes only after a waiting rank has asked for signs of life. So a job that runs well costs one small read per interval
-(40 us by TCP on one host), and a FileStore, which keeps every write, does not grow.
+writes only after a waiting rank has asked for signs of life. So a healthy job costs one small read per interval (40 us
+by TCP on one host), and a FileStore, which keeps every write, does not grow.
 
-The first rank that knows why a transport has failed puts that into the store before it leaves. All others repeat it,
-so that no rank names one that has only left for the same reason.
+The first rank that knows why a transport has failed puts that into the store before it leaves. All others repeat it, so
+that no rank names one that left only because of the same failure.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Heartbeat:
         self._has_left = threading.Event()
         # Ranks that have yet to read the cause of a failure here, as far as ``is_awaited`` knows.
         self._unheard = self.keys.others
-        # The monitor's thread alone uses the rest, and the thread that meets before it. What it has seen last of the
-        # position, when it looks why the call lasts, and whether it has warned of it.
+        # The monitor's thread alone uses the rest, and the thread that meets before it. The last known position, and
+        # whether this rank has warned of it.
         self._seen, self._next_look, self._warned = self.position, 0.0, False
         self._serial = 0
         self._inquirer = Inquirer(self.keys, self.processes, self._interval)
@@ -183,8 +183,8 @@ class Heartbeat:
     def diagnose(self, otherwise: Finding, known: Finding | None = None) -> Finding:
         """Interrupt the call in flight, and return why it has failed. It is in the store then, if there is one.
 
-        The calling thread calls it and waits for the monitor's thread, which asks the other ranks. That takes a tenth
-        of a second if they answer, and at most five intervals and the patience with a store if they do not.
+        The calling thread calls it and waits for the monitor's thread, which asks the other ranks. This takes a tenth
+        of a second if they answer, else at most five intervals and the patience with a store.
 
         Args:
             otherwise: the reason if there is no evidence against any rank.

@@ -69,8 +69,8 @@ class Question:
 class Inquirer:
     """Finds out why this rank's call does not end, by an inquiry of its own or by that of another rank.
 
-    One rank at a time asks. What can be seen without it each rank sees for itself: processes of this host that are
-    gone or stopped, and the state of the one rank with which it exchanges a message. The monitor's thread uses it.
+    One rank at a time asks. Without it, each rank sees processes of this host that are gone or stopped, and the state
+    of the one rank with which it exchanges a message. The monitor's thread uses it.
 
     Args:
         keys: where the ranks write their states.
@@ -251,7 +251,7 @@ class Inquiry:
         self._open = still_open
         answers = [each for each in awaited if each.kind != "silent"]
         kinds = {each.kind for each in self.evidence} - {"alike"}
-        # Where calls differ, those of all ranks show which one is the odd one: a straggler may yet come to its call.
+        # If calls differ, those of all ranks show which one is different: a straggler may yet come to its call.
         conflict = kinds == {"conflict"}
         enough = [each for each in answers if each.kind == "disconnected"] if conflict else answers
         decided = not conflict and not kinds.isdisjoint(EVIDENT)
@@ -273,7 +273,7 @@ class Inquiry:
 
     @property
     def _alike(self) -> dict[int, Call]:
-        """The collective with which ranks are occupied that have come the least far, of each rank that has made it."""
+        """The collective of the ranks that have made the least progress, for each rank that has made it."""
         number = min(channel.entered for channel in self._channels.values())
         made = {rank: dict(channel.recent).get(number) for rank, channel in self._channels.items()}
         return {rank: call for rank, call in made.items() if call is not None}

@@ -14,7 +14,7 @@ from .state import BLOCK, ChannelState, Finding, RankState
 __all__ = ["EVIDENT", "Evidence", "Stall", "judge", "overdue", "verdict"]
 
 # What can be wrong with a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
-# one. What a rank states itself comes first: it left after it had found that out.
+# one. A rank's own statement comes first: it has left after finding that out.
 _CAUSES_FIRST = ("failed", "gone", "conflict", "stopped", "ended", "silent", "late", "disconnected")
 # With one of these the cause is certain, so there is no need to wait for the answers of other ranks.
 EVIDENT = _CAUSES_FIRST[:4]
@@ -147,7 +147,7 @@ def judge(states: Mapping[int, RankState], trouble: Mapping[int, str]) -> list[F
     """Return what is wrong, the causes first; empty while the job is well.
 
     Args:
-        states: the last that each rank has written.
+        states: the last state that each rank has written.
         trouble: "gone", "stopped" or "silent" for ranks whose process is so.
     """
     # A wrong shape or type makes torch raise, on this rank or on another one: the calls show which is odd.
@@ -248,7 +248,7 @@ def _waiting(states: Mapping[int, RankState]) -> list[Finding]:
 
 
 def _awaited(states: Mapping[int, RankState]) -> tuple[dict[int, dict[int, str]], dict[str, list[int]]]:
-    """Return which ranks others wait for, in which calls; and the channels in whose call all are, with those ranks."""
+    """Return the ranks that others wait for, with their calls; and the channels in whose call all ranks are."""
     awaited: dict[int, dict[int, str]] = {}
     stuck: dict[str, list[int]] = {}
     for rank, state in sorted(states.items()):
@@ -308,8 +308,8 @@ def _circle(states: Mapping[int, RankState], ranks: Collection[int]) -> Finding:
 def _slow(states: Mapping[int, RankState]) -> list[Finding]:
     """Return the links that have become slow, and which ranks cause that.
 
-    It is a rank which all of them have in common. Where there is one link, it is the end at which other connections
-    wait too: acknowledgements leave by the interface that is slow. Else both ends are.
+    It is a rank which all of them have in common. With one slow link, it is the end at which other connections wait
+    too: acknowledgements use the slow interface. Else both ends are.
     """
     owner = {end: rank for rank, state in states.items() for end in state.ends}
     pairs = {

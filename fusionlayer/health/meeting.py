@@ -14,7 +14,8 @@ from .store import StatusKeys
 
 __all__ = ["await_all"]
 
-# Seconds until a rank that waits looks which ranks have come, and whether one has failed; at most between two looks.
+# Seconds until a waiting rank checks which ranks have come, and whether one has failed; and the longest interval of
+# these checks.
 _FIRST_LOOK, _LAST_LOOK = 0.1, 1.0
 # Seconds after the deadline until which the store may answer.
 _PATIENCE = 1.0
@@ -31,8 +32,8 @@ def await_all(
     """Return None when all ranks have arrived, or why they cannot meet. ``processes`` has them all then.
 
     The store's server ends the wait, so its number of requests does not depend on the number of ranks. Only a rank that
-    waits long looks at the others meanwhile, ever less often, and reads each of them once. The first to find out why
-    the ranks cannot meet writes it as the cause, and lets the others continue to read it.
+    waits long checks the others, at growing intervals, and reads each of them once. The first rank to find the cause
+    writes it, and lets the others continue to read it.
 
     Args:
         keys: the keys of the ranks that meet, at which this rank has arrived. Its client waits, so no one else may need
@@ -41,8 +42,8 @@ def await_all(
         processes: theirs, which it completes.
         deadline: moment on the monotonic clock until which they have to come.
         hint: a remedy to add to the error about ranks that have not arrived.
-        explain: returns what this process knows itself of ranks that are missing, maybe because of a failure elsewhere;
-            its second argument says whether the deadline is over.
+        explain: returns what this process knows of missing ranks, maybe because of a failure elsewhere; its second
+            argument is whether the deadline has passed.
     """
     if keys.others:
         look = _Look(others, processes, deadline, hint, explain)
@@ -55,7 +56,7 @@ def await_all(
 
 
 def _learn_all(keys: StatusKeys, processes: Processes) -> Finding | None:
-    """Complete ``processes`` once all have come; return which ranks lack if others have come twice."""
+    """Complete ``processes`` once all have come; return missing ranks if others have come twice."""
     states = keys.arrivals(0)
     processes.of.update({state.rank: state.process for state in states if state and state.rank != keys.rank})
     missing = [rank for rank in keys.others if rank not in processes.of]

@@ -59,8 +59,8 @@ class _Monitor:
         forks.at_exit(self._stop)  # a forked child may make transports of its own
         # Guards the lists and dicts below, _thread, culprits and _ends_at, and what heartbeats hand over between
         # threads: any thread adds and removes them while the monitor's thread reads. Not held while they tick, since a
-        # tick may wait for the store. One lock for all, and reentrant, because the garbage collector may end a dropped
-        # transport, and so call remove(), in the middle of any line of a thread that holds it.
+        # tick may wait for the store. One lock for all. It is reentrant, because the garbage collector may end a
+        # dropped transport, and so call remove(), in any line of a thread that holds the lock.
         self.lock = threading.RLock()
         # A queue of this kind, unlike an event, may be put to in the middle of another call of the same thread.
         self._woken: SimpleQueue[None] = SimpleQueue()
@@ -145,7 +145,7 @@ class _Monitor:
             return self._culprits
 
     def note(self, culprits: Culprits) -> None:
-        """Make all transports report what one of them has found out, in case the process leaves. On the thread."""
+        """Let all transports report the finding of one of them, in case the process leaves. On the thread."""
         with self.lock:
             if self._culprits is not None:
                 return

@@ -85,7 +85,7 @@ class Processes:
             return self._first
 
     def seen(self) -> list[Evidence]:
-        """Return what was seen first, or else what is seen now, and do not keep that."""
+        """Return the first observation, or else the present one without keeping it."""
         with self._lock:
             return self._first or self.look_around()
 

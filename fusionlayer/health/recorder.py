@@ -1,8 +1,8 @@
 """Reads which collectives this process has made: from torch's flight recorder, and from the transports' watches.
 
-Torch notes every call of gloo and of NCCL, those of C++ such as DDP's included, so no function of torch is replaced and
-a call costs nothing more. Its short form takes a tenth of a millisecond and has each group's position. The long one
-takes some 20 ms for 2000 calls, so it is read rarely.
+Torch records every call of gloo and of NCCL, also from C++ such as DDP's, so no function of torch is replaced and a
+call costs nothing more. Its short form takes a tenth of a millisecond and has each group's position. The long one takes
+some 20 ms for 2000 calls, so it is read rarely.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The file in which the reporter keeps the state of the job, for `fusionlayer status`.
 
-A file and no socket: it takes no port and no secret, reading it costs the job nothing, a process that hangs can neither
-refuse it nor keep its reader waiting, and it stays when the job has failed. It appears whole, by a rename.
+A file instead of a socket: it needs no port and no secret, a hanging process cannot block its reader, and it stays
+    after the job has failed. It appears whole, by a rename.
 """
 
 from __future__ import annotations

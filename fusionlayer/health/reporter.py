@@ -151,7 +151,7 @@ class Reporter:
         return judge(self._states, trouble)
 
     def report(self, now: float, keys: StatusKeys | None) -> None:
-        """Compare, log what is new and what is over, and keep the file; ``keys``: None if the store does not answer."""
+        """Compare states, log changes, and keep the file; ``keys``: None if the store does not answer."""
         findings = self.compare(now)
         for finding in findings:
             self._note(finding, now, keys)

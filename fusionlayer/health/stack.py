@@ -1,4 +1,4 @@
-"""Where a thread is in the user's program, and what it does there, from its stack alone."""
+"""The position and activity of a thread in the user's program, from its stack alone."""
 
 from __future__ import annotations
 

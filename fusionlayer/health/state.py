@@ -116,7 +116,7 @@ class RankState:
         idle: seconds since a call began or ended, when the state was written.
         waits: whether it has waited in a call for longer than is usual.
         doing: what its training thread does, as a clause: "waits for data", "is in all_reduce", "is".
-        where: line of the program at which it does that.
+        where: line of the program.
         peer: rank that a send or a receive waits for; None: it is in none.
         error: of a rank that has failed.
         channels: by name.
@@ -188,7 +188,7 @@ class StateRequest(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> StateRequest | None:
-        """Return the request with this ``text``; None if it is that of none."""
+        """Return the request with this ``text``; None if it belongs to none."""
         question, ends, outcome = text.partition("\n")
         if not _QUESTION.fullmatch(question):
             return None

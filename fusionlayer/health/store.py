@@ -21,9 +21,8 @@ class StatusKeys:
 
     Four kinds: ``at/RANK`` has the last state of a rank, ``ask`` the last question to all, ``cause`` the first cause of
     a failure, and ``left`` counts ranks that have left. Ranks that meet have three more: ``here`` counts them,
-    ``here/N`` has the first state of the rank that came as the Nth, and ``met`` lets all of them continue. Any value is
-    survived, since any process that reaches the store can write. Every method may raise RuntimeError: the store does
-    not answer.
+    ``here/N`` has the first state of the Nth rank, and ``met`` lets all of them continue. Any value is survived, since
+    any process that reaches the store can write. Every method may raise RuntimeError: the store does not answer.
 
     Args:
         store: a client of the store that only one thread uses at a time.
@@ -77,7 +76,7 @@ class StatusKeys:
         self._store.wait([self._key("met")], timedelta(seconds=seconds))
 
     def arrivals(self, after: int) -> list[RankState | None]:
-        """Return the first states of ranks, in the order in which they came, without those that came up to ``after``.
+        """Return the first states of ranks, in the order of their arrival, after the first ``after``.
 
         None is one that makes no sense.
         """

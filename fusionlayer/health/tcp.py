@@ -70,8 +70,8 @@ class Links:
     Attributes:
         ends: addresses and ports of this process's ends, by which others know whose they are.
         again: segments that were sent again so far, over all connections that are open.
-        held_up: other ends of connections on which data go, and whose round trips take longer than usual: what they
-            carry, or its acknowledgements, waits at an interface.
+        held_up: other ends of busy connections whose round trips take longer than usual: their data or acknowledgements
+            wait at an interface.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ __all__ = ["UsualWait"]
 
 # A wait is long if it lasts this many times the second longest one; a single long wait is not yet usual.
 _TIMES = 3.0
-# The share of it that is remembered after a second: what was usual an hour ago is not for ever.
+# The share of it that remains after a second, so that old observations fade.
 _MEMORY = 0.9997
 # Seconds without progress from which on a rank writes more often where it is.
 _STILL = 2.5

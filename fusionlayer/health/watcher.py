@@ -32,7 +32,7 @@ _logger = logging.getLogger("fusionlayer")
 
 # Seconds between two checks of this host's processes and of this rank's position.
 _TICK, _LOOK = 0.2, 1.0
-# Seconds between two states that a rank writes: while all is well, and while it waits or others may wait for it.
+# Seconds between two states that a rank writes: normally, and while ranks wait.
 _BEAT, _STILL = 3.0, 1.5
 # The share of the time that looking at single calls may take, and looking at connections.
 _SHARE = 1 / 300
@@ -42,7 +42,7 @@ _PREFIX = "fusionlayer/watch"
 
 
 class _Membership(NamedTuple):
-    """Where the ranks have met, and which of them this process is."""
+    """The place where the ranks have met, and the number of this process among them."""
 
     store: weakref.ref[dist.Store] | None
     rank: int
@@ -95,8 +95,8 @@ class Watcher:
         self._links = Links()
         self._usual = UsualWait(patience)
         self._state = RankState(rank, process, 0)
-        # Moments on the monotonic clock: of the last state written, look at this rank, look at its single calls, and
-        # look at other ranks.
+        # Times on the monotonic clock: of the last state written, and of the last check of this rank, its single calls,
+        # and other ranks.
         self._written = self._looked = self._detailed = self._read = -1e9
         # Seconds that looking at single calls takes, and whether there are some that were not looked at.
         self._cost, self._has_news = 0.0, False

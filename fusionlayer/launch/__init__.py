@@ -83,8 +83,8 @@ def find_place(environ: Mapping[str, str] = os.environ) -> RankInfo:
     no others.
 
     Raises:
-        ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other; or they say
-            that there are other processes, but not which of them this one is.
+        ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other; or they
+            report other processes without a rank for this one.
     """
     places, halves = [], []
     for launcher, names in VARIABLES.items():
@@ -150,7 +150,7 @@ _joined = 0
 # The key of a store that counts processes which ask rank 0 for a prefix; followed by their tokens, by that number.
 _HELLO = "fusionlayer/hello"
 _POLL = 0.01
-# Seconds for which ranks wait longer than the time-out: those that came find out then which ones did not.
+# Seconds that ranks wait beyond the timeout, so that those that came find out which ones did not.
 _LAST_LOOK = 1.5
 
 
@@ -230,12 +230,12 @@ def _meeting(kept: Store) -> Store:
 
 
 def _keys(kept: Store, place: RankInfo) -> StatusKeys:
-    """Return the keys by which the ranks of ``place`` let each other know that they have come."""
+    """Return the keys with which the ranks of ``place`` announce themselves."""
     return StatusKeys(SealedStore(kept, "meeting"), "ranks", place.rank, place.size)
 
 
 def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) -> None:
-    """Return when all ranks have come and know that of each other's processes.
+    """Return when all ranks have come and each knows the others' processes.
 
     Raises:
         TransportError: some did not come, or are gone.

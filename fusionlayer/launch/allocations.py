@@ -80,7 +80,7 @@ _MEMBERS: Mapping[str, str] = {
     "JOB_COMPLETION_INDEX": "an indexed Job of Kubernetes",
     "PMIX_RANK": "PMIx",
 }
-"""Variables that only processes of a job have which may be several, without their number."""
+"""Variables of jobs that may have several processes, without their number."""
 
 VARIABLES = sorted({**_HOSTS, **_TASKS, **_MEMBERS})
 

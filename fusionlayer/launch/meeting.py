@@ -24,7 +24,7 @@ __all__ = ["Board", "FileBoard", "HorovodBoard", "clear", "port_of"]
 _published: list[Path] = []
 
 _MOST_BYTES = 1 << 12
-# What is sealed with the job key: an address, and nothing from another place.
+# The content sealed with the job key: an address, valid at this place alone.
 _PLACE = "address of rank 0"
 
 

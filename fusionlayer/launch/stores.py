@@ -1,4 +1,4 @@
-"""Stores of torch as a job needs them: sealed, with waits that end, and served at the addresses that are wanted."""
+"""Stores of torch with seals, with waits that end, and with a choice of addresses."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class SealedStore(WrappedStore):
 
 
 class EndingStore(SealedStore):
-    """A store whose waits end at a deadline: gloo waits for keys in C++, where nothing else can end that.
+    """A store whose waits end at a deadline: gloo waits for keys in C++, where nothing else can interrupt the wait.
 
     Args:
         store: where the values are.
@@ -158,8 +158,8 @@ class EndingStore(SealedStore):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait in the store's server until there are such keys, or until the deadline, whatever ``timeout`` says.
 
-        Nothing else ends such a wait, so a caller that may give up makes it on a thread of its own, with a client that
-        no one else needs then.
+        Nothing else interrupts this wait, so a caller that may give up makes it on a thread of its own, with its own
+        client.
 
         Raises:
             RuntimeError: there are none by then, or no caller wants them any more.

@@ -117,7 +117,7 @@ def kth_magnitude(acc: Tensor, k: int) -> tuple[int, int]:
 def choose_largest(acc: Tensor, k: int) -> Tensor:
     """Return (2,) int64, a choice for ``sparse_encode``: the ``k`` largest magnitudes of ``acc`` (n,) f32.
 
-    Among equals the first go, and zeros stay unless all are. Where elements are not finite, these go and no others. On
+    Among equals the first go, and zeros stay unless all are. If some elements are not finite, only these are sent. On
     CUDA the host does not wait.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)
@@ -173,7 +173,7 @@ def sparse_encode(
     """``fl_sparse_encode``: send the largest elements of ``acc`` (n,) f32 as ``body`` (nbytes,) uint8.
 
     It sends the elements whose magnitude bits are above ``threshold`` and the first ``ties`` (-1: all) that equal it,
-    as far as the message has room. With ``SPARSE_RANDOM`` it sends the elements whose number in the seed's sequence is
+    up to the message's capacity. With ``SPARSE_RANDOM`` it sends the elements whose number in the seed's sequence is
     below ``threshold``, which is at most 2**32, and those that are not finite. ``acc`` keeps the elements that are not
     sent, as 0 if they are not finite.
 

@@ -26,7 +26,7 @@ class Labelled(NamedTuple):
     value: float
 
 
-# Guards both: parts come and continue any thread. Of those that have gone the last numbers stay, so that no sum falls.
+# Guards both: parts come and continue any thread. The last numbers of ended objects stay, so that no sum falls.
 # Reentrant, as the garbage collector may end a part on the thread that holds it.
 _lock = threading.RLock()
 _parts: weakref.WeakSet[Counted] = weakref.WeakSet()

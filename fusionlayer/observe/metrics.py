@@ -1,7 +1,7 @@
 """Metrics of communication, waiting and compression, for Prometheus, TensorBoard and functions of the program.
 
-Nothing is counted twice: bytes and steps are those that engines and process groups count anyway, seconds are those of
-the timeline's spans, and stalls are those that ``fusionlayer.watch`` has reported.
+Nothing is counted twice: bytes and steps come from engines and process groups, seconds from the timeline's spans, and
+    stalls from ``fusionlayer.watch``.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ class Timeline:
     After ``time_by`` with a device's clock the times of spans are those of the device. Such spans are written when the
     device has reached them.
 
-    All timelines of a process with the same path share one file. Where the file can no longer be written, as on a full
-    disk, a warning says so once, and nothing more is recorded: the timed code continues. While torch's profiler is
-    active it gets the spans too, with or without a file.
+    All timelines of a process with the same path share one file. If the file can no longer be written, as on a full
+    disk, one warning says so and recording ends; the timed code continues. While torch's profiler is active it gets the
+    spans too, with or without a file.
 
     Args:
         path: file to write, with ``.rank`` appended, so that each rank has its own. None: there is no file.
@@ -306,7 +306,7 @@ class _BucketSpan(_Span):
 
 
 class _Parts:
-    """Makes the spans of what a thread does for a bucket; it stands in ``here.doing`` meanwhile."""
+    """Makes the spans of a thread's work for a bucket; ``here.doing`` holds it meanwhile."""
 
     def __init__(self, timeline: Timeline, transport: _CountsBytes, details: dict[str, Any]) -> None:
         self.timeline, self.transport, self.details = timeline, transport, details

@@ -52,9 +52,9 @@ class Route:
 class Dispatcher:
     """Carries tokens to the ranks that hold their experts, and the experts' results back, compressed.
 
-    ``dispatch`` and ``combine`` are differentiable, and each is the transpose of the other: gradients of dispatched
-    rows are sent as in ``combine``, and those of combined rows as in ``dispatch``. The number of tokens for each rank
-    may differ over ranks and calls.
+    ``dispatch`` and ``combine`` are differentiable, and transposes of each other: gradients of dispatched rows are sent
+    as in ``combine``, and those of combined rows as in ``dispatch``. The number of tokens for each rank may differ over
+    ranks and calls.
 
     Every rank makes the same calls in the same order, with zero rows if it has no tokens. Rows that stay on a rank are
     not encoded. In a group of one rank, rows are returned as they are. Under ``torch.compile`` the calls stay outside
@@ -210,7 +210,7 @@ class Dispatcher:
 class _Travel(torch.autograd.Function):
     """Sends rows to other ranks in forward, and their gradients back in backward.
 
-    A ``_Way`` holds the rows that this rank sends to each rank, the most that any rank sends to others, and the codec.
+    A ``_Way`` holds this rank's rows for each rank, the largest number of rows that any rank sends, and the codec.
     """
 
     @staticmethod

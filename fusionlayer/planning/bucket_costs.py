@@ -20,10 +20,11 @@ __all__ = ["BucketCosts", "codec_cost", "codec_of", "collectives_for", "costs_of
 
 _BITS_FROM = 1 << 20
 _GATHERED = 8
-"""Ranks up to which whole messages may go to each of them; with more, that takes more bytes than any other way."""
+"""Number of ranks up to which whole messages may go to each rank; with more, that takes more bytes than any other
+collective."""
 _NO_LINK = LinkCost(0.0, 0.0, 0.0, FREE, FREE)
 _EXCHANGES = {"two_shot": 2, "two_level": 4, "grid": 4}
-"""Exchanges of messages in a sum, by collective; all others make one, or hand all of them to the transport at once."""
+"""Exchanges of messages in a sum, by collective; all others make one, or hand all messages to the transport at once."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def collectives_for(codec: Codec, scenario: Scenario, workers: int) -> list[str]
     """Return the collectives that may send a codec's messages, the one that an engine takes first.
 
     The others quantise each value at most as often as ``two_level``. A codec with a collective of its own, or with one
-    that gathers, has no other; nor has one that loses nothing, for the transport sums its values.
+    that gathers, has no other; nor has a lossless one, because the transport sums its values.
     """
     usual = collectives.choose(codec, scenario.node_sizes(workers), ahead=None)
     if workers <= 2 or codec.collective or codec.lossless or collectives.is_gather(usual):

@@ -60,11 +60,11 @@ def _transfer(
 ) -> list[Phase]:
     """Return a transfer: first its latency, which keeps no link busy, then its time on the link.
 
-    Of ``sent`` bytes that leave the host ``pair`` go from a rank to one other. Where their connections take longer for
-    them than the link for all, the link is busy in part; all of it counts as busy where lanes share connections.
+    Of the ``sent`` bytes of a host, ``pair`` go from one rank to one other rank. If their connections are slower than
+    the shared link, the link is partly busy; with shared connections all of it counts as busy.
 
-    Where messages are sent from the host's memory, a copy engine of the device copies the rank's ``nbytes`` there
-    before that, and another one as many back.
+    If messages are sent from the host's memory, a copy engine of the device first copies the rank's ``nbytes`` there,
+    and another one copies as many back.
     """
     way = min(latency, seconds)
     used = min(cpu, seconds) / seconds if seconds else 0.0
@@ -104,7 +104,7 @@ def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = Fa
     """Return the transfer of ``nbytes`` from every rank in ``hops`` messages, each after the one before.
 
     Ranks are placed host by host, so a host's link carries one rank's stream, and a message crosses it once on its way
-    through all ranks of a host.
+    through all ranks.
     """
     crossing = cluster.hosts / cluster.workers if cluster.hosts > 1 else 0.0
     return _chain(cluster, nbytes, hops * (1 - crossing), hops * crossing, transports_own)

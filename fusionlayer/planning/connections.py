@@ -96,11 +96,11 @@ class Connections:
     def seconds(self, nbytes: float) -> float:
         """Return the seconds that ``nbytes`` keep the connections, beyond the time in which the first byte arrives.
 
-        As many are sent the other way meanwhile; the result is the time of the slower direction.
+        As many bytes are sent the other way meanwhile; the result is the time of the slower direction.
 
-        Connections that have rested send twice as many segments after each round trip, until they carry what loss and
-        link allow; those of BBR keep their rate. Then come the bytes. A dropped segment comes a round trip later:
-        that counts as far as it outlasts the other bytes.
+        Idle connections send twice as many segments after each round trip, up to the limit of loss and link; those of
+        BBR keep their rate. Then come the bytes. A dropped segment comes a round trip later: that counts as far as it
+        outlasts the other bytes.
         """
         used = min(self.count or 1, max(1, math.ceil(nbytes / _CHUNK_BYTES)))
         one = tcp_rate(self.rtt, self.loss, self.congestion) if self.measured is None else self.measured
@@ -128,7 +128,7 @@ class Connections:
         return 1 + _SPREAD / math.sqrt(math.pi * (used + losses))
 
     def _repeated(self, nbytes: float, rate: float) -> float:
-        """Return the mean seconds by which repeated segments come later than all others, both ways together.
+        """Return the mean delay of repeated segments in seconds, both ways together.
 
         Losses come at random moments, so the last one is an exponentially distributed time before the end. If that is
         less than a round trip, the rest of the round trip is waited for.

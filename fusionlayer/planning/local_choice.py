@@ -61,7 +61,7 @@ class LocalChoice:
         way: the way that was chosen.
         selection: its codecs and plan.
         reason: in words.
-        others: of each codec the best way, the chosen one first, each with what speaks for or against it.
+        others: the best way of each codec, the chosen one first, each with arguments for or against it.
     """
 
     way: SyncChoice
@@ -84,10 +84,9 @@ def choose_local(
 ) -> LocalChoice:
     """Return codec, number of local steps and overlap for a profile's model.
 
-    The network is no bottleneck if the mean step is at most 5 % longer than its computing. Of the ways with which that
-    is so, those whose loss was measured come first, the one with the least loss before the others. Of the rest the
-    one with the shortest period comes first, and one that waits before one that overlaps. If the network always is a
-    bottleneck, the fastest way is chosen.
+    The network is no bottleneck if the mean step is at most 5 % longer than its computing. Of these ways, measured
+    losses come first, the least loss before the others. Of the others the shortest period comes first, and waiting
+    before overlap. If the network always is a bottleneck, the fastest way is chosen.
 
     Args:
         profile: the costs; "auto" chooses among its codecs.
@@ -95,9 +94,9 @@ def choose_local(
         planner: makes the buckets.
         scenario: the cluster.
         workers: number of ranks.
-        budget: percent of the final loss that a way may cost; a way whose loss was not measured is left out. None: such
-            a way may be chosen, and only what was measured to cost more than 2 % is left out.
-        losses: what was measured; of local steps only what at least this many workers have done, if any have.
+        budget: percent of the final loss that a way may cost; ways without a measured loss are left out. None: ways
+            without a measured loss are allowed, and measured losses above 2 % are left out.
+        losses: measured losses; of local steps only those of at least this many workers, if there are any.
         measured: see ``costs_of``.
         most: the longest period that is tried; "averaging" and "overlapped" are tried with 2, 4, 8, ... steps. What was
             measured with more fragments than the plan has buckets is not tried.
@@ -145,7 +144,7 @@ def choose_local(
     alone, others_of_all = ways(profile, policy, planner, scenario, workers, measured)
     found = {_codecs_of(selection): selection for selection in (alone, *others_of_all.values())}
     every_way = [way for codec, selection in found.items() for way in tried(codec, selection)]
-    # Skipping steps is not believed to make up for what a codec costs in each of them.
+    # A codec's cost in each step counts in full, although steps are skipped.
     bad = {codec for codec in found if (each := losses.of(codec)) is not None and not _allows(each, budget)}
     # Nor is a period that costs one codec too much believed to be better with another.
     known = [cost for codec in found.keys() - bad for cost in losses.local(codec)]

@@ -17,7 +17,7 @@ TOLERANCE = 0.05
 
 
 def divergence(mean_norm: float, norms: Sequence[float]) -> float:
-    """Return how much replicas drift apart: 1 less the mean cosine between what two of them have learned.
+    """Return how much replicas diverge: 1 minus the mean cosine between two ranks' differences.
 
     0: all have learned the same; 1: their differences are as if independent; above that they undo each other.
 
@@ -65,8 +65,8 @@ class EveryRules:
 class EveryState:
     """A period that follows what is measured. All ranks have the same, as they are given the same numbers.
 
-    That replicas drift apart counts more than waiting: a period is halved though the network is a bottleneck. It is
-    doubled only as long as replicas do not drift apart, and not soon after it was halved.
+    Divergence counts more than waiting: a period is halved even if the network is a bottleneck. It is doubled only as
+    long as replicas do not drift apart, and not soon after it was halved.
 
     Attributes:
         every: steps of the period.

@@ -26,8 +26,8 @@ class LossCost:
         seeds: number of trainings.
         sync: method of ``fusionlayer.Local`` and its arguments, as "averaging(every=4)"; None: gradients in each step.
         every, fragments, delay: of that ``Local``.
-        workers: the workers that took part. Local steps cost more with more of them: averages of more gradients are
-            less noisy, and what each worker learns by itself is further from them.
+        workers: the workers that took part. Local steps cost more with more workers: averages of more gradients are
+            less noisy, and each worker's own progress differs more from them.
     """
 
     codec: str
@@ -69,9 +69,9 @@ class LossCosts:
         return records.load(cls, path, "losses")
 
     def at(self, workers: int) -> LossCosts:
-        """Return what counts for this many workers: local steps of at least as many, as far as any were measured.
+        """Return the entries for this many workers: local steps of at least as many, as far as any were measured.
 
-        Of entries that differ by the number of workers alone, the nearest one comes last.
+        Of entries that differ only in the number of workers, the nearest one comes last.
         """
         enough = min(workers, max((cost.workers for cost in self.costs if cost.sync), default=workers))
         kept = (cost for cost in self.costs if cost.sync is None or cost.workers >= enough)

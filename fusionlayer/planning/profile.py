@@ -178,8 +178,8 @@ class Profile:
         title: what was measured, in words.
         machine: where it was measured.
         model: step of the model.
-        copy: CPU seconds of packing, and of unpacking, by elements of a bucket; like all CPU seconds of a profile those
-            of the device, where that computes.
+        copy: CPU seconds of packing, and of unpacking, by elements of a bucket; on a device, like all CPU seconds of a
+            profile, the device's seconds.
         codecs: costs by name of the codec.
         links: costs of the link between hosts, by rate in the words of tc; none if one process measured alone.
         inside: costs of the link between ranks of one host, if it was measured.
@@ -187,8 +187,8 @@ class Profile:
         disturbance: seconds that a rank's computing loses while it exchanges one small message with all others.
         staging: seconds of copying between device and host, one way, by bytes, where messages are sent from the host's
             memory. The costs of ``links`` are then without it; those of ``collectives`` never are.
-        connections: bits per second that one TCP connection was measured to carry each way between two hosts, by round
-            trip, loss and congestion control, such as "50ms/0.0005/reno".
+        connections: measured bits per second of one TCP connection each way between two hosts, by round trip, loss and
+            congestion control, such as "50ms/0.0005/reno".
         environment: facts about hardware and software, in words.
         validation: how well projections from this profile held.
     """

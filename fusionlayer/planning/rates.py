@@ -66,9 +66,9 @@ def least_time(rates: Sequence[float]) -> float:
 def shares_of(rates: Sequence[float]) -> tuple[int, ...]:
     """Return the shares with which a sum takes ``least_time``, as whole numbers; empty: equal ones.
 
-    In that time T a rank of rate r can have the share (T r - 1) / (n - 2). Where a slow rank decides T, the others
-    could have more than there is; then they have as much in proportion. Two ranks send equally much whatever the
-    shares. A pure function: ranks that have the same rates get the same shares.
+    In that time T a rank of rate r can have the share (T r - 1) / (n - 2). If a slow rank decides T, the shares of the
+    others are scaled down in proportion. Two ranks send equally much whatever the shares. A pure function: ranks that
+    have the same rates get the same shares.
     """
     if len(rates) <= 2 or min(rates) == max(rates):
         return ()
@@ -80,9 +80,9 @@ def shares_of(rates: Sequence[float]) -> tuple[int, ...]:
 def measure_rates(transport: Transport) -> list[float]:
     """Return the bits per second of each rank's link, both directions in use. All ranks call it together.
 
-    One host after the other exchanges messages with all others, so the sum of theirs is what limits the fastest link at
-    most. Messages are in the host's memory. They grow until they take a quarter of a second. Ranks of one host have
-    equal parts of its link. The rates are the same on all ranks; those that are about equal are made equal.
+    One host after the other exchanges messages with all others, so the sum of their rates limits the measured rate of
+    the fastest link. Messages are in the host's memory. They grow until they take a quarter of a second. Ranks of one
+    host have equal parts of its link. The rates are the same on all ranks; those that are about equal are made equal.
     """
     nodes = transport.nodes
     rates = [1.0] * transport.size

@@ -98,8 +98,8 @@ def forecast(step: RecordedStep, names: Sequence[str], clock: Clock = HOST) -> l
     """Return what the step would take with each of the codecs ``names``, the fastest first.
 
     A codec that all buckets have already is left out. The network's latency and rate are those of the recorded
-    exchanges. Codecs are measured here and now, on the device of ``clock``; if the recorded codec took twice as long as
-    it does here, the others are expected to take twice as long, too.
+    exchanges. Codecs are measured now, on the device of ``clock``; if the recorded codec took twice as long as here,
+    the others are expected to take twice as long, too.
     """
     buckets = step.buckets
     others = [name for name in names if any(codecs.get(name).bare != bucket.codec.bare for bucket in buckets)]

@@ -37,8 +37,7 @@ class Resources:
 
     Attributes:
         cores: the cores that its threads share. Infinite: each thread has its own core, and the costs' ``disturbance``
-            stands for what threads take from each other all the same. With shared cores the simulation computes that
-            itself.
+            stands for their mutual delays. With shared cores the simulation computes that itself.
         threads: the threads that it computes with.
         lanes: communication threads, which take the buckets in turn.
         overlap_forward: forward waits for a bucket, and its parameters are updated, when it first needs them; otherwise
@@ -238,7 +237,7 @@ def run_local_steps(
     The computing thread takes whole steps without waiting. At the end of a step it makes that step's buckets ready,
     which takes ``ready`` seconds each. It waits for their results at the end of the step that is ``delay`` steps later,
     so they are sent while those steps compute. The last of some equal periods counts, but no step is shorter than the
-    work of a lane or of a link: it may take long until buckets have queued up for as long as they can wait.
+    work of a lane or of a link: queues of buckets may take long to reach their final length.
 
     Args:
         compute: the rank's work without communication.
@@ -364,7 +363,7 @@ def _speeds(busy: Sequence[_SimulatedThread], cores: float) -> list[float]:
 
 
 def _fair_parts(wanted: Sequence[float], users: Sequence[int], capacity: float) -> list[float]:
-    """Return what each gets of what it wants: max-min fair shares of ``capacity``.
+    """Return each one's part of its demand: max-min fair shares of ``capacity``.
 
     Args:
         wanted: by each of its users.

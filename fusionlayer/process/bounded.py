@@ -1,6 +1,7 @@
 """Calls that may block forever: into a store whose server is stopped, or a library that nothing can interrupt.
 
-An exit waits for the threads that make them, and for those of gloo: one that comes back later aborts the process.
+An exit waits for the threads that make these calls, and for those of gloo: a thread that returns later aborts the
+    process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 _LOOK = 0.05
 # Seconds in all that ``settle`` waits.
 _LAST_WAIT = 2.0
-# Seconds between two looks at threads of torch at exit: more than the 5 ms in which a thread that waits for the
+# Seconds between two checks of torch's threads at exit: more than the 5 ms after which a thread that waits for the
 # interpreter's lock wakes to ask for it.
 _LAST_LOOK = 0.01
 # A signal that nothing else uses, for _park.
@@ -144,9 +145,9 @@ def _settle_gloo() -> None:
     """Wait, 2 s at most, until torch's threads for collectives by gloo sleep.
 
     Such a thread wakes the program when a collective has ended, and only then lets go of the tensors. For that it takes
-    the interpreter's lock. If Python ends first, this aborts the process, with torch's own groups, too. Nothing asks
-    torch whether its threads have come that far, so the system is asked: a thread that slept through 10 ms waits for
-    its next collective, or for peers. One that waits for the interpreter's lock gets it meanwhile.
+    the interpreter's lock. If Python ends first, this aborts the process, with torch's own groups, too. torch does not
+    report whether its threads have reached this state, so the system is asked: a thread that slept through 10 ms waits
+    for its next collective, or for peers. A thread that waits for the interpreter's lock gets it meanwhile.
     """
     end = time.monotonic() + _LAST_WAIT
     before = _gloo_threads()

@@ -1,8 +1,8 @@
 """Clocks: one interface for the time of the host and of a device, so that measurements work with both.
 
 A stamp marks a moment in the work of the thread that takes it. On the host that moment has come when the stamp is
-taken. On a device the stamp is an event of the current stream: the device may reach it later, and no thread waits
-for that but the caller of ``finish``.
+taken. On a device the stamp is an event of the current stream: the device may reach it later, and only the caller of
+``finish`` waits for it.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class DeviceClock(Clock):
     def replayed(self, call: Callable[[], object]) -> Callable[[], object]:
         """Capture the kernels of ``call`` as a CUDA graph; return its replay, or ``call`` if it cannot be captured.
 
-        A call that asks the device for a number cannot. The replay keeps the call, and with it tensors that only the
-        call knows: what it is given and fills must not go back to the allocator.
+        A call that asks the device for a number cannot. The replay keeps the call, and with it the tensors that only
+        the call references: its inputs and outputs must not go back to the allocator.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:

@@ -13,7 +13,7 @@ _logger = logging.getLogger("fusionlayer")
 
 # Files that a process has open besides connections to other ranks: of the program, of libraries and of datasets.
 _OTHERS = 256
-# Connections to each other rank: torch's group, direct calls, and one that the lanes of an optimizer share; its two
+# Connections to each other rank: torch's group, direct calls, and one shared by the lanes of an optimizer; its two
 # lanes have one more each for large uncompressed sums. The keeper of the store has up to three clients of each rank.
 _LEAST, _SUMS, _CLIENTS = 3, 2, 3
 # Transports that each make ``connections``: that of direct calls, and two lanes.

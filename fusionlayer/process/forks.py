@@ -19,7 +19,7 @@ generation = 0
 
 
 def refuse(what: str) -> UsageError:
-    """Return the error for a use in a forked child. ``what``: a clause that says what belongs to the parent."""
+    """Return the error for a use in a forked child. ``what``: a clause that names the parent's object."""
     return UsageError(
         f"process {os.getpid()} was forked, and {what}: use it in the parent alone, or start the child with "
         "multiprocessing's 'spawn' and call fusionlayer.init() there"

@@ -98,7 +98,7 @@ def reachable_names() -> list[str]:
 def own_address() -> str:
     """Return the address on which this host should listen for the job's other hosts; empty for all addresses.
 
-    It is that of the interface that GLOO_SOCKET_IFNAME names, else MASTER_ADDR if that is one of this host's. With
+    It is the address of the interface in GLOO_SOCKET_IFNAME, else MASTER_ADDR if it is one of this host's. With
     ``restrict`` it is one of the interfaces' that are allowed, the first one's if neither of the two is.
     """
     every = {name: [each for each in found if "%" not in each] for name, found in addresses().items()}

@@ -16,7 +16,7 @@ __all__ = ["Identity", "node_name", "return_free_memory"]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process, described so that another process can look it up in /proc or see that it cannot.
+    """A process, described so that another process can find it in /proc, or see that it cannot.
 
     Attributes:
         pid: process id.

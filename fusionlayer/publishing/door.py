@@ -1,4 +1,4 @@
-"""Where callers of a publisher come in: at which addresses, how many and how fast, and what is logged of them."""
+"""Accepts callers of a publisher: addresses, limits of number and rate, and log lines."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class Refusals:
 
 
 class Door:
-    """Listens at all addresses of a place, and lets callers in, as many and as fast as a share allows.
+    """Listens at all addresses of a place, and accepts callers up to the number and rate of a share.
 
     Args:
-        place: a host's name stands for all of its addresses, and "::" for those of IPv4 as well.
+        place: a host's name stands for all of its addresses, and "::" includes those of IPv4.
 
     Attributes:
         place: the same, with the port that the system has chosen.

@@ -18,7 +18,7 @@ def open_outlet(place: Endpoint, *, keep: int, keyring: Keyring | None, tls: TLS
     Args:
         place: folder, or host and port to listen at.
         keep: how many versions behind the newest a follower may be and still get differences.
-        keyring: what followers must prove to have over TCP, and what signs the files of a folder; None: nothing.
+        keyring: proves followers over TCP, and signs the files of a folder; None: nothing.
         tls: encrypts connections over TCP; None: no encryption.
         timeout: seconds in which a follower must take some of the data sent to it.
 

@@ -51,9 +51,9 @@ def subscribe(
         address: "tcp://HOST:PORT", "file:///FOLDER" or a Path, as the publisher has it.
         model: each version that is shown is loaded into it, by the thread that calls ``poll`` or ``wait``. None: take
             ``tensors()``, or call ``load_into``.
-        secret: that of the publisher, or a Path of the file that has it. None: what the file
-            FUSIONLAYER_PUBLISH_SECRET_FILE has, if that is set. Versions in a folder are taken only if they are signed
-            with it.
+        secret: that of the publisher, or a Path of the file that has it. None: the content of the file in
+            FUSIONLAYER_PUBLISH_SECRET_FILE, if that is set. Versions in a folder are taken only if they are signed with
+            it.
         name: the name by which the publisher's log calls this follower, and finds its secret if it has one for each.
             None: that in the file with the secret, or the host's.
         tls: how the connection is encrypted, ``fl.TLS(authorities=...)``; over TCP alone. None: it is not.
@@ -85,8 +85,8 @@ class Follower:
         that
     the publisher has published, to the bit: every tensor has the digest that the publisher gave it.
 
-    It holds the version that it shows, and while a newer one comes, that one as well; tensors that have not changed
-    are held once. One thread at a time may call its methods.
+    It holds the shown version, and during a transfer also the newer one; unchanged tensors are held once. One thread at
+    a time may call its methods.
 
     Attributes:
         trouble: why no newer version came lately, such as a broken connection; None if all is well.
@@ -134,8 +134,8 @@ class Follower:
         """Show the newest version that is here, and return whether it is another one than before. It never waits.
 
         Raises:
-            ConfigError: publisher and follower do not have one secret, or the version does not fit the model; the
-                follower then continues showing what it has shown.
+            ConfigError: publisher and follower have different secrets, or the version does not fit the model; the
+                follower then keeps the shown version.
             UsageError: the follower was closed.
         """
         with self._changed:

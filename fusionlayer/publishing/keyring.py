@@ -64,8 +64,8 @@ class Keyring:
 
     A file has one secret a line: ``SECRET`` for all followers, ``NAME:SECRET`` for those of one name, which need no
     other then. Empty lines, and those that begin with ``#``, say nothing. A publisher accepts every line, a follower
-    uses the first that fits it. So a secret is replaced without a restart: first the new line stands next to the old
-    one in the publisher's file, then followers get the new one, then the old line goes.
+    uses the first that fits it. So a secret is replaced without a restart: add the new line to the publisher's file,
+    give it to followers, then remove the old line.
 
     Args:
         entries: names and secrets; "" for all names.
@@ -82,7 +82,7 @@ class Keyring:
         """Read the file, if there is one.
 
         Raises:
-            ConfigError: it cannot be read, others may read it, or what is in it makes no sense.
+            ConfigError: it cannot be read, others may read it, or its content is invalid.
         """
         if self._path is None:
             return

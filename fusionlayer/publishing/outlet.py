@@ -1,4 +1,4 @@
-"""Where a publisher's versions leave: what serving over TCP and writing into a folder have in common."""
+"""The output of a publisher's versions: the common part of serving over TCP and writing into a folder."""
 
 from __future__ import annotations
 

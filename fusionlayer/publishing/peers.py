@@ -1,4 +1,4 @@
-"""Callers of a publisher: what each has, what is on its way to it, and until when it must take some of it."""
+"""Callers of a publisher: the version of each, the update being sent to it, and its deadline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Peer:
         place: where it calls from.
         has: digest of the version that it has, or None.
         announced: number of the version that was sent to it last, or None.
-        update: what is on its way to it, until it says that it has it; or None.
+        update: the update being sent, until the follower acknowledges it; or None.
         since: when it began to wait for a newer version; None: it does not wait.
         sent: bytes that it has taken.
     """

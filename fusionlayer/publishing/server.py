@@ -37,9 +37,9 @@ _AT_ONCE = 16  # callers that come in before all others are attended to again
 class TcpOutlet(Outlet):
     """Serves the newest version to all callers.
 
-    What a follower gets is made when it asks: what changed since the version that it has, however many versions ago
-    that was, or all of the newest where its version is not kept. So nothing is encoded without a request, and one that
-    is slow gets fewer and larger differences. Kept are versions that followers have, at most ``keep`` of them.
+    A follower's update is made on request: the difference to its version, however old, or all of the newest if its
+    version is not kept. So nothing is encoded without a request, and one that is slow gets fewer and larger
+    differences. Kept are versions that followers have, at most ``keep`` of them.
 
     Callers are strangers until they have proved to be followers and have asked for a version. Few strangers are
     listened to at once, and the oldest goes when there are too many.
@@ -224,8 +224,8 @@ class TcpOutlet(Outlet):
     def _settle(self, peer: Peer) -> None:
         """Give a follower one of the places.
 
-        Where any caller may follow, a quarter of them is for those that have a version of this publisher; and one that
-        has none, and has taken least, goes when there are too many.
+        If any caller may follow, a quarter of the places is for those that have a version of this publisher. When there
+        are too many callers, one without a version that received least is disconnected.
 
         Raises:
             WireError: all are taken.

@@ -1,4 +1,4 @@
-"""Where a follower's versions come from."""
+"""The source of a follower's versions."""
 
 from __future__ import annotations
 

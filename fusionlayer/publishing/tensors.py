@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 def encode(x: Tensor, base: Tensor | None = None, *, header: bool = False) -> Message:
-    """Return the message of ``x`` (n,): what changed since ``base`` (n,), or all of it where that is shorter.
+    """Return the message of ``x`` (n,): the difference to ``base`` (n,), or all of it if that is shorter.
 
     Args:
         x: on the CPU.

@@ -32,7 +32,7 @@ _MOST_VERSION = (1 << 63) - 1
 _SAME = "same"
 
 Source = Callable[[int], bytearray]
-"""Returns as many bytes as it is asked for; raises where there are no more."""
+"""Returns exactly the requested number of bytes; raises if there are no more."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def read(
         source: where the bytes come from.
         nbytes: length of the update, as the file or the connection announces it.
         base: the version that the receiver has, or None.
-        check: is called with the bytes up to the end of the header, which has the digests of all others, before
-            anything in it is believed; it raises what should end this.
+        check: called with the bytes up to the end of the header, which has the digests of all others, before its
+            content is trusted; it raises an error to refuse them.
 
     Raises:
         WireError: the bytes were damaged, or make something of another base.

@@ -48,7 +48,7 @@ class Buffer(ABC):
         in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
 
     Attributes:
-        remember: called with names of tensors before encoding changes what is kept of them; None: nothing is kept.
+        remember: called with names of tensors before encoding changes their kept state; None: nothing is kept.
         nbytes: the bytes of the gradients, uncompressed.
         full: every gradient of the bucket has been put, and it was not launched since. The thread that launches it
             changes this, not a lane: a bucket in flight, with an earlier step's gradients, must not be launched again.
@@ -88,15 +88,15 @@ class Buffer(ABC):
         self._gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         # On CUDA: the last event of each stream on which gradients have arrived; the streams that own the memory of the
-        # buffer and, after it, of the gradients in the last ``run``; when the last work on all this is done.
+        # buffer and of the gradients in the last ``run``; the end of the last work on all this.
         self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._owners = [torch.cuda.current_stream(device)] if device.type == "cuda" else []
         self._done: torch.cuda.Event | None = None
 
     def put(self, name: str, gradient: Tensor, step: int) -> None:
         """Take a gradient (any shape of the slot's size) of a step; the last step's results must have been taken."""
-        # Not ``detach()``: results that replace gradients must not raise the version of the caller's tensor, by which
-        # changes that others make show.
+        # Not ``detach()``: results that replace gradients must not raise the version of the caller's tensor, which
+        # reveals changes by others.
         self._gradients[name] = gradient.data
         self._step = step
         self.full = len(self._gradients) == len(self.bucket.slots)
@@ -173,8 +173,8 @@ class Buffer(ABC):
 class FlatBuffer(Buffer):
     """Copies the gradients of a bucket into one flat tensor, which the collective encodes: fuse, then compress.
 
-    With ``in_place`` nothing is copied if the memory is flat already: for a gradient that is alone in its bucket, and
-    for gradients that the caller has fused.
+    With ``in_place`` flat memory is not copied: that of a gradient alone in its bucket, and of gradients that the
+    caller has fused.
 
     Args:
         bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
@@ -224,7 +224,7 @@ class FlatBuffer(Buffer):
 
     def run(self, transport: Transport, seed: int) -> None:
         """Sum the gradients over ranks, scaled, and release them; the buffer is then empty."""
-        # One method for all of it, and no span unless a reader wants it: every bucket of every step runs this.
+        # One method for all of it, and no span without a reader, because every bucket of every step runs this.
         if self._arrivals:
             self._begin()
         gradients, self._gradients = self._gradients, {}

@@ -1,8 +1,8 @@
 """How much of a bucket its codec loses, while training runs: a number for each bucket, and a warning where it is large.
 
-The error is the 2-norm of what was lost over the 2-norm of what was to be sent, error feedback included, both without
-the largest hundredth of the values: a few large ones would hide that the others are lost. It is measured in one of
-``EVERY`` steps, on at most ``_MOST`` neighbouring elements, each time others.
+The error is the 2-norm of the loss over the 2-norm of the values, error feedback included, both without the largest
+hundredth of the values: a few large ones would hide the loss of the others. It is measured in one of ``EVERY`` steps,
+on at most ``_MOST`` neighbouring elements, each time others.
 """
 
 from __future__ import annotations

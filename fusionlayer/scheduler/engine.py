@@ -61,15 +61,15 @@ class Engine(Lifecycle):
         timeline: record of the threads' work.
         lanes: buckets in flight at once; while one is encoded or decoded, another is sent. Over NCCL always one, whose
             calls never block.
-        hold_results: gradients stay as they are, and results wait for ``take``: any number of steps, but not beyond the
+        hold_results: gradients stay unchanged, and results wait for ``take``: any number of steps, but not beyond the
             next gradient of their bucket.
         overlap_forward: hold results, which the caller takes one by one while the next forward runs. After some steps
             buckets are launched in the order in which forward needs them: of the complete ones, the one that backward
             completed last.
         undoable: keep what error feedback was before the present step, for ``Memory.state_before``, until
             ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
-        shares: how much of a sum each rank computes, in buckets that can have shares and whose plan gives none: a whole
-            number for each rank. Empty: equally much.
+        shares: the part of a sum that each rank computes, in buckets that can have shares and whose plan gives none: a
+            whole number for each rank. Empty: equally much.
         plan_controller: watches the steps and may give the engine another plan between two of them.
         clock: times the steps; None: that of the ``device``.
         name: the name of the threads.
@@ -267,8 +267,8 @@ class Engine(Lifecycle):
     def end_step(self) -> None:
         """End the step without waiting for its results.
 
-        With ``finds_unused`` ranks exchange which tensors they have used: in the messages of the last bucket, or if its
-        collective cannot carry that, in a message on another lane, where there are several.
+        With ``finds_unused`` ranks exchange the used tensors: in the messages of the last bucket, or if its collective
+        cannot carry them, in a message on another lane, if there are several.
 
         Raises:
             UsageError: tensors are missing, or results that were sent under another plan have not been taken.

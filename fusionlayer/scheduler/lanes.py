@@ -177,8 +177,8 @@ _lock = threading.Lock()  # guards _workers: any thread puts a worker's first jo
 
 
 def _end_all() -> None:
-    # A job's end wakes the program, which may exit while the job's thread is still in torch. This comes last at exit:
-    # a job that waits for other ranks fails when its transport ends, and those ranks see the exit without delay.
+    # A job's end wakes the program, which may exit while the job's thread is still in torch. This comes last at exit: a
+    # job that waits for other ranks fails when its transport ends, and those ranks see the exit without delay.
     with _lock:
         workers = list(_workers)
     for worker in workers:
@@ -200,8 +200,8 @@ class Lane:
     """Runs work on its transport, one job after the other. With several lanes one sends while another computes.
 
     A job runs on the lane's own thread. If the transport only queues work on the device, as NCCL does, a job runs
-    within ``put``, on the thread of the caller: several communicators of a device then get their work in the same order
-    on all ranks, whatever the threads do. On CUDA the lane has a stream of its own. No work records gradients.
+    within ``put``, on the thread of the caller: on all ranks several communicators of a device get their work in the
+    same order, independent of threads. On CUDA the lane has a stream of its own. No work records gradients.
 
     Args:
         transport: used by this lane alone, and closed with it.
@@ -315,8 +315,8 @@ class Lanes:
 
     def launch(self, buffers: Sequence[Buffer], step: int, enclose: Callable[[], torch.Tensor] | None = None) -> None:
         """Launch every full bucket that is next in the order; the last one of the step encloses ``enclose()``."""
-        # A full bucket waits for those before it: all ranks must send in the same order, whatever order their
-        # gradients arrive in. The place in the order picks the lane, not which lane is free: each lane has its own
+        # A full bucket waits for those before it: all ranks must send in the same order, whatever order their gradients
+        # arrive in. The lane follows from the position in the order, not from which lane is free: each lane has its own
         # transport, and all ranks must send a bucket on the same one.
         jobs, order = self.jobs, self.order.sequence
         while (place := len(jobs)) < len(order) and buffers[order[place]].full:

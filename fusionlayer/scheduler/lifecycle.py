@@ -71,7 +71,7 @@ class Lifecycle:
 
         Raises:
             ConfigError: the plan is for other tensors or ranks, a bucket names a codec and a collective that are
-                unknown or do not go together, or some are not sent in every step, which this engine cannot do.
+                unknown or incompatible, or it skips steps, which this engine cannot do.
         """
         self._plans.switch(plan)
 
@@ -94,9 +94,9 @@ class Lifecycle:
 
         Args:
             tensors: every tensor of a step from now on; none, and steps are empty.
-            why: what has changed on this rank, for the errors of ranks where it has not.
-            codec, algorithm, ahead, plan, plan_controller, hold_results: as for a new engine; ``hold_results`` stays
-                as it is where it is None, and all results have been taken where it changes.
+            why: the change on this rank, for the errors of ranks without it. codec, algorithm, ahead, plan,
+                plan_controller, hold_results: as for a new engine; ``hold_results`` None keeps the present value; all
+                    results have been taken when it changes.
 
         Raises:
             UsageError: the step has gradients already.
@@ -164,7 +164,7 @@ class Lifecycle:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was called: with its step, and with its results to be taken.
 
-        All ranks call it between the same two steps, with what each of them has saved. Results belong to buckets of the
+        All ranks call it between the same two steps, each with its own saved state. Results belong to buckets of the
         plan, so the plan must be known by then.
 
         Raises:
@@ -264,7 +264,8 @@ class Lifecycle:
         raise cause from cause.__cause__  # what was waited for has failed with it, and says nothing more
 
     def _check(self, what: str | None = None) -> None:
-        """Raise what a step has failed with, or that a CUDA graph is captured while ``what``, a clause, happens."""
+        """Raise the error of a failed step, or ``UsageError`` if a CUDA graph is captured while ``what``, a clause,
+        happens."""
         if self.failure is not None:
             raise again(self.failure)
         if what is not None and self._device.type == "cuda":

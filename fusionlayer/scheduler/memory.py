@@ -38,15 +38,15 @@ class Memory:
             raise ConfigError(f"feedback_bits={bits!r}; expected 32 or 8")
         self.bits = bits
         # Guards which names all these tables have: lanes call ``remember`` while a thread of backward lays out another
-        # bucket. What a name's state holds is used by one thread at a time: its bucket's lane between launch and end,
-        # else the thread that trains.
+        # bucket. One thread at a time uses a name's state: its bucket's lane between launch and end, else the training
+        # thread.
         self._lock = threading.Lock()
-        # What tensors had before the present step, of those that ``remember`` was called for. Residuals keep their
-        # memory from step to step.
+        # The state before the present step of the tensors that ``remember`` was called for. Residuals keep their memory
+        # from step to step.
         self._before: dict[str, dict[str, Any]] = {}
         self._spare: dict[str, Tensor] = {}
         self._states: dict[str, TensorState] = {}
-        # With 8 bits: the residuals, instead of those of the states; views of what a bucket keeps, if there is one.
+        # With 8 bits: the residuals, instead of those of the states; views of a bucket's residuals, if there is one.
         self._packed: dict[str, PackedPart] = {}
         self._codecs: dict[str, StatefulCodec] = {}
 
@@ -186,7 +186,7 @@ class Memory:
                     self._spare[name] = spare
 
     def restore(self, names: Iterable[str]) -> None:
-        """Give these tensors back what ``remember`` has kept of them; no thread encodes them any more.
+        """Restore the state of these tensors that ``remember`` has kept; no thread encodes them any more.
 
         Numbers that a codec keeps for a whole bucket stay as they are.
         """

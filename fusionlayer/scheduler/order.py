@@ -40,11 +40,11 @@ def send_order(ready: Sequence[float], cost: Sequence[float]) -> list[int]:
 
 
 class SendOrder:
-    """The order of an engine's buckets: that of completion first, after some measured steps that of ``send_order``.
+    """The order of an engine's buckets: first that of completion, after some measured steps that of ``send_order``.
 
     It needs no lock. Hooks call ``note_complete`` with the engine's lock held. Lanes call ``note_sent``, each for other
     buckets, and so for other lists. ``agree`` runs on a lane while the training thread waits for it. By then the jobs
-    of all buckets of measured steps have ended, and their locks order what lanes wrote before what ``agree`` reads.
+    of all buckets of measured steps have ended, and their locks order the lanes' writes before the reads of ``agree``.
 
     Args:
         buckets: number of buckets.

@@ -78,7 +78,7 @@ class PlanController(ABC):
     def due(self, step: int) -> bool:
         """Return whether the engine shall call ``next_plan`` after this step; the same on all ranks.
 
-        It may depend on the number of noted steps and on what ranks have agreed on, but not on a rank's own
+        It may depend on the number of noted steps and on agreements of ranks, but not on a rank's own
         measurements: a rank that called ``next_plan`` alone would wait for the others for ever.
         """
 

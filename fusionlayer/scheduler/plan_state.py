@@ -43,7 +43,7 @@ class PlanState:
     can run.
 
     Args:
-        agreement: what ranks compare, and what the first plan is made with.
+        agreement: compares ranks, and makes the first plan.
         step: the present step.
         maker: makes buffers.
         lanes: compare, and send the buckets.
@@ -104,7 +104,7 @@ class PlanState:
     def enrol(self, agreement: Agreement, plan: FusionPlan | None) -> Job | None:
         """Have other tensors and options, and a plan for them; None: the next step makes one.
 
-        Returns the comparison of an empty plan, if there are no tensors: no gradient would begin that step.
+        Returns the comparison of an empty plan if there are no tensors, because no gradient would begin that step.
         """
         if agreement.hold_results != self.agreement.hold_results:
             self._step.holds, self._maker.in_place = agreement.hold_results, not agreement.hold_results

@@ -28,8 +28,8 @@ class Results:
         timeline: shows how long results are waited for.
 
     Attributes:
-        untaken: by the buckets' numbers in the plan under which they were sent: the job of each, what holds its results
-            when the job has ended, and the step.
+        untaken: by the buckets' numbers in the plan of their step: the job of each, the holder of its results after the
+            job, and the step.
         plan: that plan; None before the first step ends.
         bucket_of: the number of a tensor's bucket in it, by name.
         watch: gets the times of waiting; None: they are not measured.

@@ -1,4 +1,4 @@
-"""The present step of an engine: what is due in it, what has arrived, and which tensors some rank has used."""
+"""The present step of an engine: due and arrived gradients, and the tensors that some rank has used."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class Usage:
 
     Attributes:
         every: (size, n) uint8: the bits of each rank; when ``job`` has ended, some row has what others have used.
-        job: the exchange. It has to be awaited even if this rank has used all tensors: other ranks need its message, so
-            the rank must not continue before.
+        job: the exchange. It has to be awaited even if this rank has used all tensors, because other ranks need its
+            message.
         uses_all: whether this rank has used all tensors; then no tensor is unused.
     """
 

@@ -55,7 +55,7 @@ class FlatShard:
         self.main = nn.Parameter(self._own.float().clone())
         self._versions = [p._version for p in self.params]
         self.residual = torch.zeros_like(self._replica, dtype=torch.float32) if feedback else None
-        # Where this rank had no gradient: the places in the residual, and what they held before.
+        # If this rank had no gradient: the positions in the residual, and their former values.
         self._owed: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
@@ -70,7 +70,7 @@ class FlatShard:
             if p._version != version:
                 place = self._place(view)
                 written, main = self._own[place], self.main.detach()[place]
-                # Where main rounds to what is written, it keeps its further bits.
+                # If main rounds to the written type, it keeps its further bits.
                 main.copy_(torch.where(main.to(written.dtype) == written, main, written.float()))
 
     def weights(self) -> Tensor:

@@ -50,13 +50,13 @@ def compress(
 
     Every module to which ``fully_shard`` was applied sends its weights by an all-gather before it is used, and its
     gradients by a reduce-scatter after backward. Both keep torch's order and prefetching. Call ``compress`` on all
-    ranks alike, after the last ``fully_shard``. A second call, on the model or a part of it, replaces what the first
-    set.
+    ranks alike, after the last ``fully_shard``. A second call, on the model or a part of it, replaces the settings of
+    the first.
 
     Weights are quantised once, and every rank gets the same bits, the owner of a shard too. The shard that the
     optimizer updates does not change. Gradients are quantised once, or twice with a two-level codec, and summed in rank
-    order in f32, without error feedback. Two kinds of elements are sent as they are: those of types other than f32,
-    bf16 and f16, and weights of several types that torch sends together.
+    order in f32, without error feedback. Two kinds of elements are sent uncompressed: types other than f32, bf16 and
+    f16, and weights of several types that torch sends together.
 
     With weights="qwd" (SDP4Bit, section 3.1) every rank keeps a copy of all weights, in the type of the computation.
     After each optimizer step, the owners' weights minus the copies are sent once, in int4. The first gather after a
@@ -67,11 +67,11 @@ def compress(
 
     Args:
         model: contains modules to which ``fully_shard`` was applied, or is one.
-        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights are sent as they are, or by
-            ``zip`` where measurements say that this takes less time (see ``fusionlayer.switcher`` of the group). None
-            keeps torch's all-gather. "delta": differences that lose no bit. "qwd": differences in int4. "qw", "qwz":
-            weights in int4 or int8. "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz",
-            "qsdp" is that codec with gradients "qsdp_gradients", unless they name another.
+        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights are sent uncompressed, or by
+            ``zip`` if measured faster (see ``fusionlayer.switcher`` of the group). None keeps torch's all-gather.
+            "delta": differences that lose no bit. "qwd": differences in int4. "qw", "qwz": weights in int4 or int8.
+            "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz", "qsdp" is that codec with
+            gradients "qsdp_gradients", unless ``gradients`` names another.
         gradients: name or codec of what reduce-scatters carry, as for ``weights``. Lossless codecs send values in bf16
             that were widened to f32 only for the sum, as gradients of a bf16 model are.
         nodes: ranks of each node, in the order of ranks, for two-level codecs and two-level collectives. None: as
@@ -79,7 +79,7 @@ def compress(
         all_gather: another name of ``weights``.
         reduce_scatter: another name of ``gradients``.
         broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
-            replicas that differ. Equal weights are not sent. False leaves weights as they are.
+            replicas that differ. Equal weights are not sent. False leaves weights unchanged.
         baseline: what zipped gradients have to beat with "auto". "exact": rows that are sent as they are and are summed
             in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
             more than two ranks torch adds in another order, so last bits depend on what was measured.
@@ -202,7 +202,7 @@ def _describe(name: str, parameter: Tensor) -> str:
 
 
 def _unite(modules: Iterable[Shards]) -> None:
-    """Give all ranks that hold copies of the same shards those of the first of them."""
+    """Give all ranks with copies of the same shards the copy of the first of these ranks."""
     replicated: dict[dist.ProcessGroup, dict[str, Tensor]] = {}
     for shards in modules:
         for group, named in shards.replicated.items():

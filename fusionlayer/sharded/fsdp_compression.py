@@ -90,14 +90,13 @@ class FSDPCompression:
                 module.replica.forget()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state that determines messages and that neither the model nor the optimizer saves.
+        """Return the state that determines messages and is saved neither by the model nor by the optimizer.
 
         It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counts from which
         seeds are made; they are the same on all ranks.
 
-        With error feedback between replicas all ranks call it together: it holds the sum of the replicas' feedback, and
-        each replica continues with its share of the sum. Other state of codecs, such as the factors of PowerSGD, is not
-        saved.
+        With error feedback between replicas all ranks call it together. It holds the sum of the replicas' feedback, and
+        each replica continues with a share of it. Other state of codecs, such as the factors of PowerSGD, is not saved.
 
         Raises:
             TransportError: a step has failed; the last state that was saved before it is the one to continue from.

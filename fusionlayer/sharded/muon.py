@@ -54,7 +54,7 @@ def Muon(  # noqa: N802 - torch's name
         optimizer = fl.Muon(model, lr=0.02, others={"lr": 3e-4})
 
     A matrix is a parameter of two dimensions whose own name ends in "weight", unless its module is an ``nn.Embedding``
-    or is named as an embedding or an output layer is: "head", "lm_head", "output", "classifier", "wte", "wpe",
+    or has a name like those of embeddings and output layers: "head", "lm_head", "output", "classifier", "wte", "wpe",
     or with "embed" in its name.
 
     Args:

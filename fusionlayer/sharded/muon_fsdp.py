@@ -129,7 +129,7 @@ class MuonOfShards(Optimizer):
         return found
 
     def _direction(self, p: DTensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return this rank's rows of what Muon makes orthonormal, and what is owed of earlier ones."""
+        """Return this rank's rows of the orthonormal matrices of Muon, and the remaining ones of earlier matrices."""
         grad = p.grad
         if not isinstance(grad, DTensor):
             raise UsageError(f"Muon got a gradient of type {type(grad).__name__} of shape {tuple(p.shape)}")

@@ -63,7 +63,7 @@ class MuonOfReplicas(ShardedOptimizer):
 class _Owner(Optimizer):
     """Steps a rank's flat parts: by Muon those that hold ``matrices``, by AdamW all others.
 
-    It makes torch's optimizers anew in each step, of views of the parts and of their states, so that a state is as flat
+    In each step it makes torch's optimizers anew, of views of the parts and of their states, so that a state is as flat
     as its part.
 
     Attributes:

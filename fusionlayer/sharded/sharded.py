@@ -42,8 +42,8 @@ class ShardedOptimizer(Optimizer):
 
     ``step`` averages each gradient on the rank that owns it. Each rank updates its part of the weights in f32, and
     gathers all weights. The model keeps whole weights, the same bits on every rank; a rank holds states for 1 / size of
-    them. All ranks begin with rank 0's weights. What all ranks write into the model between two steps, as its
-    ``load_state_dict`` does, counts; changes by ``p.data`` leave no trace and are undone by the next step.
+    them. All ranks begin with rank 0's weights. Writes of all ranks into the model between two steps, as by
+    ``load_state_dict``, count; changes by ``p.data`` leave no trace and are undone by the next step.
 
     A parameter that no rank uses in a step (``p.grad`` is None on all ranks) or that is frozen keeps its values and its
     optimizer state. ``optimizer_class`` sees one tensor per group, so its counters of steps, such as AdamW's ``step``,
@@ -62,8 +62,8 @@ class ShardedOptimizer(Optimizer):
             in int4 or int8; a codec; or "sdp4bit", "zero++" or "qsdp", which set ``gradients`` too.
         gradients: name or codec of the gradients; "tlq_hs" is a two-level codec.
         group: process group or transport; None means all ranks.
-        check_replicas: compare the model's weights over ranks in the first step, and then a part of them in each, so
-            that a difference is found within this many. False: never; None takes the configured number.
+        check_replicas: number of steps within which a difference of the model's weights over ranks is found. The first
+            step compares all, later ones a part each. False: never; None takes the configured number.
         defaults: options of ``optimizer_class``.
 
     Raises:
@@ -183,7 +183,7 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Average the gradients, scale the averages to a norm of at most ``max_norm``, and return their norm before.
 
-        The norm is that of all averaged gradients, the same on all ranks. All ranks call this right before ``step``;
+        Return the norm of all averaged gradients, the same on all ranks. All ranks call this right before ``step``;
         with GradScaler, after ``unscale_``. ``p.grad`` stays this rank's own.
 
         Args:
@@ -275,7 +275,7 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank of a job of the same size.
 
-        Of a job of another size, give one mapping with the states of all its ranks.
+        For another number of ranks, give one mapping with the states of all ranks of the saved job.
 
         Raises:
             ConfigError: the state belongs to another rank, to part of another job, or to other parameters.
@@ -363,7 +363,7 @@ class ShardedOptimizer(Optimizer):
                 self._transport.all_reduce(overflown)
         if overflown.item():
             gradients[0].fill_(float("inf"))
-        # Unscaling leaves versions as they are, but the line above does not.
+        # Unscaling leaves versions unchanged, but the line above does not.
         for p, (address, _) in self._seen.items():
             if p.grad is not None:
                 self._seen[p] = address, p.grad._version

@@ -30,8 +30,8 @@ def adasum_optimizer(
 
     It is the same object. Each rank takes the step of the wrapped optimizer with its own gradients. The changes of the
     parameters are sent, so momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1).
-    Parameters without a gradient count as not moved. The learning rate is that of one rank. Parameters may be unfrozen
-    or added later, on all ranks before the same step.
+    Parameters without a gradient count as not moved. The learning rate is for one rank. Parameters may be unfrozen or
+    added later, on all ranks before the same step.
 
     Args:
         optimizer: any optimizer.

@@ -157,7 +157,7 @@ def broadcast_object(
     cloudpickle is used if it is installed. Lambdas and local classes can then be sent, too.
 
     Args:
-        obj: anything that can be pickled. Only the root's is sent; the root gets it back as it is.
+        obj: anything that can be pickled. Only the root's object is sent; the root gets it back unchanged.
         root_rank: the rank that sends its object; a rank of the whole job.
         name: the name of the messages. None: the name of the object's type, which must then be the same on all ranks.
         process_set: the ranks that take part.

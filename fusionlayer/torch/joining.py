@@ -47,13 +47,13 @@ def join(device: int = -1) -> int:
     broadcasts. Operations that need other values of it fail on every rank.
 
     To the steps of ``DistributedOptimizer`` it gives zeros and what its error feedback holds. If backward has run
-    without ``step``, ``join`` ends that step in the same way and makes no update. This rank's parameters and optimizer
+    without ``step``, ``join`` ends that step in the same way without an update. This rank's parameters and optimizer
     state are not updated. To train on after ``join``, broadcast both from the rank that it returns: that rank has made
     the most updates.
 
     Args:
-        device: the GPU on which this rank takes part if the others' tensors are on GPUs. -1: that of its own tensors
-            before; if there were none, the thread's current one, or the one of its local rank if none was set.
+        device: the GPU of this rank if the others' tensors are on GPUs. -1: that of its former tensors, else the
+            thread's current one, else the one of its local rank.
 
     Raises:
         HorovodInternalError: a peer failed, or a step that this rank took part in has failed.
@@ -87,7 +87,7 @@ class _StandingIn:
     """Makes steps of this rank's optimizers because other ranks make them.
 
     Each optimizer has a thread of its own. Ranks may begin steps of two optimizers in one order and wait for them in
-    another; one thread for both would wait for the wrong one, and the ranks for each other.
+    another. One thread for both would wait for the wrong one, and ranks would deadlock.
     """
 
     def __init__(self, here: Session) -> None:

@@ -91,8 +91,7 @@ def allreduce(
     Args:
         tensor: any shape, the same on all ranks; floats, integers (averages are truncated towards zero) or bool.
         average: deprecated; True is ``op=Average``, False ``op=Sum``.
-        name: the name by which ranks match their calls. None: ranks match calls of this kind in the order in which they
-            come.
+        name: the name by which ranks match their calls. None: ranks match calls of this kind in their order.
         compression: ``none``, ``fp16``, ``bf16`` or a codec.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor before the reduction.

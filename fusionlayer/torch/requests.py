@@ -120,8 +120,8 @@ class Reduction:
         prescale: factor before the reduction.
         postscale: factor after it.
         process_set: ranks that take part.
-        deliver: makes what the caller gets from the list of results, or from the tensors that are reduced in place.
-        codec: encodes the values; None: values are sent as they are.
+        deliver: makes the caller's result from the list of results, or from the tensors that are reduced in place.
+        codec: encodes the values; None: values are sent uncompressed.
     """
 
     tensors: Sequence[Tensor]
@@ -310,7 +310,7 @@ def _unchanged(kind: str, name: str | None, tensors: Sequence[Tensor], in_place:
 
 
 def _has_version(x: Tensor) -> bool:
-    """Return whether only changes of ``x`` change its version; a view has that of all that shares its memory."""
+    """Return whether only changes of ``x`` change its version; views share a version with their memory."""
     return not (x.is_inference() or x._is_view())
 
 

@@ -39,7 +39,7 @@ _claimed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def claim(optimizer: Optimizer) -> None:
-    """Note that an optimizer averages what it makes of its gradients over ranks by itself, as long as it lives."""
+    """Note that an optimizer averages values over ranks by itself, as long as it lives."""
     _claimed.add(optimizer)
 
 

@@ -38,8 +38,8 @@ def save_delta(state: Mapping[str, Any], folder: str | os.PathLike[str], *, ever
 
     Tensors of f32, bf16 and f16 are saved as what changed since the version before, by ``delta``. In every version
     whose number is a multiple of ``every``, and where the version before has no such tensor, they are saved whole, by
-    ``zip``. What else the state holds is saved as it is. The version before is read for this, and so are those back to
-    the last one that is whole. A file is complete once it has its name.
+    ``zip``. The rest of the state is saved unchanged. The version before is read for this, and so are those back to the
+    last one that is whole. A file is complete once it has its name.
 
     Args:
         state: tensors, numbers and texts, in mappings and lists; what ``torch.load`` takes with ``weights_only``. No

@@ -27,7 +27,7 @@ class CodecOrAuto:
 
     @classmethod
     def of(cls, codec: str | Codec | None, options: Mapping[str, Any]) -> CodecOrAuto:
-        """Return what a user's ``codec`` and options name; without a name, what is configured.
+        """Return the codec that a user's ``codec`` and options name; without a name, the configured one.
 
         Raises:
             ConfigError: the name or an option is unknown, or ``codec`` is a ``Codec`` and options are given with it.

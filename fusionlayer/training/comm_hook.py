@@ -83,13 +83,13 @@ class CommHook:
         self._ended = False
         self._error: BaseException | None = None
         self._sent = 0
-        # Of parameters whose buckets have come: gradients, by which changes show.
+        # For parameters of completed buckets: their gradients, which reveal later changes.
         self._given: list[tuple[Tensor, Snapshot]] = []
         # How many buckets, with how many parameters, have come in this step. DDP's own numbers are all 0 in the first
         # step of a static graph.
         self._buckets = self._arrived = 0
-        # Parameters that this rank has not used since the last step, if DDP finds unused ones; and those of the step
-        # that has ended, with DDP's count of the ranks that have used each parameter, until it is known.
+        # Parameters that this rank has not used since the last step, if DDP finds unused ones; and those of the ended
+        # step, with DDP's count of the ranks that have used each parameter, until it is known.
         self._unused: set[str] = set()
         self._undecided: tuple[Sequence[str], Tensor] | None = None
         self._finds_unused = model.find_unused_parameters or model.static_graph

@@ -48,7 +48,8 @@ class GradientOptions:
 
 @dataclass(frozen=True)
 class EnginePlanning:
-    """By what an engine makes its plans; the attributes are arguments of ``Engine``. Some depend on the tensors."""
+    """The settings from which an engine makes its plans; the attributes are arguments of ``Engine``. Some depend on the
+    tensors."""
 
     codec: Codec | Mapping[str, Codec]
     algorithm: str | None

@@ -61,10 +61,10 @@ def register(
         feedback_bits: bits that an element of the error feedback takes between two steps, 32 or 8; None takes the
             configured number.
         ahead: encode the gradients of a bucket one by one; False encodes the bucket as a whole. None does what
-            ``algorithm`` needs, or without one what is best for the codec: one by one for those that sparsify.
-        check_replicas: compare all parameters in the first backward, and then a part of them in each, so that a
-            difference over ranks is found within this many. False: never; None takes the configured number. DDP itself
-            has made them equal when it was made.
+            ``algorithm`` needs, or without one what suits the codec: one by one for sparsifiers.
+        check_replicas: number of backward passes within which a difference of parameters over ranks is found. The first
+            one compares all, later ones a part each. False: never; None takes the configured number. DDP itself has
+            made them equal when it was made.
         codec_options: options of a codec given by name.
 
     Returns:
@@ -72,7 +72,7 @@ def register(
 
     Raises:
         ConfigError: ``model`` is not wrapped by DDP, uses a feature of DDP that gives a hook no gradients, or names and
-            options are unknown or do not fit each other.
+            options are unknown or incompatible.
         PlanMismatch: ranks disagree on options.
         UsageError: the model has a hook with other arguments, or one that was closed.
     """
@@ -157,8 +157,8 @@ def register(
     except RuntimeError as error:
         hook.close()
         raise ConfigError(_ANOTHER_HOOK) from error
-    # The reducer has the hook. A copy of the model gets a reducer of its own, and would copy what this list has: the
-    # engine with its threads.
+    # The reducer has the hook. A copy of the model gets a reducer of its own, and would copy the content of this list:
+    # the engine with its threads.
     model._comm_hooks.pop()
     registered[model] = asked, hook
     return hook

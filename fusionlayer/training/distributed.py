@@ -231,11 +231,11 @@ class Distributed(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank, in the middle of a round parameters and buffers too.
 
-        A state that was broadcast holds only the step; error feedback stays as it is then. So it does where this rank
-        has just loaded its own state of the same step, as before a framework loads rank 0's on all ranks.
+        A state that was broadcast holds only the step; error feedback stays as it is then. It is so after this rank has
+        loaded its own state of the same step, as before a framework loads rank 0's on all ranks.
 
         With ``sync``, load the model before. A state of an optimizer without local steps begins a new round: its
-        anchors are the parameters at the next ``step``, which have to be equal on all ranks.
+        anchors are the parameters at the next ``step``, which must be equal on all ranks.
 
         Raises:
             ConfigError: the state holds error feedback or local steps of another rank, or of another number of ranks.
@@ -277,14 +277,14 @@ class Distributed(Optimizer):
         self.step_policy.close()
 
     def reconnect(self) -> None:
-        """Reduce gradients over the job as it is now, after ``shutdown`` and ``init``; all ranks call it together.
+        """Reduce gradients over the present job, after ``shutdown`` and ``init``; all ranks call it together.
 
         Reductions in flight are given up. The step number stays. Error feedback stays if rank and size are the same.
         The plan stays if the size is the same and no plan controller makes plans while training runs. Parameters stay
-        as they are: how they become equal again is the job's business, and the next step compares them.
+        unchanged: the job makes them equal again, and the next step compares them.
 
         With ``sync`` a new round begins: its anchors are the parameters at the next ``step``, which the job has made
-        equal by then, and outer momentum begins at zero.
+        equal, and outer momentum begins at zero.
 
         Raises:
             UsageError: in an elastic job, whose members connect by themselves.
@@ -296,9 +296,9 @@ class Distributed(Optimizer):
         """Fuse gradients by ``plan`` from the next step on, if it is for this number of ranks.
 
         All ranks call it together. The call changes nothing in a job of one rank, or if a plan controller makes plans
-        while training runs. It also changes nothing if the plan is of other parameters of this optimizer than those
-        that are reduced now: some may be frozen or unfrozen since, or gradients may have been sparse. Then the next
-        step makes a plan. With ``sync``, what is in flight arrives first.
+        while training runs. It also changes nothing if the plan has other parameters of this optimizer than those now
+        reduced: some may be frozen or unfrozen since, or gradients may have been sparse. Then the next step makes a
+        plan. With ``sync``, what is in flight arrives first.
 
         Raises:
             ConfigError: the plan is for other parameters, or names an unknown codec or collective.

@@ -31,7 +31,7 @@ class Roster:
 
     Args:
         groups: the optimizer's parameter groups.
-        named_parameters: names that the user gives, also of parameters that may come later.
+        named_parameters: names that the user gives, also of later parameters.
         group: ranks to reduce over.
 
     Attributes:
@@ -77,7 +77,7 @@ class Roster:
     def reduced(
         self, groups: Groups, under_way: Callable[[Tensor], bool] = lambda parameter: False
     ) -> dict[Tensor, str]:
-        """Look at all parameters; return the names of those that are reduced from now on, in the optimizer's order.
+        """Check all parameters; return the names of those that are reduced from now on, in the optimizer's order.
 
         Args:
             groups: the optimizer's parameter groups.
@@ -102,7 +102,7 @@ class Roster:
         return chosen
 
     def newcomers(self, groups: Groups) -> dict[Tensor, str]:
-        """Return the names of parameters that have come since the last look, also of those that are frozen.
+        """Return the names of parameters added since the last call, also of frozen ones.
 
         Raises:
             ConfigError: one of them has the name of another one, is sharded, or is on another device.

@@ -88,8 +88,8 @@ def _end_backward(me: Callable[[], Any]) -> None:
 def _learn_parts(reducer: Reducer, parameter: Tensor) -> None:
     """Count how often one backward computes a gradient, while ranks have no plan and nothing is sent.
 
-    In this step a part may still be added to what was submitted; from the next step on, the gradient is submitted
-    with its last part.
+    This step may still add a part to the submitted gradient; from the next step on, the gradient is submitted with its
+    last part.
     """
     if reducer.passes.note_part(parameter):
         if reducer.passes.left[parameter] <= 0:

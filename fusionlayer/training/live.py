@@ -27,7 +27,7 @@ class Live(Protocol):
 
 
 _live: weakref.WeakSet[Live] = weakref.WeakSet()
-# Guards _live: optimizers are made and closed on any thread, and shutdown looks at all of them.
+# Guards _live: any thread may make and close optimizers, and shutdown reads all of them.
 _lock = threading.Lock()
 
 

@@ -69,8 +69,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     schedulers. In a job of one rank its behaviour does not change, but all options
     are checked.
 
-    Ranks begin with rank 0's parameters, whatever each of them was initialized with, and compare theirs while training
-    runs.
+    Ranks begin with rank 0's parameters, and compare theirs during training.
 
     When backward has accumulated a gradient, a background thread takes it. The end of ``backward`` waits for the
     results: then ``.grad`` is the average, to be clipped, logged or unscaled. The first step learns the order of the
@@ -90,14 +89,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         named_parameters: the model, or ``model.named_parameters()``; without it, the place in the optimizer names each
             parameter. Buffers, and parameters that are neither trained nor the optimizer's, are known of a model only.
         codec: name or codec of the gradients; None takes the configured one (``raw`` by default). "auto" measures the
-            first steps, in which gradients are sent as they are. Then it chooses one codec for all gradients, or one
-            for each, by the predicted time of the step; the log says why.
+            first steps, whose gradients are sent uncompressed. Then it chooses one codec for all gradients, or one for
+            each, by the predicted time of the step; the log says why.
         algorithm: name of a collective; None chooses by codec and nodes.
         planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs; or only a planner.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
             coarse. ``state_dict()`` keeps it, separately on each rank.
-        feedback_bits: bits that an element of the error feedback takes between two steps: 32, or 8, a byte and 1/32 of
-            one, rounded at random so that the mean stays. None takes the configured number, 32 by default.
+        feedback_bits: bits of each element of the error feedback between two steps: 32; or 8, which is a byte and 1/32
+            of one, rounded at random without bias. None takes the configured number, 32 by default.
         op: ``Average`` or ``Sum``.
         backward_passes_per_step: number of backward passes that accumulate gradients before they are reduced.
         gradient_predivide_factor: with ``Average``: divide by it before the sum, and by the rest after it.
@@ -112,10 +111,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         group: process group or transport to reduce over; None means all ranks. For a DTensor model whose parameters
             are sharded by tensor parallelism: the ranks that hold the same parts.
         broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already is not
-            sent. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False
-            leaves parameters as they are; if they differ in the first step or later, a warning names them once.
-        check_replicas: compare all parameters in the first step, and then a part of them in each step, so that a
-            difference over ranks is found within this many steps. False: never; None takes the configured number.
+            sent. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves
+            parameters unchanged; if they differ, one warning names them.
+        check_replicas: number of steps within which a difference of parameters over ranks is found. The first step
+            compares all, later ones a part each. False: never; None takes the configured number.
         sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average their changes every few
             steps; gradients are not sent. None: average gradients in each step.
         options: options of a codec given by name; the attributes of ``Planning`` by their own names, such as
@@ -123,8 +122,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
     Raises:
         ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
-        UsageError: from ``step``, ``zero_grad`` or ``backward``, if they are called in an invalid order; from ``step``
-            and ``synchronize`` for a gradient that no rank reduces, as its parameter was unfrozen within the step.
+        UsageError: from ``step``, ``zero_grad`` or ``backward`` in an invalid order; from ``step`` and ``synchronize``
+            for a gradient that no rank reduces, because its parameter was unfrozen within the step.
         PlanMismatch: ranks have other parameters or options; also from ``step`` and ``synchronize``.
         ReplicaMismatch: from ``step`` or ``synchronize``, parameters differ over ranks; it names the first.
         TransportError: a peer failed, stopped or timed out; also from ``step`` and ``synchronize``.

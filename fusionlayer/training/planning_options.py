@@ -27,17 +27,17 @@ class Planning:
     Attributes:
         planner: name or planner that fuses gradients into buckets. A planner that needs costs begins with the plan of
             ``tapered``, measures the first steps and then makes its own plan (CPU only).
-        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs. It may have parameters
-            that are frozen at present, and must have those that are not.
+        plan: a fusion plan, or a file with one, instead of a planner; it names its own codecs. It must have all
+            parameters that are not frozen at present, and may have frozen ones.
         profile: measured costs of this model, or a file with them, for ``codec="auto"`` and planners that need costs.
             With it, no steps are measured first.
         policy: rules that give each gradient a codec, or a file with them, instead of ``codec``.
         fidelity: for ``codec="auto"``: "lossless", "near_lossless" or "aggressive".
         replan: measure and plan again after drift, if the plan depends on costs.
         ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does
-            what ``algorithm`` needs, or without one what is best for the codec: ahead for those that sparsify.
-        fallback: name of a codec, such as "int8" or "raw", that a bucket gets on all ranks when its own loses more than
-            0.8 of its values on one of them. "" leaves it at a warning.
+            what ``algorithm`` needs, or without one what suits the codec: ahead for sparsifiers.
+        fallback: name of a codec, such as "int8" or "raw", for a bucket on all ranks after its own codec has lost more
+            than 0.8 of its values on one rank. "" leaves it at a warning.
         groups: number of buckets with about equally many tensors, or lists of tensors; each list is one bucket.
     """
 

@@ -42,21 +42,21 @@ def publish(
                 train(model, batch)
                 publisher.step()
 
-    All ranks of a job call it, and ``step``. Rank 0 publishes. If an elastic job loses rank 0, the process that is
-    rank 0 next continues at the same address, or ``step`` raises. Parameters that are ``DTensor`` (FSDP2, tensor
+    All ranks of a job call it, and ``step``. Rank 0 publishes. If an elastic job loses rank 0, the process that is rank
+    0 next continues at the same address, or ``step`` raises. Parameters that are ``DTensor`` (FSDP2, tensor
     parallelism) are gathered from all ranks, one at a time; of others rank 0's count. Names are those of
-    ``state_dict()`` without what DistributedDataParallel and ``torch.compile`` put before them, or before any part.
+    ``state_dict()`` without the prefixes of DistributedDataParallel and ``torch.compile``.
 
     Args:
         source: a model, or tensors by name that training changes in place, such as a ``state_dict()``.
-        address: "tcp://HOST:PORT" to listen at, where no host means 127.0.0.1 and port 0 one of the system's choice;
-            or "file:///FOLDER" or a Path of a folder that belongs to this publisher alone.
-        keep: how many versions a follower may be behind, and still get differences. Over TCP as many versions are kept
-            in memory at most, those that followers have. In a folder the files of as many versions are kept.
-        secret: what followers must prove to have over TCP, and what signs the files of a folder: a text of 16 bytes at
-            least, or a Path of a file with secrets, which is read again when it changes. None: those in the file
-            FUSIONLAYER_PUBLISH_SECRET_FILE; if that is not set, any caller gets the weights, and any process that can
-            write to the folder can change them.
+        address: "tcp://HOST:PORT" to listen at, where no host means 127.0.0.1 and port 0 a free port; or
+            "file:///FOLDER" or a Path of a folder for this publisher alone.
+        keep: how many versions a follower may be behind, and still get differences. Over TCP at most this many versions
+            are kept in memory, those that followers have. In a folder the files of as many versions are kept.
+        secret: proves followers over TCP, and signs the files of a folder: a text of at least 16 bytes, or a Path of a
+            file with secrets, which is read again when it changes. None: those in the file
+            FUSIONLAYER_PUBLISH_SECRET_FILE. Without it, any caller gets the weights, and any process that can write to
+            the folder can change them.
         tls: how connections are encrypted, over TCP, such as ``fl.TLS("cert.pem", "key.pem")``. None: they are not.
         timeout: seconds in which a follower must take some of the data sent to it, at least 2.
 
@@ -124,7 +124,7 @@ class Publisher:
         """Publish the tensors as they are now, as the next version, and return its number.
 
         It waits for one copy of all tensors into the host's memory. All else continues in threads: encoding, sending
-        and writing. Where these are slower than the steps, followers leave versions out.
+        and writing. If these are slower than the steps, followers skip versions.
 
         Raises:
             ConfigError: there is something else than a dense tensor, or this process has become rank 0 of an elastic

@@ -90,8 +90,8 @@ def load_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
     """Load what ``save_ranks``, or ``torch.distributed.checkpoint.save`` of a ``rank_state``, has saved in ``folder``.
 
     On as many ranks, each gets its own state, to the bit. On another number of ranks, ranks share out the error
-    feedback: its sum over ranks stays, so nothing is lost. States of codecs begin again, and the rest of an optimizer's
-    state is that of one of the ranks. A job of one rank sends nothing, so it drops error feedback.
+    feedback: its sum over ranks stays, so nothing is lost. States of codecs restart, and the rest of an optimizer's
+        state is that of one of the ranks. A job of one rank sends nothing, so it drops error feedback.
 
     Args:
         folder: the folder.

@@ -23,7 +23,7 @@ class ReductionPolicy(ABC):
         retries: a step whose exchange has failed can be made again, so its gradients stay pending.
         undoable: the engine keeps what error feedback was before a step.
         handles_overflow: ``GradScaler`` calls ``step`` also where it has found gradients that are not finite.
-        holds_results: results wait in the engine until they are taken; gradients stay as they are.
+        holds_results: results stay in the engine until they are taken; gradients stay unchanged.
         before_step: called before the first tensor of a step of the engine is submitted; None: nothing is to be done.
         contribution: called with a parameter whose gradient is complete, or at the end of a step with one without a
             gradient: it puts the values to send into ``parameter.grad``. None: gradients are sent.

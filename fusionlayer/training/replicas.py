@@ -92,7 +92,7 @@ class Replicas:
 
         Args:
             transport: connects the ranks, all of which call this together.
-            rejoining: this rank had a part in an earlier job. How states become equal is that job's business.
+            rejoining: this rank had a part in an earlier job. That job makes states equal.
 
         Raises:
             PlanMismatch: ranks have other parameters or options; it names the first that differs.
@@ -119,7 +119,7 @@ class Replicas:
     def check(
         self, put: Put, named: Mapping[str, Tensor] | None = None, optimizer: Optimizer | None = None
     ) -> ReplicaCheck | None:
-        """Return what compares the parameters, or ``named``, while training runs, or None if that is switched off.
+        """Return the comparer of the parameters, or of ``named``, during training; None if it is switched off.
 
         Options of the ``optimizer``, such as learning rates, are compared too.
         """
@@ -161,7 +161,7 @@ class ReplicaCheck:
         self._present = True
         self._on_gpu = any(x.is_cuda for x in named.values())
         self.waiting: Callable[[], None] | None = None
-        # What was compared last: this rank's record, whether those of all ranks are equal, and if not, all records.
+        # The last comparison: this rank's record, whether all ranks' records are equal, and if not, all records.
         self._record, self._are_equal = b"", True
         self._records: list[tuple[bool, int, bytes]] = []
         self._read_options = options
@@ -195,8 +195,8 @@ class ReplicaCheck:
     def settle(self) -> None:
         """Wait for a comparison that ``begin`` has begun, if there is one, and judge it.
 
-        Of parameters on a GPU the next ``begin`` does so: the GPU has not come so far yet, and a wait for it would hold
-        up the step.
+        For parameters on a GPU the next ``begin`` does so: the GPU has not come so far yet, and waiting would delay the
+        step.
 
         Raises:
             ReplicaMismatch: parameters differ. All ranks raise it in the same step; it names tensors and ranks.
@@ -218,7 +218,7 @@ class ReplicaCheck:
             self._report(present)
 
     def finish(self) -> None:
-        """Wait for a comparison that ``begin`` has begun, whatever comes of it: nothing is in flight then."""
+        """Wait for the comparison of ``begin``, whatever its result, so that nothing is in flight."""
         if self.waiting is not None:
             with suppress(Exception):
                 self.waiting()

@@ -19,7 +19,7 @@ Sent = tuple[str, str | Codec | None]
 
 @runtime_checkable
 class SendsItsOwn(Protocol):
-    """An optimizer that says by itself what ``DistributedOptimizer`` sends for it: gradients, or what it makes of them.
+    """An optimizer that chooses the values that ``DistributedOptimizer`` sends for it.
 
     Every optimizer of torch that has these two methods does so; it need not inherit from this class. ``OneBitAdam`` is
     one. This one cuts off what is too large, on each rank before the average:
@@ -78,14 +78,13 @@ class FollowsSyncs(Protocol):
         """Take in what has arrived, before it sets the parameters.
 
         Args:
-            differences: by parameter: what all ranks had after the last sync, and the average over ranks of how far
-                below it they were when they left. Both have the parameter's number of elements, and belong to the
-                caller.
+            differences: by parameter: the value of all ranks after the last sync, and the average over ranks of the
+                differences that were sent. Both have the parameter's number of elements, and belong to the caller.
         """
 
 
 def sent_by(optimizer: Optimizer) -> Sent | None:
-    """Return what an optimizer says that it sends; None: it says nothing, so gradients are sent as they are.
+    """Return what an optimizer says that it sends; None: gradients are sent uncompressed.
 
     Raises:
         ConfigError: the optimizer says something else.

@@ -46,8 +46,8 @@ class StepPolicy(ReductionPolicy):
         return self.reducer.passes.has_begun(parameter)
 
     def stand_in(self) -> None:
-        # A thread of ``join`` calls it, while the training thread waits there. It sends zeros where this rank has no
-        # gradient; if backward had begun a step before, it ends that step.
+        # A thread of ``join`` calls it, while the training thread waits there. It sends zeros for missing gradients; if
+        # backward had begun a step before, it ends that step.
         reducer = self.reducer
         engine, sparse, before = reducer.engine, reducer.sparse, reducer.state
         assert engine is not None and sparse is not None

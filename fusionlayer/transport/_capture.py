@@ -17,7 +17,8 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def refuse_capture(what: str) -> None:
-    """Raise ``UsageError`` if the current stream is captured into a CUDA graph; ``what`` would be part of it.
+    """Raise ``UsageError`` if the current stream is captured into a CUDA graph; ``what`` names the call that would be
+    part of it.
 
     A graph repeats what the host did once. An exchange has a number, a seed and a time-out that change each time, and
     its agreements are sent on the host.

@@ -11,7 +11,7 @@ __all__ = ["bring", "bring_back", "space"]
 
 
 def space(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on this type of device as they are, and uninitialised ones on ``device`` for the others."""
+    """Return the tensors on this type of device unchanged, and uninitialised ones on ``device`` for the others."""
     return [x if x.device.type == device.type else _empty_like(x, device) for x in xs]
 
 

@@ -87,7 +87,7 @@ class Transport(Composed, Queueing):
     def subset(self, ranks: Sequence[int]) -> Transport:
         """Return a transport over some of the ranks, this one among them, ranked in the order given.
 
-        Those ranks call it together, with the same ``ranks``; the others have no part in it.
+        Those ranks call it together, with the same ``ranks``; the others do not take part.
         """
 
     @abstractmethod

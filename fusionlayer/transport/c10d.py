@@ -89,8 +89,8 @@ class C10dTransport(ConnectedTransport):
             so with True CUDA tensors are sent through pinned host memory.
         sockets: sends all tensors by connections of our own, those of CUDA through pinned host memory. Given
             on all ranks, with one number of connections; None: by gloo and NCCL.
-        peer_bytes: bytes of each rank's device by which ranks of one host reach each other's memory: for messages where
-            that is faster than NCCL, and as much again for sums in one launch; 0: all is sent by NCCL.
+        peer_bytes: bytes of each rank's device that ranks of one host share for messages, if that is faster than NCCL,
+            and as much again for sums in one launch; 0: NCCL alone.
 
     Raises:
         UsageError: torch.distributed is not initialized, or this process is not in the group.
@@ -144,8 +144,7 @@ class C10dTransport(ConnectedTransport):
             nccl: whether CUDA tensors are sent by NCCL.
             place: the store by which the ranks find each other, and this process's rank; None: those of the default
                 group.
-            known: processes of other ranks of the transport, as far as they are known: if one ends before it comes,
-                that is seen at once.
+            known: known processes of other ranks of the transport: the end of one before it comes is seen at once.
 
         Raises:
             TransportError: not all ranks came in time.
@@ -301,7 +300,7 @@ def make_default_group(
     connecting = Connecting(rendezvous, "the process group", timeout, stall_warning)
 
     def make(_: dist.Store) -> None:
-        # torch keeps the store for good, so it gets the one that waits as long as it likes.
+        # torch keeps the store for good, so it gets the one without a deadline.
         patience = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         prove(exchange, rank, rendezvous.name)

@@ -116,9 +116,9 @@ class Composed(ABC):
     def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
         """Return an uninitialised (nbytes,) uint8 tensor, for the current stream.
 
-        It is valid until the next call with the same ``name`` on that stream: whatever other streams do with it, the
-        current one must have waited for. The transport keeps the memory. New memory would cost a page fault for every
-        4 KiB of every message on the CPU, and a search of the allocator's lists on a device.
+        It is valid until the next call with the same ``name`` on that stream: the current stream must have waited for
+        all uses on other streams. The transport keeps the memory. New memory would cost a page fault for every 4 KiB of
+        every message on the CPU, and a search of the allocator's lists on a device.
         """
         # Work on one stream comes after the work queued before it, so only there the memory is free again.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -159,7 +159,7 @@ class ConnectedTransport(LinkedTransport):
         connecting.watch.end()
 
     def _make_device_links(self, connecting: Connecting, device: torch.device) -> Iterator[tuple[str, Link]]:
-        """As ``_make_links``, for tensors on ``device``, where ``_awaits_device`` said that such links are to come."""
+        """Like ``_make_links``, for tensors on ``device``, after ``_awaits_device`` announced such links."""
         raise AssertionError(f"{type(self).__name__} has no links of its own for {device}")
 
     @contextmanager
@@ -172,7 +172,7 @@ class ConnectedTransport(LinkedTransport):
         try:
             yield
             # A rank whose links are complete may end its transport at once. Others are then still connecting among
-            # themselves, and for them a connection that closes means that the whole has failed.
+            # themselves, and take a closed connection for a failure of all.
             connecting.run(lambda store: await_count(store, "linked", self.size))
         except (ConfigError, PlanMismatch):  # every rank raises it
             self.close()

@@ -1,4 +1,4 @@
-"""Which GPU each rank sends from: what is refused, and what the ranks compare before NCCL connects them."""
+"""The GPU that each rank sends from: refusals, and the comparison of ranks before NCCL connects them."""
 
 from __future__ import annotations
 

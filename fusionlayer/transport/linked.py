@@ -300,7 +300,7 @@ class LinkedTransport(Transport):
         text = f"rank {self.rank} raised {type(error).__name__}: {error}"
         finding = Finding("failed", (self.rank,), text)
         try:
-            # The peers must be able to read it before this rank leaves, as a program does that is interrupted twice.
+            # The peers must be able to read it before this rank leaves, for example after a second Ctrl-C.
             if self._watch is not None:
                 self._watch.diagnose(finding, known=finding)
         finally:

@@ -39,8 +39,9 @@ class Queueing(ABC):
     def launch(self, what: str, device: torch.device, kernel: Callable[[Tensor], None]) -> None:
         """Let ``kernel`` queue one kernel on the current stream that waits for the like of it on all other ranks.
 
-        All ranks call it together. ``what`` says for errors what the kernel does, with all that must be equal. It gets
-        (1,) int32 in memory that the device reads: not 0 once the transport is closed, and the kernel has to end.
+        All ranks call it together. ``what`` describes the kernel in errors, with all values that must be equal. It gets
+        (1,) int32 in memory that the device reads: a value other than 0 means that the transport is closed and the
+        kernel must end.
         """
         raise NotImplementedError
 
@@ -62,5 +63,5 @@ class Queueing(ABC):
         """Close the group at once."""
 
     def finish(self) -> None:
-        """Close the group after all calls have ended, on devices too. What fails meanwhile is logged."""
+        """Close the group after all calls have ended, on devices too. Errors during this are logged."""
         self.close()

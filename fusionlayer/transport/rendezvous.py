@@ -1,4 +1,4 @@
-"""How the processes of one transport find each other and connect, and what ends that when one of them is lost."""
+"""The rendezvous and connections of the processes of one transport, and its end after a failure."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class Rendezvous:
 class Connecting:
     """The time in which the processes of a rendezvous meet and make their connections.
 
-    A process that is lost meanwhile is found: its host looks at it, and the others ask by the store.
+    A process that fails meanwhile is found: its host checks it, and the others ask by the store.
 
     Args:
         rendezvous: where the processes find each other.
-        what: what they make, for messages.
+        what: their purpose, for messages.
         timeout: seconds that this may take, and later a call.
         stall_warning: seconds of waiting after which a warning names the stragglers.
         is_overdue: see ``Heartbeat``.

@@ -143,8 +143,8 @@ class StarConnection:
     def _fill(self) -> bool:
         """Read what has come; return whether the peer is still there.
 
-        If a message has begun, wait for the rest of it: as long as the socket's receive time-out allows (_NO_LONGER on
-        rank 0), else without limit.
+        If a message has begun, wait for its rest: as long as the socket's receive timeout allows (_NO_LONGER on rank
+            0), else without limit.
         """
         count, flags = _FIRST_BYTES, 0
         if len(self._read) >= _PREFIX.size:

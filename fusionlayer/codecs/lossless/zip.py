@@ -48,8 +48,8 @@ class Zip(ExponentCodec, name="zip"):
     """The same bits in fewer bytes: seven exponents take three bits, others escape (ZipCCL, section 4).
 
     A Gaussian takes 11.2 bits of bf16's 16, 14.2 of f16's 16, and 27.2 of f32's 32. Elements that do not get shorter
-    are sent as they are, so a message has at most 16 bytes more than its elements. Its static part, ``static_bytes``,
-    has the same length for all data; escapes follow it. ``compact`` returns both in a row. Sums are rounded to the type
+    are sent unchanged, so a message has at most 16 bytes more than its elements. Its static part, ``static_bytes``, has
+    the same length for all data; escapes follow it. ``compact`` returns both in a row. Sums are rounded to the type
     that was encoded.
 
     A sample of 512 elements decides which exponents get a code, again for each 65,536 elements.

@@ -36,7 +36,7 @@ class PowerSGD(PartsCodec, TorchCodec, name="powersgd"):
         min_compression_rate: a matrix of n rows and m columns is compressed if (n + m) r times this is below n m.
         warm_start: each step begins with the right factor of the last one, kept for each tensor; False draws a new one.
         factors: type of factors and uncompressed values on the way; what "bf16" loses stays in the residual.
-        warmup_steps: steps at the start of training in which all values are sent as they are.
+        warmup_steps: steps at the start of training in which all values are sent uncompressed.
         parts: the parts of the flat tensor that is summed; None treats it as one square matrix.
     """
 

@@ -28,8 +28,8 @@ class OneBit(NativeCodec, name="onebit"):
     Attributes:
         group_size: values that share a scale; a power of two from 32 to 4096. Fused tensors begin at multiples of 128,
             so a larger group may hold values of several tensors.
-        warmup_steps: steps at the start of training in which values are sent as they are, until an optimizer such as
-            Adam knows the variance of gradients.
+        warmup_steps: steps at the start of training in which values are sent uncompressed, until an optimizer such as
+            Adam has an estimate of the gradients' variance.
     """
 
     needs_feedback: ClassVar[bool] = True

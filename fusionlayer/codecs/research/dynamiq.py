@@ -40,10 +40,10 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
 
     Unless you name another collective, it takes ``butterfly`` over a power of two of ranks, ``ring`` over other
     numbers, and ``one_shot`` over two. In ``ring`` and ``butterfly`` the ranks agree first: they sum the mean and the
-    energy of each super-group, 4 bytes for 256 values. From these every rank computes the bits of each super-group and
-    the chunk in which it is sent, so that all chunks take equally many bytes. Values are sent relative to the mean over
-    ranks. Ranks round with anticorrelated random numbers: where one rounds up, another rounds down. In other
-    collectives each message gets its bits from its own energy.
+    energy of each super-group, 4 bytes for 256 values. Every rank computes from these the bits of each super-group and
+    its chunk, so that all chunks take equally many bytes. Values are sent relative to the mean over ranks. Ranks round
+    with anticorrelated random numbers: where one rounds up, another rounds down. In other collectives each message gets
+    its bits from its own energy.
 
     A message has ``bits`` for each value, which include 24 bytes for 64 super-groups; codes are rounded up to 128
     bytes. The bytes that ranks exchange to agree come on top. A NaN or Inf makes its super-group NaN.

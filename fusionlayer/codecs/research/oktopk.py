@@ -23,10 +23,9 @@ BALANCE = 2.0
 class OkTopk(PartsCodec, ThresholdSparsifier, name="oktopk"):
     """Ok-Topk: the elements that reach a threshold, which serves many sums (Li, Hoefler, PPoPP 2022).
 
-    The collective ``oktopk``, which it takes unless you name another one, finds three things again only now and then:
-    this rank's threshold and that of sums, each that of the k largest, and the regions that ranks sum. They are kept
-    for each bucket, and checkpoints have them. In other collectives the codec is ``topk`` with a threshold that
-    serves many gradients.
+    Its default collective ``oktopk`` searches three things only now and then: this rank's threshold and that of sums,
+    each that of the k largest, and the regions that ranks sum. They are kept for each bucket, and checkpoints have
+    them. In other collectives the codec is ``topk`` with a threshold that serves many gradients.
 
     A threshold that finds less than k / 4 elements or more than k * slack is found again at once.
 
@@ -36,7 +35,7 @@ class OkTopk(PartsCodec, ThresholdSparsifier, name="oktopk"):
         tau: number of sums that use the same regions.
         balance: if a rank has more than this many times the mean number of sums that pass, ranks deal them out evenly
             before they send them to all. Up to 2, no rank sends more than the paper's 6 k (size - 1) / size words.
-        parts: the tensors of the bucket, with what is kept of them; None: nothing is kept.
+        parts: the tensors of the bucket, with their kept state; None: nothing is kept.
     """
 
     collective: ClassVar[str | None] = "oktopk"

@@ -21,7 +21,7 @@ _MOMENTUM = 0.8
 
 
 class Share:
-    """The share of the blocks that may be sent which one rank selects; kept from one sum to the next.
+    """The share of the permitted blocks that one rank selects; kept from one sum to the next.
 
     Selections of ranks overlap, and ranks know only their union, afterwards. So the share follows the size of the
     union, with momentum (DynamiQ, appendix C, equation 1). It begins with 1 / ranks, with which the union cannot be too
@@ -53,9 +53,9 @@ class Share:
 class OmniReduce(TorchCodec, name="omnireduce"):
     """The blocks with the most energy in bf16, as many as fit into ``bits`` per value (SIGCOMM 2021).
 
-    The collective ``omnireduce``, which it takes unless you name another one, sums every block that any rank has
-    selected, as DynamiQ's appendix C adapts it to many hops. In other collectives a message has a bit for each block of
-    the tensor, then the selected blocks. Blocks with a NaN or Inf are selected first.
+    Its default collective ``omnireduce`` sums every block that any rank has selected, as DynamiQ's appendix C adapts it
+    to many hops. In other collectives a message has a bit for each block of the tensor, then the selected blocks.
+    Blocks with a NaN or Inf are selected first.
 
     Attributes:
         bits: budget for each value, 1 to 16; the share of blocks that are sent is ``bits`` / 16.

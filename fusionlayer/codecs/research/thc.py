@@ -37,12 +37,12 @@ _SECTION = 1024
 class THC(HomomorphicCodec, NativeCodec, name="thc"):
     """Four bits on levels that are multiples of one step, after a randomised rotation (THC, NSDI 2024).
 
-    Values get random signs, are rotated in blocks by a Hadamard matrix and are divided by their root mean square, of
-    which every 1024 elements have one. Values beyond ``clip`` root mean squares are cut off; the others are rounded to
-    one of 16 levels. Rotated values are nearly normal, so levels need not be fitted to the data. The collective
-    ``integer_sum``, which more than two ranks take unless you name another one, adds integers without decoding them.
-    For it ``agree`` takes the largest root mean squares of all ranks, and signs from the seed, so that a code stands
-    for the same integer on all ranks. Other collectives treat it as any codec and encode sums again.
+    Values get random signs, are rotated in blocks by a Hadamard matrix, and are divided by the root mean square of
+    their 1024 elements. Values beyond ``clip`` root mean squares are cut off; the others are rounded to one of 16
+    levels. Rotated values are nearly normal, so levels need not be fitted to the data. The collective ``integer_sum``,
+    which more than two ranks take unless you name another one, adds integers without decoding them. For
+    ``integer_sum``, ``agree`` takes the largest root mean squares of all ranks, and signs from the seed, so that a code
+    stands for the same integer on all ranks. Other collectives treat it as any codec and encode sums again.
 
     A shorter last block is filled up with zeros; a block that is the only one is filled up to a power of two. A NaN or
     Inf makes the 1024 elements NaN among which it is.

@@ -26,10 +26,10 @@ __all__ = ["ChunkedTopK"]
 class ChunkedTopK(NativeCodec, name="chunked_topk"):
     """The largest magnitudes of each chunk, as a sign and one of a few levels (SparseLoCo, arXiv 2508.15706).
 
-    Of each chunk k = max(1, floor(density * chunk)) elements go, among equals the first; of a shorter last chunk as
-    large a share, one at least. So the size of a message follows from options and numel: ranks exchange no counts, and
+    Each chunk sends k = max(1, floor(density * chunk)) elements, among equals the first. A shorter last chunk sends as
+    large a share, at least one. So the size of a message follows from options and numel: ranks exchange no counts, and
     a device is never waited for. Positions take 8 bits for each element that goes at the default density, where no code
-    could take fewer than 7.3. What was not sent, and what quantising lost, stays in the residual.
+    could take fewer than 7.3. The residual keeps unsent values and the loss of quantising.
 
     A chunk with a value that is not finite decodes to NaN, and its residual stays as it was. A chunk whose values are
     all below 2^-100 sends nothing. ``wire_format.md`` describes the planes.

@@ -19,8 +19,8 @@ __all__ = ["RandomK"]
 class RandomK(Sparsifier, name="randomk"):
     """Sends k elements drawn at random, whatever their values (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
-    Each element draws a number, which depends on the seed and its place alone, and the k least go: every element is as
-    likely as any other, and ranks that share the seed send the same elements. NaN and Inf go alone, without others.
+    Each element draws a number, which depends on the seed and its position alone, and the k least are sent. Ranks that
+    share the seed send the same elements. NaN and Inf go alone, without others.
     """
 
     _flags: ClassVar[int] = selection.SPARSE_RANDOM

@@ -49,12 +49,12 @@ def bits_of(magnitude: float) -> int:
 
 @dataclass(frozen=True)
 class Sparsifier(VariableSizeCodec):
-    """Sends some elements of a tensor as they are, with their positions; the others wait in the residual.
+    """Sends some elements of a tensor unchanged, with their positions; the residual keeps the others.
 
-    Of n elements it sends about k = max(1, floor(density * n)), and never more than ``capacity(n)``, for which the
-    message has room. This is a pure function, so ranks need not exchange sizes. With error feedback, the sent elements
-    plus the new residual equal the input plus the old residual, to the last bit. NaN and Inf are always sent and never
-    kept. ``wire_format.md`` describes the planes.
+    Of n elements it sends about k = max(1, floor(density * n)), and at most ``capacity(n)``. This is a pure function,
+    so ranks need not exchange sizes. With error feedback, the sent elements plus the new residual equal the input plus
+    the old residual, to the last bit. NaN and Inf are always sent and never kept. ``wire_format.md`` describes the
+    planes.
 
     Attributes:
         density: share of the elements that are sent.
@@ -234,7 +234,7 @@ class ThresholdSparsifier(Sparsifier):
             1.25.
         reuse: number of steps that use one threshold; 1 finds a new one in every step. A reused threshold needs a
             single pass over the gradient, on a GPU a second one that counts. If it sends less than k / 4 or fills the
-            message, it is found again at once, which costs more than not to reuse it. In that training nine of ten
+            message, it is searched again at once, which costs more than reusing it. In that training nine of ten
             thresholds sent 0.4 to 2.2 k one step later, so reuse needs slack.
     """
 
@@ -326,7 +326,7 @@ class ThresholdSparsifier(Sparsifier):
         """Restore ``wanted`` to what it was before ``body`` was written, with ``x`` added."""
         self._sum_rows(body.unsqueeze(0), wanted, self.wire(wanted.numel()), add=True)
         broken = ~x.isfinite()
-        # The core drops a value that is not finite and for which the message has no room: it is in neither of the two.
+        # The core drops a value that is not finite and has no space in the message: it is in neither of the two.
         if broken.any():
             wanted[broken] = x[broken].float()
 

@@ -68,8 +68,8 @@ def initialize(
         The engine, the optimizer, the data loader and the schedule; None for those that there are not.
 
     Raises:
-        ConfigError: a key of the section is unknown or its value is invalid, torch.distributed runs already with
-            another backend, the optimizer is one that DeepSpeed has dropped, or DeepSpeed is not installed.
+        ConfigError: a key of the section is unknown or its value is invalid, torch.distributed runs with another
+            backend, DeepSpeed has dropped the optimizer, or DeepSpeed is not installed.
         PlanMismatch: ranks have different sections.
     """
     given: dict[str, Any] = locals().copy()

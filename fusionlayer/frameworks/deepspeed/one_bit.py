@@ -88,7 +88,7 @@ def _checked(kind: str, key: str, value: Any) -> Any:
 
 
 def factory_of(options: Mapping[str, Any], model: nn.Module) -> Factory:
-    """Return what makes the optimizer of DeepSpeed's list of parameters; names of parameters are those of ``model``."""
+    """Return the function that makes the optimizer of DeepSpeed's list of parameters, with the names of ``model``."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
 
     def make(parameters: Iterable[Any]) -> EngineOneBitAdam:

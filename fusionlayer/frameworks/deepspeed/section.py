@@ -34,7 +34,7 @@ class RoleCodec:
     """The codec and collective for the tensors of one role.
 
     Attributes:
-        codec: registered name; "raw" leaves tensors as they are. For weights also "qwd", "qw" or "qwz".
+        codec: registered name; "raw" sends tensors uncompressed. For weights also "qwd", "qw" or "qwz".
         options: the options of that codec.
         algorithm: collective of all-reduces; None chooses by codec and nodes.
         min_bytes: smaller tensors are sent as they are. For an all-gather, the size of the output counts.

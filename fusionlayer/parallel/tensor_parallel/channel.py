@@ -175,7 +175,7 @@ class Channel:
         """Return the ranks' parts ``x`` as ``gather`` does, for layers that are the same on all ranks.
 
         Call it where sequence parallelism ends. The gradient is the same on all ranks there, so backward takes this
-        rank's part of it and nothing is sent. (The backward of ``gather`` sums instead.)
+        rank's part of it without communication. (The backward of ``gather`` sums instead.)
         """
         if self.size == 1:
             return x

@@ -53,8 +53,8 @@ class ColwiseParallel(_Compressed, stock.ColwiseParallel):
     """``torch.distributed.tensor.parallel.ColwiseParallel`` with compressed communication on the side of the input.
 
     If the input is replicated, backward's all-reduce of its gradient is compressed. If the input is sharded by
-    sequence, its all-gather and backward's reduce-scatter are compressed. Communication for ``output_layouts`` is that
-    of torch; it usually carries logits.
+    sequence, its all-gather and backward's reduce-scatter are compressed. Communication for ``output_layouts``, usually
+    of logits, is torch's.
 
     ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of torch.
 
@@ -96,7 +96,7 @@ class SequenceParallel(_Compressed, stock.SequenceParallel):
     An input that is sharded by sequence needs no communication. If the input is replicated, backward's all-gather is
     compressed. If the sum of the input is pending, its reduce-scatter and backward's all-gather are compressed.
 
-    ``sequence_dim`` and ``use_local_output`` are those of torch, all other arguments those of ``ColwiseParallel``.
+    ``sequence_dim`` and ``use_local_output`` are torch's arguments, all others those of ``ColwiseParallel``.
 
     Raises:
         ConfigError: as ``ColwiseParallel``.
@@ -115,7 +115,7 @@ class PrepareModuleInput(_Compressed, stock.PrepareModuleInput):
     sequence, one compressed gather serves all of them. Other changes of layout are sent as in torch.
 
     ``codec``, ``algorithm``, ``piece_bytes`` and ``codec_options`` are those of ``ColwiseParallel``, all other
-    arguments those of torch.
+    arguments torch's.
 
     Raises:
         ConfigError: as ``ColwiseParallel``.

@@ -61,8 +61,8 @@ def measure_profile(
 ) -> Profile:
     """Return the profile of this job: means over ranks of each rank's medians. All ranks call it together.
 
-    One rank alone measures the model, codecs and copies; two or more also a link and collectives, and several nodes of
-    several ranks the links inside and between nodes.
+    One rank alone measures the model, codecs and copies; two or more also measure a link and collectives, several nodes
+    of several ranks also the links inside and between nodes.
 
     Args:
         model: its name for ``load_model``.

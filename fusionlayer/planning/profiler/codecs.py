@@ -107,7 +107,7 @@ def busy_seconds(call: Callable[[], object], repeats: int, clock: Clock = HOST) 
     """Return the median seconds for which a call keeps cores or the clock's device busy; a first call does not count.
 
     On the CPU these are CPU seconds, of all threads together. On a device they are the time between two events around
-    some replays of the call that follow on each other, so that the host's launches are not counted.
+    consecutive replays of the call, so that the host's launches are not counted.
     """
     nbytes = _DEVICE_EVICTED_BYTES if clock.lags else _EVICTED_BYTES
     evicted = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)

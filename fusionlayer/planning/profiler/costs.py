@@ -1,4 +1,4 @@
-"""Measures what an offline profile and one of running training have in common, and makes the profile of it."""
+"""Measures the common part of an offline profile and one of running training, and makes the profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .results import as_codecs, as_curve, as_link
 __all__ = ["Note", "make_profile", "measure_costs"]
 
 Note = Callable[[float, str], object]
-"""Called with what share of the work is done, and what is measured next."""
+"""Called with the completed share of the work, and the next subject."""
 
 
 def measure_costs(
@@ -103,8 +103,8 @@ def make_profile(
         found: means over ranks.
         model: its step.
         transport: all ranks.
-        link: measured between two of them; None: as the exchanges of all ranks say. Where nodes have several ranks,
-            these say how much messages of any size take, because all ranks of a node share its link.
+        link: measured between two of them; None: as the exchanges of all ranks say. If nodes have several ranks, these
+            give the time of messages of any size, because all ranks of a node share its link.
         rate: the rate of a node's link, in the words of tc; None: the rate of the largest exchange.
         local_size: ranks of this host, which share its cores.
         clock: the clock of the device that computes.

@@ -30,8 +30,8 @@ _TAIL = 4 * _PRODUCTS
 def measure_disturbance(transport: Transport, repeats: int, clock: Clock = HOST) -> float:
     """Return the seconds that computing loses for each further small bucket, at least 0.
 
-    It loses time to the hand-over between threads, the interpreter's lock and the caches; on shared cores, and on a
-    device, also to the exchange itself. One engine sends each gradient in a bucket of its own, another sends all in one
+    It loses time to the hand-over between threads, the interpreter's lock and the caches; on shared cores and on a
+    device also to the exchange itself. One engine sends each gradient in a bucket of its own, another sends all in one
     bucket; the difference counts. The result is the median of ``repeats``, after two that do not count. All ranks call
     it together.
     """

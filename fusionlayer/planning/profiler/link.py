@@ -83,8 +83,8 @@ def measure_collectives(
 ) -> dict[str, Points]:
     """Return seconds of the transfers of each collective by bytes of each rank's message. All ranks call it together.
 
-    Of nodes of several ranks it returns those of the exchanges of ``levels_of`` too, all ranks at once, by bytes of
-    each message. Messages of a size that is a multiple of neither 4 nor the number of ranks are made shorter by the
+    For nodes of several ranks it also returns the exchanges of ``levels_of``, all ranks at once, by bytes of each
+    message. Messages of a size that is a multiple of neither 4 nor the number of ranks are made shorter by the
     remainder.
 
     Args:

@@ -29,7 +29,7 @@ class SAFusion(Planner, name="safusion"):
 
     The adaptive sizes follow three equations. Equation 2: the first buffer is the shortest prefix that is communicated
     sooner as one buffer than tensor by tensor. Equation 1: buffer i is the longest run that is ready while buffer i - 1
-    communicates. Equation 3: add up the communication of the buffers; from the buffer on where the sum exceeds the
+    communicates. Equation 3: add up the communication of the buffers. From the buffer on at which the sum exceeds the
     computing of all tensors after the first buffer, one buffer has the rest.
 
     Where costs are uneven, these sizes can lose to equal counts. So "inter_intra" predicts several plans and takes the

@@ -17,8 +17,8 @@ __all__ = ["Tapered"]
 class Tapered(Planner, name="tapered"):
     """Fuse consecutive tensors into buckets whose size doubles from both ends towards the middle.
 
-    Nothing hides the time in which the first bucket fills, nor the transfer of the last one after backward. Both grow
-    with the bucket, so these buckets are small. Between them, larger buckets pay fewer fixed costs.
+    Nothing hides the time that fills the first bucket, nor the transfer of the last one after backward. Both grow with
+    the bucket, so these buckets are small. Between them, larger buckets pay fewer fixed costs.
 
     Attributes:
         threshold: largest number of bytes in a bucket; a larger tensor is sent alone. None: as ``sized`` was given, or

@@ -51,9 +51,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     First all ranks get the newest commit that any rank finds, or the state of rank 0 if there is no commit. Then
     ``func`` is called. If it raises ``HorovodInternalError``, a peer has failed: the state goes back to its last
-    commit.
-    If it raises ``HostsUpdatedInterrupt``, workers will come or go: the state stays as it is. In both cases the job
-    begins again, and ``func`` is called again.
+    commit. If it raises ``HostsUpdatedInterrupt``, workers will leave or join: the state stays unchanged. In both cases
+    the job begins again, and ``func`` is called again.
 
     torchrun's agent restarts all workers when one fails or a node joins. The restarted workers find the commits in
     the memory of the host. If no rank failed, or without an agent, the job begins again by ``shutdown`` and ``init``

@@ -18,8 +18,8 @@ __all__ = ["ElasticSampler"]
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """The indices of a data set, dealt out to ranks in turn, without those that were processed in this epoch.
 
-    Give it to ``TorchState``, which lets it begin again with the ranks that there are; call ``record_batch`` after each
-    batch, before ``commit``, and ``set_epoch`` at the end of each epoch, not at its beginning.
+    Give it to ``TorchState``, which restarts it with the present ranks. Call ``record_batch`` after each batch, before
+    ``commit``, and ``set_epoch`` at the end of each epoch, not at its beginning.
 
     Every rank gets equally many indices. If they do not divide evenly, the first remaining indices come twice.
 

@@ -134,7 +134,7 @@ class State:
         return None
 
     def adopt(self, shared: Any, own: list[Any]) -> None:
-        """Take in what ``export`` has returned as what was saved last, and restore it.
+        """Import the result of ``export`` as the last saved state, and restore it.
 
         Args:
             shared: the part that is the same on all ranks.

@@ -175,8 +175,9 @@ class OptimizerStateHandler(StateHandler):
     def sync(self) -> None:
         """Give every rank rank 0's state; error feedback stays each rank's.
 
-        With local steps a round begins, with the outer momentum that rank 0 has or, since ``reset``, has saved. Of
-        codecs every rank gets what ranks must hold alike, such as the factors with which PowerSGD begins a step.
+        With local steps a round begins, with the outer momentum that rank 0 has or, since ``reset``, has saved. Every
+        rank gets the codec states that must be equal on all ranks, such as the factors with which PowerSGD begins a
+        step.
         """
         broadcast_optimizer_state(self.value, root_rank=0)
         state = self.value.state_dict()
@@ -247,8 +248,8 @@ def copy_to_host(value: Any) -> Any:
 def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the error feedback of a rank that replaces those of ``parts``, which ``Memory.state_dict`` has made.
 
-    Residuals and velocities of codecs are added up, so that none is dropped. Of all else that codecs keep, such as
-    thresholds and factors, the first one counts: it says how to send, not what.
+    Residuals and velocities of codecs are added up, so that none is dropped. For all other codec states, such as
+    thresholds and factors, the first one counts: they decide how to send, not which values.
     """
     tensors: dict[str, dict[str, Tensor]] = {}
     numbers: dict[str, dict[str, float]] = {}

@@ -19,8 +19,8 @@ __all__ = ["ElasticLocalStepPolicy"]
 class ElasticLocalStepPolicy(ElasticStepPolicy, LocalStepPolicy):
     """Local steps whose syncs are transactions.
 
-    Anchors are the same on all members. If one fails, the others send their differences once more among themselves;
-    what the failed one has learned since the last sync is lost. A member that is the only one syncs with itself.
+    Anchors are the same on all members. If one fails, the others send their differences once more among themselves; the
+    failed one's progress since the last sync is lost. A member that is the only one syncs with itself.
     """
 
     def __init__(self, local: LocalSteps) -> None:

@@ -76,16 +76,15 @@ class ElasticStepPolicy(StepPolicy):
     """A step is a transaction: either all members make it with the same results, or none does.
 
     Gradients stay as backward made them until the results of all buckets have arrived. Only then results replace
-    gradients and the wrapped optimizer makes its update. So if a member fails, each of the others either has made the
-    step, or has gradients, error feedback and state as before. They form the next generation. If none of them has made
-    the step, they exchange the same gradients once more. If one has, it gives its results to those that lack them.
+    gradients and the wrapped optimizer makes its update. So after a failure each of the others either has made the
+    step, or has gradients, error feedback and state from before. They form the next generation. If none of them has
+    made the step, they exchange the same gradients once more. If one has, it gives its results to those that lack them.
 
-    It can give them, because members notify each other at the end of a step that they have all results, and none begins
-    to send the next step's gradients, or frees results, before all have. The message is in flight while the next
-    forward runs.
+    It can give them, because at the end of a step members report that they have all results. None begins the next step
+    or frees results before all have them. The message is in flight while the next forward runs.
 
-    A process that joins takes part from its first ``step`` on: that call waits for the members to end a step, and
-    takes over parameters and state instead of an update.
+    A joining process takes part from its first ``step`` on: that call waits for the members to end a step, and takes
+    over parameters and state instead of an update.
 
     Attributes:
         members: the members of the job.
@@ -145,7 +144,7 @@ class ElasticStepPolicy(StepPolicy):
         super().close()
 
     def leave(self) -> None:
-        """Give others what they still lack of the last step: they need this rank's part of it."""
+        """Give others their missing results of the last step, which need this rank's part."""
         with suppress(TransportError):
             self._settle()
         super().leave()

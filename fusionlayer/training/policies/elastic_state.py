@@ -60,7 +60,7 @@ def receive_results(transport: Transport, source: int) -> dict[str, Tensor]:
 
 
 _COMPLETE_WHEN_SENT = ("one_shot", "two_shot", "two_level", "grid")
-"""Collectives on whose ranks error feedback is that of after the step before the last message leaves."""
+"""Collectives after which ranks have the error feedback of the step before the last message is sent."""
 
 
 def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""The state that a newcomer of an elastic job gets from a member: all bits of it, in as few bytes as pay.
+"""The state that a joining process gets from a member: all bits of it, in few bytes.
 
 A tensor that the newcomer has already, such as one that is frozen, or that it has loaded from a checkpoint, is not
-sent. Between hosts the others are sent by ``zip``; within a host that would take longer than to send them as they
-are.
+sent. Between hosts the others are sent by ``zip``; within a host that would take longer than sending them uncompressed.
 """
 
 from __future__ import annotations
@@ -127,8 +126,8 @@ def receive(own: Mapping[str, Tensor], transport: Transport, source: int) -> Any
     """Return the state that rank ``source`` sends.
 
     Args:
-        own: the tensors that this process has, by place. Those on the CPU are written to, so that no second copy is
-            needed, and are part of what is returned.
+        own: the tensors that this process has, by place. Those on the CPU are written in place, so that no second copy
+            is needed, and are part of the result.
         transport: connects the two.
         source: rank of the sender.
 
@@ -211,7 +210,7 @@ def _receive_numbers(count: int, transport: Transport, source: int) -> list[int]
 
 @contextmanager
 def _in_turn(end: Callable[[Any], object]) -> Iterator[Callable[..., None]]:
-    """Give a function that has another one called on a thread, and calls ``end`` with what comes of it, in order."""
+    """Return a function that lets a thread call another one, and calls ``end`` with the result, in order."""
     under_way: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(1, "fusionlayer handover") as pool:
 

@@ -31,16 +31,15 @@ class Local:
     The methods make the published variants. Each is a value of this class, and every option can be given to each.
 
     Args:
-        every: local steps between two syncs, at least 1. "auto" begins with 1, and follows what ranks measure: more
-            where training waits for the network, fewer where what ranks learn drifts apart. Not with fragments or a
-            delay.
+        every: local steps between two syncs, at least 1. "auto" begins with 1 and follows measurements: more if
+            training waits for the network, fewer if ranks diverge. Not with fragments or a delay.
         lr: learning rate of the outer optimizer; 1.0 without momentum makes the new anchor the plain average.
         momentum: the momentum of the outer optimizer, from 0 to below 1.
         fragments: parts of the model that sync one after the other, each once in ``every`` steps; buckets of the fusion
             plan make them up.
         delay: local steps that a rank makes while a fragment is in flight, below ``every``; 0 waits for it.
         alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
-            with a ``delay`` what was learned meanwhile is not lost. Above 0, ranks differ also right after a sync.
+            with a ``delay`` the progress of these steps is not lost. Above 0, ranks differ also right after a sync.
         states: the states of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too,
             and every how many syncs: ``{"exp_avg": 3}``. They are sent uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
@@ -48,8 +47,8 @@ class Local:
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
         feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1,
             error feedback acts as the momentum of the outer optimizer.
-        carry: add what a rank learned while a fragment was in flight to the new anchor, so that none of it is lost. For
-            a ``delay``, without ``alpha``.
+        carry: add a rank's progress while a fragment was in flight to the new anchor, so that none of it is lost. For a
+            ``delay``, without ``alpha``.
         after: steps at the beginning in which ranks average gradients, as without local steps (post-local SGD, arXiv
             1808.07217). None: what the wrapped optimizer needs. That is 0, or ``freeze_step`` of ``OneBitAdam``.
 
@@ -110,7 +109,7 @@ class Local:
     def overlapped(cls, every: int = 4, fragments: int | None = None, delay: int = 1, **options: Any) -> Local:
         """Return averaging whose messages are sent under the next step, and lose nothing of it (CoCoD-SGD, IJCAI 2019).
 
-        By default a fragment leaves after each step, so that the link has as much to do in each.
+        By default a fragment is sent after each step, so that the link is used evenly.
         """
         options = {"carry": True, **options}
         return cls(every=every, fragments=every if fragments is None else fragments, delay=delay, **options)

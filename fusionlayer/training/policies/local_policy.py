@@ -287,7 +287,7 @@ class LocalStepPolicy(StepPolicy):
         reducer.begin()
         named = reducer.replicas.named.items()
         self._compared.update({name: local.anchors.get(parameter, parameter) for name, parameter in named})
-        # The first sync makes the plan by the order in which tensors come: that in which backward makes gradients.
+        # The first sync makes the plan in the order in which backward makes gradients.
         due = engine.due
         parameters = {name: p for p, name in reversed(reducer.names.items()) if name in due}
         states = due_states(reducer.optimizer(), reducer.names, local.sync.states, due)

@@ -1,4 +1,5 @@
-"""Anchors of a rank's parameters, and the outer optimizer that moves them: what a sync sends, and what it does."""
+"""Anchors of a rank's parameters, and the outer optimizer that moves them: the values that a sync sends, and its
+effect."""
 
 from __future__ import annotations
 

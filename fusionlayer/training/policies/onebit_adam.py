@@ -26,33 +26,31 @@ class OneBitAdam(Optimizer):
         optimizer = fl.OneBitAdam(model.parameters(), lr=3e-4, freeze_step=100)
         optimizer = fl.DistributedOptimizer(optimizer, model, codec="onebit")
 
-    This is algorithm 1 of 1-bit Adam. While it warms up, gradients are sent as they are, and each step is that of
-    ``torch.optim.AdamW``. Then each rank adds its gradient to the momentum that all ranks have, the ranks average
-    these momenta by the codec that ``DistributedOptimizer`` was given, and the average is the new momentum. A step
-    divides it by the square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
+    This is algorithm 1 of 1-bit Adam. During the warm-up, gradients are sent uncompressed, and each step is that of
+    ``torch.optim.AdamW``. Then each rank adds its gradient to the momentum that all ranks have. The ranks average these
+    momenta by the codec of ``DistributedOptimizer``, and the average is the new momentum. A step divides it by the
+    square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
 
     Adam itself cannot have its gradients compressed so coarsely: the variance would be that of the codec's errors.
 
-    With ``sync=fl.Local.overlapped(every=4)`` ranks step by themselves once the variance is frozen, and a sync makes
-    the momentum that which has led from the last average to this one: 0/1 Adam (Lu et al., ICLR 2023) without its
-    updates of the variance.
+    With ``sync=fl.Local.overlapped(every=4)`` ranks take local steps once the variance is frozen. A sync derives the
+    momentum from the move since the last average: 0/1 Adam (Lu et al., ICLR 2023) without its updates of the variance.
 
     It sends its own by the hook ``SendsItsOwn``, which any other optimizer may have too.
 
-    Both moments have the bias correction of AdamW, that of the variance as it was when it was frozen, unless
-    ``bias_correction`` is False. An element whose gradient was zero in all steps until then has no variance, and does
-    not move any more.
+    Both moments have AdamW's bias correction, that of the variance as of its freeze, unless ``bias_correction`` is
+    False. An element whose gradient was zero in all steps until then has no variance, and does not move any more.
 
     Steps are counted for each parameter, from its first gradient that is not zero. The warm-up of all parameters lasts
     until each parameter that is in use by then has taken ``freeze_step`` steps. A layer that is unfrozen late in the
     warm-up extends it; a layer that is first used after the warm-up is refused.
 
     ``param.grad`` holds averaged momentum after ``synchronize``, once the variance is frozen: clip gradients before
-    that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros in
-    place of its momentum, which shrinks the average: give all ranks equally many batches.
+    that, or not at all. ``GradScaler`` is refused; bf16 needs none. A rank that waits in ``hvd.join`` sends zeros
+    instead of its momentum, which shrinks the average: give all ranks equally many batches.
 
-    What divides the momentum is made once, when the variance is frozen, and kept: 4 bytes for each f32 parameter, which
-    a step would need for a while anyway.
+    The divisor of the momentum is made once, when the variance is frozen, and kept: 4 bytes for each f32 parameter,
+        which a step would need temporarily anyway.
 
     Args:
         params: see ``torch.optim.AdamW``.
@@ -170,8 +168,8 @@ class OneBitAdam(Optimizer):
     def exchanged(self, parameter: Tensor) -> Tensor | None:
         """Return what this rank sends for ``parameter`` instead of its gradient, in the gradient's memory.
 
-        That is the momentum which the gradient makes, or without a gradient what is left of the momentum. While the
-        optimizer warms up it is the gradient itself.
+        That is the momentum with the gradient added, or without a gradient the decayed momentum. While the optimizer
+        warms up it is the gradient itself.
         """
         self._exchanged.add(parameter)
         if self._settled:
@@ -253,7 +251,7 @@ class OneBitAdam(Optimizer):
         if not state:
             zeros = (torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2))
             state.update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True), step=0, variance_step=0)
-        # Of a sharded tensor each rank would look at its own part; counting zeros is the lesser evil.
+        # Each rank would check its own part of a sharded tensor; counting zeros is the lesser evil.
         if state["step"] or (type(gradient) is Tensor and not gradient.any()):
             return bool(state["step"])
         if self._settled:
@@ -265,7 +263,7 @@ class OneBitAdam(Optimizer):
         return True
 
     def _take_momenta(self, parameters: list[Tensor], momenta: list[Tensor], share: float) -> None:
-        """Make ``momenta`` those that arrived; where a gradient was not sent as momentum, add a ``share`` of it."""
+        """Set ``momenta`` to the received ones; add a ``share`` of each gradient that was not sent as momentum."""
         arrived = [p in self._exchanged for p in parameters]
         gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
         if all(arrived):
@@ -277,7 +275,8 @@ class OneBitAdam(Optimizer):
                 momentum.lerp_(gradient, 1.0 if whole else share)
 
     def _note_local_step(self, states: list[dict[str, Any]], rates: list[float], decay: float, beta1: float) -> None:
-        """Note by what a local step multiplies momentum and parameters, and what it leaves of a momentum that left.
+        """Note the factors by which a local step multiplies momentum and parameters, and the remaining part of a sent
+        momentum.
 
         Only where local steps have begun: without ``sync`` nothing is counted.
         """
@@ -308,7 +307,7 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def leaves(self, parameters: Iterable[Tensor]) -> None:
-        """Keep what ``synced`` needs of the momentum as it is now, and count local steps again."""
+        """Keep the present momentum as far as ``synced`` needs it, and count local steps from 0."""
         for parameter in parameters:
             state = self.state[parameter]
             if state.get("rates"):
@@ -338,7 +337,7 @@ class OneBitAdam(Optimizer):
                 self.state[parameter]["exp_avg"].copy_(momentum)
 
     def _widths(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        """Return what momenta are divided by. Of a frozen variance it is made once, and kept next to it."""
+        """Return what momenta are divided by. For a frozen variance it is made once, and kept next to it."""
         beta2, eps = group["betas"][1], group["eps"]
         corrected = group.get("bias_correction", True)
         states = [self.state[p] for p in parameters]

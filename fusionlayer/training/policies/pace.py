@@ -23,7 +23,7 @@ _logger = logging.getLogger("fusionlayer")
 class Pace:
     """The number of local steps between two syncs, for ``Local(every="auto")``.
 
-    At each sync ranks exchange what they measured at the sync before. Nothing else counts, so all come to the
+    At each sync ranks exchange what they measured at the sync before. Nothing else counts, so all ranks compute the
     same number.
 
     Args:
@@ -50,8 +50,8 @@ class Pace:
     def leave(self, differences: Iterable[Tensor], joined: bool) -> list[float]:
         """Note that a sync sends these differences; return what this rank reports of the sync before.
 
-        That is the share of the time that it waited, the norm of its differences, and that of their average. A rank
-        that has ``joined`` only waits, so it reports nothing, and the number stays as it is.
+        That is the share of the time that it waited, the norm of its differences, and the norm of their average. A rank
+        that has ``joined`` only waits, so it reports nothing, and the number stays unchanged.
         """
         told = [_NOTHING] * 3 if joined else self._told()
         self._began, self._left, self._arrived = self._arrived, self._clock.stamp(), None
@@ -65,7 +65,7 @@ class Pace:
         if any(waited == _NOTHING for waited, _, _ in told):
             return
         before, waiting = self.state, statistics.fmean(waited for waited, _, _ in told)
-        # The average has the same bits on all ranks, but a norm of it need not: what the first rank says counts.
+        # The average has the same bits on all ranks, but its norm need not: the first rank's value counts.
         drift = divergence(told[0][2], [norm for _, norm, _ in told])
         self.state = before.after(drift, waiting, self._rules)
         if says and self.state.every != before.every:
@@ -75,11 +75,11 @@ class Pace:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next numbers depend on, other than what is measured from now on."""
+        """Return the state on which the next numbers depend, besides future measurements."""
         return asdict(self.state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue with what ``state_dict`` returned; what was measured before counts no more."""
+        """Continue with the result of ``state_dict``; earlier measurements no longer count."""
         self.begin_anew()
         self.state = EveryState(**saved)
 

@@ -30,7 +30,7 @@ def is_faster(
 ) -> bool:
     """Return whether ``link`` moves bytes faster than ``other``. All ranks call it together, and get one answer.
 
-    A short exchange with the neighbours says how long the messages are that are timed, so on a fast network this takes
+    A short exchange with the neighbours determines the length of the timed messages, so on a fast network this takes
     milliseconds; on a long link it takes a dozen round trips. What counts is the sum of all ranks' times.
 
     Args:

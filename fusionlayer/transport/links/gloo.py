@@ -41,9 +41,9 @@ SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
 
 # From this length on, ranks of one host sum through shared memory. Other ranks use a ring, which keeps one stream on
-# each link and is 3 to 15 % faster on 4 hosts: gloo's own, which has no checksums, or the one below. With checksums a
-# sum over 4 hosts took 0 % longer at 100 Mbit/s and 15 to 30 % longer at 1 Gbit/s, so they are not the default there.
-# A ring is not used for 16-bit floats: it would round at every hop.
+# each link and is 3 to 15 % faster on 4 hosts: gloo's own without checksums, or the one below. With checksums a sum
+# over 4 hosts took 0 % longer at 100 Mbit/s and 15 to 30 % longer at 1 Gbit/s, so they are not the default there. A
+# ring is not used for 16-bit floats: it would round at every hop.
 LARGE_FROM_BYTES = 1 << 20
 RING_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -208,9 +208,9 @@ class GlooLink(ExchangeLink):
     def _finish(self, works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
         """Wait until sent data have left this process.
 
-        When a connection is lost, gloo does not end the wait for a message that its socket had no room for, nor for one
-        that it wrote after the peer had gone and before it read that. A peer may go right after it has asked for it.
-        Nothing ends such a wait, ``close`` neither. So it is made aside, where it can be given up.
+        When a connection fails, gloo does not end the wait for a message for which its socket had no space, nor for one
+        written between the peer's end and its discovery. A peer may go right after it has asked for it. Nothing ends
+        such a wait, not even ``close``. So it is made aside, where it can be given up.
         """
         if not works:
             return

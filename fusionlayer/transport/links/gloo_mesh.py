@@ -28,7 +28,7 @@ _ADDRESS_BYTES, _LENGTH_BYTES = 1024, 8
 class GlooMesh:
     """A gloo group that no other code uses. Each link over it has tags of its own, so their messages never match.
 
-    gloo can end no single message: a wait that times out closes all connections. So a link whose call fails ends the
+    gloo cannot end a single message: a wait that times out closes all connections. So a link whose call fails ends the
     others, here and on the other ranks, which then report why. One that is closed between two calls ends none, and the
     last one closes the connections.
 
@@ -87,7 +87,7 @@ class GlooMesh:
                 if "Timed out" in str(error):
                     break
         # The group's threads may be in a collective until it times out, and the group's destructor waits for them. A
-        # thread of its own drops the last reference, so that close() does not wait that long.
+        # thread of its own drops the last reference, so that close() does not wait for it.
         last: list[Any] = [group]
         self.group = None
         del group

@@ -1,4 +1,4 @@
-"""The store by which gloo connects. gloo takes what stands there for addresses, and crashes where it is none."""
+"""The store by which gloo connects. gloo takes its values for addresses, and crashes on any other value."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LENGTH = struct.Struct("<Q")
 
 
 class GlooStore(WrappedStore):
-    """A store that refuses what no gloo has written: its parts have other lengths than in what this rank writes.
+    """A store that refuses foreign values: their parts have other lengths than those of this rank's values.
 
     A rank writes its host's name and its address, each after its length, and a number for each rank. Where this rank's
     gloo writes something else, it is another version, and everything passes.
 
-    gloo asks for one rank after the other. So all addresses are read at once when it asks for the first, and the
-    numbers, which are 0, 1, ... for a new group, are left out: they would make the bytes that all ranks read grow with
-    the third power of their number.
+    gloo asks for one rank after the other. So all addresses are read at once when gloo asks for the first. The numbers,
+    0, 1, ... for a new group, are left out: with them the bytes that all ranks read would grow with the third power of
+    the number of ranks.
 
     Args:
         store: where the values are. Keep this object as long as gloo has it.
@@ -68,7 +68,7 @@ class GlooStore(WrappedStore):
         return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys; with that of one rank's address come those of all."""
+        """Wait for keys; the request for one rank's address also reads all others."""
         for key in keys:
             group, _, rank = key.rpartition("/")
             if key in self._read:
@@ -81,7 +81,7 @@ class GlooStore(WrappedStore):
             self._read.update(zip(every, self._store.multi_get(every), strict=True))
 
     def detach(self) -> None:
-        """Read what gloo may ask for later, as it does if it connects as it goes, and let the store go."""
+        """Read the values that gloo may request later, as it does if it connects lazily, and release the store."""
         for group in self._groups:
             self.wait([f"{group}/0"])
         self._store = dist.HashStore()

@@ -24,15 +24,15 @@ _ALIGNMENT = 256
 class PeerLink(QueueingLink):
     """One rank's end of a group whose messages are copied from device to device, without a kernel.
 
-    A rank has two slots for each other rank, in memory of its device that all ranks map. To send a piece it copies it
-    into a slot, and counts it as sent; the receiver's stream waits for that number, copies the slot to where the
-    message has to go, and counts the piece as taken. The sender's stream waits for that before it fills the slot again.
+    A rank has two slots for each other rank, in memory of its device that all ranks map. To send a piece, the sender
+    copies it into a slot and counts it as sent. The receiver's stream waits for that number, copies the slot to its
+    destination, and counts the piece as taken. The sender's stream waits for that before it fills the slot again.
     A message that is longer than a slot is sent in pieces: each rank sends a piece of all its messages, then takes one
-    of everything that it receives, and so on. So a rank waits only for what others have queued before, in whatever
-    order their devices come to it.
+    piece of all messages that it receives, and so on. So a rank waits only for earlier work of others, in any order of
+    their devices.
 
-    A rank writes to no other rank's device: a straggler can damage nothing. And the order holds however a machine
-    is wired: what is sent stays where it was written before it was counted, until the receiver reads it there.
+    A rank writes to no other rank's device: a straggler can damage nothing. And the order holds for any wiring of a
+    machine: sent data stay at their place until the receiver reads them.
 
     Sums, broadcasts and launches are those of another link: copies cannot add.
 

@@ -24,7 +24,7 @@ Gather = Callable[[bytes], list[bytes]]
 Result = TypeVar("Result")
 
 _RECORD = struct.Struct("<qq16s")
-# Where a page has the rank that left, plus one; the token stands before it.
+# The position in a page of the rank that left, plus one; the token stands before it.
 _LEFT = 32
 # Each counter has its own cache line, because devices and processes write to the counters next to it.
 _APART = 64
@@ -96,8 +96,7 @@ class Counters:
 
     They lie in memory of the host, where devices write and wait, and processes look. Each rank has a page of those for
     which its own device waits. A counter has 64 bits. The device that counts writes the lower half of it. The upper one
-    belongs to the process whose page it is: with a bit there, nothing that waits for a number waits any longer,
-    whatever is counted afterwards.
+    belongs to the process that owns the page: a bit there ends all waits for a number, regardless of later counts.
 
     Args:
         rank: this rank.

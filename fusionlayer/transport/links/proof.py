@@ -20,7 +20,7 @@ _BYTES = 32
 
 
 def prove(gather: Callable[[Tensor], list[Tensor]], rank: int, place: str) -> None:
-    """Prove to the others that this rank has the job key, and see that each of them has. Without a key do nothing.
+    """Prove to the others that this rank has the job key, and check their proofs. Without a key do nothing.
 
     Args:
         gather: gives each rank the tensors, (32,) uint8, of all ranks.

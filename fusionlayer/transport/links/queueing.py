@@ -1,4 +1,4 @@
-"""A link whose calls only queue their work on a device: it knows when that has begun and ended, and what ends it."""
+"""A link whose calls only queue their work on a device: it knows when the work has begun and ended, and can end it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pending:
         begun: an event after all work that was queued before the call.
         ended: an event after the call's own work.
         since: when it was first seen to have begun, or 0.
-        awaited: what it waits for, if the link knows: a rank, one of its counters, and the number that has to come.
+        awaited: the awaited event, if the link knows it: a rank, one of its counters, and the number.
     """
 
     begun: torch.cuda.Event
@@ -58,7 +58,7 @@ class QueueingLink(Link):
         self.device = device
         self._rank = rank
         self._timeout = timeout
-        # The thread that makes calls appends to it; the monitor's thread looks at its head and removes that.
+        # The thread that makes calls appends to it; the monitor's thread checks and removes its head.
         self._pending: deque[Pending] = deque()
         self._last: torch.cuda.Event | None = None
         self._is_drained = False

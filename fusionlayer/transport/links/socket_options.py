@@ -124,7 +124,7 @@ def places(options: SocketOptions, alone: bool) -> list[Place]:
     first = here.get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], ())
     first = first or tuple(filter(None, [own_address()])) or tuple(_outward())
     first = first or next((each for each in here.values() if not is_loopback(each[0])), (loopback,))
-    # A host that has only the other family may call: its address is that of the same interface.
+    # A host that has only the other family may call: its address is on the same interface.
     others = [address for each in here.values() if not set(each).isdisjoint(first) for address in each]
     return [Place("", _one_of_each_family([*first, *others]))]
 
