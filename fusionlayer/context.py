@@ -181,9 +181,8 @@ def _join_members(settings: config.Config, place: launch.RankInfo, begun: bool, 
 def _place_in_group(environ: Mapping[str, str] = os.environ) -> launch.RankInfo:
     """Return this process's place where torch has a default group, which knows its rank and the number of ranks.
 
-    Variables only say where on its host a process is. Whatever process makes a group need not set all that launchers
-    set:
-    Lightning, started as ``python train.py``, sets WORLD_SIZE and LOCAL_RANK without RANK.
+    Variables only say where on its host a process is. A process that makes a group need not set all variables of
+    launchers: Lightning, started as ``python train.py``, sets WORLD_SIZE and LOCAL_RANK without RANK.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     try:

@@ -57,7 +57,7 @@ class ReduceOp(Enum):
 
 
 AUTO = "auto"
-"""A user's word instead of a codec: elements are sent as they are, or by ``zip`` where that takes less time."""
+"""A user's word instead of a codec: elements are sent uncompressed, or by ``zip`` if measured faster."""
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -193,7 +193,7 @@ def all_reduce(
     """Replace ``tensor`` by its average or sum over ranks. Every rank gets the same bits; messages are compressed.
 
     Args:
-        tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed as they are.
+        tensor: any shape. f32, bf16 and f16 are compressed; other types (f64, integers) are summed uncompressed.
         codec: name or codec; None takes the configured one (``raw`` by default). "auto" changes no value: the tensor is
             sent uncompressed, or by ``zip`` if measured faster; see ``switcher``.
         algorithm: name of a collective; None chooses by codec and nodes.
@@ -420,7 +420,7 @@ def broadcast_parameters(
 ) -> None:
     """Give every rank the root's values, in place.
 
-    ``params`` is ``model.state_dict()`` or ``model.named_parameters()``. Entries that are not tensors stay as they are.
+    ``params`` is ``model.state_dict()`` or ``model.named_parameters()``. Entries that are not tensors stay unchanged.
 
     Raises:
         ConfigError: ``params`` is neither a mapping nor (name, tensor) pairs.

@@ -19,7 +19,7 @@ __all__ = ["CallQueue"]
 
 
 class CallQueue:
-    """Runs calls one after the other, in the order in which they were made, on a thread and a transport of its own.
+    """Runs calls one after the other, in call order, on a thread and a transport of its own.
 
     The order matters: all ranks make the same calls in the same order, and so their messages match. The first call
     starts the thread and the transport. After a call has failed no further call runs, because ranks may be out of step.
@@ -75,7 +75,8 @@ class CallQueue:
         once: if it were queued, and the callback waited for it, the thread would wait for itself.
 
         Args:
-            what: description of the call, equal on all ranks. Where it differs, the call fails and names the ranks.
+            what: description of the call, equal on all ranks. If the comparison differs, the call fails and names the
+                ranks.
             call: reads and writes only tensors of one device.
             results: the tensors that it writes.
         """
@@ -134,7 +135,7 @@ class CallQueue:
                         self._transport.barrier()
                     call(self._transport)
                 except BaseException:
-                    # Whatever has failed here, the other ranks must not wait for the rest of this call.
+                    # After any failure here, the other ranks must not wait for the rest of this call.
                     self._transport.close()
                     raise
             work.finish()

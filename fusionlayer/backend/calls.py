@@ -170,7 +170,7 @@ def all_to_all(
     Args:
         outs: a tensor for each rank.
         inputs: a tensor for each rank.
-        codecs: the codec for each number of bytes; tensors of other sizes are sent as they are.
+        codecs: the codec for each number of bytes; tensors of other sizes are sent uncompressed.
         zips: the codecs with messages of variable size that any rank may use, in the same order on all ranks.
         seed: the seed of stochastic rounding.
     """

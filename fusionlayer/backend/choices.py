@@ -61,7 +61,7 @@ class CallChoices:
         return self._of_size(op, x.dtype, x.device.type, sum(y.numel() for y in tensors) * x.element_size())
 
     def of_pairs(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[dict[int, Codec], list[Codec]] | None:
-        """Return the codecs of an all_to_all; None if all of it passes.
+        """Return the codecs of an all_to_all; None if no part is compressed.
 
         Sizes do not decide whether all of it passes: they differ over ranks, and ranks must agree on that.
 

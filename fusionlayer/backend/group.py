@@ -455,7 +455,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._make("all_gather", call, [x], outs, calls.describe("all_gather", x.dtype, [x]))
 
     def _exchange(self, outs: list[Tensor], ins: list[Tensor], given: list[Tensor]) -> dist.Work | None:
-        """Return an all-to-all of which parts are compressed, None if all of it passes; ``given`` are its arguments."""
+        """Return an all-to-all with compressed parts, None if no part is compressed; ``given`` are its arguments."""
         chosen = self._choices.of_pairs(ins, outs)
         if chosen is None:
             return None

@@ -40,8 +40,8 @@ class Hint:
             they are encoded (for an average, after the division), and replaced by what the codec lost.
         padding: elements of the input that have no meaning; they are sent as zeros.
         differences: for all-gathers whose output holds a copy of what was gathered before, by the output's address.
-        seeds: numbers for stochastic rounding, one for each call, the same on all ranks. None: calls are counted, so a
-            program that starts again rounds differently from one that continues.
+        seeds: numbers for stochastic rounding, one for each call, the same on all ranks. None: a counter of calls, so a
+            restarted program rounds differently from one that continues.
     """
 
     plain: bool = False

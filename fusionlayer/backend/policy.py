@@ -36,7 +36,7 @@ class CallRule:
         op: name or names of ``OPS``; None: all of them except all_gather, which may gather weights.
         group: pattern, as of file names, of the group's description or name.
         dtype: element type or types, of float32, bfloat16 and float16; None: any of them.
-        min_bytes: least size of the call; None: what the policy says.
+        min_bytes: least size of the call; None: as in the policy.
         max_bytes: largest size of the call; None: any.
         algorithm: for all_reduce the name of a collective, for reduce_scatter "ring"; None: by codec and nodes.
         error_feedback: whether callers give a residual (``hint``) with every such all_reduce. Codecs that lose most of

@@ -12,7 +12,7 @@ def deprecated(old: str, instead: str, *, gone: str | None = None, frames: int =
 
     Args:
         old: what is deprecated, as users write it.
-        instead: what users write in its place, as an imperative: "give groups=<number>".
+        instead: the replacement, as an imperative: "give groups=<number>".
         gone: the first version that may lack it; None: it stays, since another library has this name too.
         frames: functions of fusionlayer between the user's line and this function.
     """

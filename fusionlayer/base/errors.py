@@ -63,7 +63,7 @@ class TransportError(FusionLayerError, RuntimeError):
     """A peer failed, stopped or timed out. The group that raised it is closed.
 
     Attributes:
-        ranks: the ranks that caused it, as far as they are known.
+        ranks: the ranks that caused the failure, if known.
         bucket: index of the bucket in flight, or None outside an engine.
         tensors: names of the tensors in that bucket.
         sequence: number of the collective on its group, or None.
@@ -91,7 +91,7 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Return a text of a file or a peer as a terminal may show it: what is no printable character is written out.
+    """Return a text of a file or a peer for a terminal, with escapes for characters that cannot be printed.
 
     Otherwise the text could move the cursor, change colours or titles, or imitate another line.
 

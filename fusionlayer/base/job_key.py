@@ -1,8 +1,8 @@
 """The job key: a secret of one job's processes that guards their communication.
 
-It comes from the environment and is never sent. Secrets that ranks need are derived from it and a number that anybody
-may read. Values in a store, which anybody may write, carry a proof that a holder of the key has written them. Without a
-key numbers are the secrets themselves, and values are stored as they are.
+The key comes from the environment and is never sent. Secrets that ranks need are derived from it and a number that
+anybody may read. Values in a store, which anybody may write, carry a proof that a holder of the key has written them.
+Without a key, numbers are the secrets themselves, and values are stored unsealed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def seal(place: str, value: bytes | str, environ: Mapping[str, str] = os.environ
 
 
 def unseal(place: str, value: bytes, environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return what ``seal`` was given for ``place``.
+    """Return the value that ``seal`` was given for ``place``.
 
     Raises:
         TransportError: a process without the job key has written it, or this process has none.

@@ -147,7 +147,7 @@ _VERBS = {
 def library_path(kind: str) -> Path:
     """Return where the library ``kind``, "cpu" or "cuda", is; the file may be absent.
 
-    The CUDA library is in this package if it was compiled with it, else in that of the wheel ``fusionlayer-cuda``.
+    The CUDA library is in this package if it was compiled with it, else in the wheel ``fusionlayer-cuda``.
     """
     own = Path(__file__).parents[1] / "lib" / f"libfusionlayer_{kind}.so"
     if kind == "cuda" and not own.exists() and (wheel := find_spec("fusionlayer_cuda")) and wheel.origin:

@@ -261,7 +261,7 @@ class FusionPlan:
             for bucket in self.buckets
         ]
         for bucket in buckets:
-            # Keys that say nothing are left out, so that the plans of versions without them keep their digests.
+            # Empty keys are left out, so that the plans of versions without them keep their digests.
             if bucket["every"] == 1:
                 del bucket["every"], bucket["phase"]
             if bucket["shares"]:

@@ -225,7 +225,7 @@ def _value(hint: Any, data: object, where: str) -> Any:
 
 
 def _looks(data: object, hint: Any) -> bool:
-    """Return whether ``data`` has the outer shape of ``hint``. What is inside is not checked."""
+    """Return whether ``data`` has the outer shape of ``hint``. Its content is not checked."""
     shape = _shape(hint)
     if dataclasses.is_dataclass(hint) and isinstance(data, typing.cast(type, hint)):
         return True

@@ -39,8 +39,8 @@ def _packages(found: Sequence[plugins.Offer]) -> str:
 class Registry(Generic[T]):
     """The names of one kind of thing. The first look-up imports every module of one package; these register the names.
 
-    A subpackage may wait: one of its modules is imported when a name is looked up that begins with the module's name,
-    or when all names are listed.
+    A subpackage may wait: one of its modules is imported when a name that begins with the module's name is looked up,
+        or when all names are listed.
 
     Installed packages may offer more names, as entry points (``plugins``). The module that one names is imported when
     its name is looked up or all names are listed, and registers the name. A package that cannot be used fails when its
@@ -104,7 +104,7 @@ class Registry(Generic[T]):
         return self._is_bound(name) or (not self._load(name) and self._is_bound(name))
 
     def get(self, name: str, **options: Any) -> T:
-        """Return what ``name`` stands for, built with ``options``.
+        """Return the object registered as ``name``, built with ``options``.
 
         Raises:
             ConfigError: unknown name or option, an option's value is out of range, or the package that offers the name
@@ -164,7 +164,8 @@ class Registry(Generic[T]):
             return self._offered[name]
 
     def _import(self, name: str = "") -> None:
-        """Import the modules that register names; of those that wait, the one for ``name`` if no other has it."""
+        """Import the modules that register names; of the waiting ones only the module for ``name``, if no other has
+        it."""
         # A thread that comes while another one imports waits here until all names are registered.
         with self._lock:
             if not self._imported:

@@ -1,4 +1,4 @@
-"""Proofs that both ends of a connection have one secret, and keys by which they check everything that follows.
+"""Proofs that both ends of a connection have one secret, and keys that authenticate all later data.
 
 Each end sends a random number. HMAC-SHA256 of both, with the secret as its key, proves an end's knowledge. HKDF (RFC
 5869) of the same makes one key for each direction of this connection alone.
@@ -44,7 +44,8 @@ def is_proof(proof: bytes, secret: bytes, role: bytes, heard: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def slow_key(secret: bytes, salt: bytes) -> bytes:
-    """Return 32 bytes made of a secret by scrypt, once in a process: each guess of a recorded proof costs as much."""
+    """Return 32 bytes derived from a secret by scrypt, once in a process: each guess of a recorded proof costs as
+    much."""
     return hashlib.scrypt(secret, salt=salt, **_SCRYPT)
 
 

@@ -38,7 +38,7 @@ __all__ = [
 
 
 REPORT = "FUSIONRUN_REPORT"
-"""The variable with the file that gets the report of a failed rank of ``fusionrun``; without it that is printed."""
+"""The variable with the file for the report of a failed rank of ``fusionrun``; without it the report is printed."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -180,7 +180,7 @@ def as_options(pairs: Sequence[tuple[str, Any]] | None) -> dict[str, Any]:
 def check_file(path: str | Path, flag: str) -> None:
     """Raise ``ConfigError`` unless this file can be written, before work is done for it.
 
-    Its folder is made; the file stays as it is.
+    Its folder is made; an existing file stays unchanged.
     """
     path = Path(path)
     try:

@@ -28,7 +28,7 @@ from .units import MEMORY, in_words
 __all__ = ["run"]
 
 _SIZE_OF_A_STARTUP = 1 << 18
-"""Bytes that take about as long as a call's startup; only the estimate of the time that is left needs it."""
+"""Bytes that take about as long as a call's startup, for the estimate of the remaining time."""
 
 
 def run(options: argparse.Namespace) -> int:

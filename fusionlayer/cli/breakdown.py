@@ -1,4 +1,4 @@
-"""Where the time of a mean step went: pure functions over the spans of a timeline."""
+"""Divides the time of a mean step: pure functions over the spans of a timeline."""
 
 from __future__ import annotations
 

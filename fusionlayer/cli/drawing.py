@@ -33,7 +33,7 @@ GREY = "#6B6B6B"
 """For what a picture only compares with."""
 
 SIZE = 9.0
-"""Of all text, in points."""
+"""Size of all text, in points."""
 
 _STYLE: Any = {  # matplotlib's type lists every setting
     "axes.axisbelow": True,

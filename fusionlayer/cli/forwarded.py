@@ -21,7 +21,7 @@ FORWARDED = (
 )
 """Patterns of the variables that go to other hosts unasked, except those whose names look like secrets."""
 
-# Of this host or login: another host has its own, and no pattern takes them along.
+# Variables of this host or login: another host has its own, and no pattern sends them.
 _OWN = (
     *("SSH_*", "XDG_*", "DBUS_*", "HOME", "USER", "LOGNAME", "MAIL", "SHELL", "SHLVL", "TERM", "DISPLAY", "HOSTNAME"),
     *("PWD", "OLDPWD", "TMPDIR", "_", "UID", "EUID", "PPID", "IFS", "BASHOPTS", "SHELLOPTS", "BASH_*"),

@@ -17,7 +17,7 @@ class _Flag(NamedTuple):
     instead: str
 
 
-# They ask for what fusionrun does without them.
+# Flags whose effect fusionrun has anyway.
 _TAKEN = (
     "--gloo",
     "--disable-cache",

@@ -23,8 +23,8 @@ _USER = r"(?:[\w.+\\][\w.+\\@-]*@)?"
 _NAME = re.compile(rf"{_USER}\w[\w.-]*", re.ASCII)
 _IPV6 = re.compile(rf"({_USER})([\da-fA-F:.]*:[\da-fA-F:.]*(?:%\w[\w.-]*)?)", re.ASCII)
 
-# What another host runs. Standard input has the variables, which no list of processes may show, up to a line that
-# none of them has. From then on it stays open as long as this process lives; the program ends when it does.
+# What another host runs. Standard input has the variables, which no list of processes may show, up to a line that none
+# of them has. From then on it stays open until this process ends.
 _WATCHED = """\
 variables=
 while IFS= read -r line || exit 1; do
@@ -59,7 +59,7 @@ class Host:
 
 
 def _plain(name: str) -> str:
-    """Return an IPv6 address in the form that the system writes; any other name as it is."""
+    """Return an IPv6 address in the system's form; any other name unchanged."""
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:

@@ -28,7 +28,7 @@ Write = Callable[[Path], object]
 
 
 def add_plot(parser: ArgumentParser, what: str) -> None:
-    """Add the option ``--plot``, by which a command draws ``what``."""
+    """Add the option ``--plot`` for a picture of ``what``."""
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {what}, as {_WORDS}")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST", "draw_bandwidths", "draw_speedups"]
 
 MOST = 5
-"""Lines of a picture, besides what they are compared with: the best ones are drawn."""
+"""Lines of a picture next to the baselines: the best ones are drawn."""
 
 Curve = Sequence[tuple[float, float]]
 _MARKERS = "os^Dv"

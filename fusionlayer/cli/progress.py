@@ -72,7 +72,7 @@ class ProgressLine:
         self._erase()
 
     def at(self, done: float, doing: str = "") -> None:
-        """Note how much of the total is done; ``doing`` is what comes now."""
+        """Note how much of the total is done; ``doing`` is the next activity."""
         now = self._clock()
         phase = doing.partition(" ")[0]
         is_new = self._has_phases and phase != self._phase

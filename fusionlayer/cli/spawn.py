@@ -64,8 +64,8 @@ def run_on_ranks(
         arguments: for the Python interpreter of this process.
         ranks: number of processes.
         timeout: seconds until all are ended; None for no limit.
-        environment: variables besides those of this process.
-        output: where rank 0's standard output goes; None: where this process's goes. That of other ranks is dropped.
+        environment: further variables for the processes.
+        output: where rank 0's standard output goes; None: where this process's goes. Output of other ranks is dropped.
         errors_shown: rank 0's standard error goes where this process's goes.
 
     Raises:

@@ -27,7 +27,7 @@ __all__ = [
 _ALL = "all"
 _GAP = 2
 _NARROWEST = 24
-"""Characters that a column of text keeps while less important columns can give way to it."""
+"""Characters that a column of text keeps while less important columns can be left out."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def layout(tables: Sequence[Table], chosen: Sequence[str] | None, width: int | N
     """Return tables, each followed by an empty line.
 
     Args:
-        tables: in their order. One that has none of the chosen columns is left out.
+        tables: in their order. A row without any of the chosen columns is left out.
         chosen: names of columns, or "all", whatever room there is; None: what fits.
         width: characters of a line; None: any.
     """
@@ -148,7 +148,7 @@ def _narrowest(columns: Sequence[Column]) -> int:
 
 
 def _split(row: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> list[list[str]]:
-    """Return the lines of a row; further lines have only what is left of the last cell."""
+    """Return the lines of a row; further lines hold the rest of the last cell."""
     if not columns[-1].wraps:
         return [list(row)]
     first, *more = _fill(row[-1], widths[-1]) or [""]

@@ -26,7 +26,7 @@ class Recording:
 
     Attributes:
         path: its file.
-        events: all events of the file, as they are.
+        events: all events of the file, unchanged.
         spans: those of them that took time.
         offset: microseconds by which rank 0's clock is ahead of this rank's; None: not measured.
         error: by how many microseconds that may be wrong.

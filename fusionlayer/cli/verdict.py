@@ -35,7 +35,7 @@ _WAITS = {
 
 
 def verdict(ranks: Sequence[Breakdown]) -> str:
-    """Return one or two sentences: what the mean step of all ranks waits for, and in which buckets."""
+    """Return one or two sentences: the main wait of the mean step of all ranks, and its buckets."""
     step = _mean([rank.step for rank in ranks])
     waits = {kind: _mean([rank.exposed[kind] for rank in ranks]) for kind in KINDS}
     total = sum(waits.values())

@@ -17,7 +17,7 @@ class Arrangement:
     Attributes:
         numel: elements of the tensor.
         block: elements of a block; the last one is filled up with zeros.
-        order: (m,) int64, for each place the block that is sent there; None keeps blocks in place.
+        order: (m,) int64, for each place the block that is sent there; None keeps the order of blocks.
         means: (m,) f32, subtracted from each block on every rank; None subtracts nothing.
         ranks: number of ranks that subtract the means.
     """
@@ -29,8 +29,7 @@ class Arrangement:
     ranks: int
 
     def arrange(self, x: Tensor, *, centred: bool = True) -> Tensor:
-        """Return a copy of ``x`` (numel,) in the order in which they are sent, less the means if ``centred``: (m *
-        block,) f32."""
+        """Return a copy of ``x`` (numel,) in wire order, less the means if ``centred``: (m * block,) f32."""
         missing = -self.numel % self.block
         rows = torch.nn.functional.pad(x.float(), (0, missing)).view(-1, self.block)
         rows = rows.clone() if self.order is None else rows.index_select(0, self.order)

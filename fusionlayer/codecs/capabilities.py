@@ -118,7 +118,7 @@ class AgreeingCodec(Codec):
 
         Every collective that sums calls this first, on all ranks together. The returned codec holds the result of the
         agreement in fields with ``compare=False``: these are no options, change no layout, and belong to this one sum.
-        In this sum ``offset`` is the place in ``x``, so the codec may look up its agreed values by it.
+        In this sum ``offset`` is the position in ``x``, with which the codec may look up its agreed values.
 
         Args:
             x: (n,), this rank's summand; it is not changed.

@@ -61,7 +61,7 @@ class PackedResidual:
     """The residual of tensors in a flat tensor, in messages of the codec ``int8`` without headers.
 
     The encoding process expands it into memory of its own, and packs it again afterwards. A message holds tensors that
-    begin at a multiple of 128 after its first one; that is a whole bucket where fusion aligns tensors so.
+    begin at a multiple of 128 after its first one: a whole bucket if fusion aligns tensors so.
 
     Args:
         spans: (offset, number of elements) of each tensor in the flat tensor, in order of offsets.

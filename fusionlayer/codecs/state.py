@@ -53,7 +53,7 @@ class Part:
     Attributes:
         name: name of the tensor.
         shape: shape of the tensor.
-        start: place of its first element in the flat tensor; the others follow in row-major order.
+        start: position of its first element in the flat tensor; the others follow in row-major order.
         state: the state that the codec keeps of it. Error feedback uses the residual of the collective, not that of
             this state.
     """

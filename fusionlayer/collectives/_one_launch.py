@@ -24,7 +24,7 @@ _logger = logging.getLogger("fusionlayer")
 
 
 class LaunchMemory:
-    """One rank's memory for such sums, and that of all other ranks. All ranks make it together.
+    """One rank's memory for such sums, and the memory of all other ranks. All ranks make it together.
 
     Args:
         transport: the ranks; all of them are on one host.
@@ -106,7 +106,7 @@ def _fitting(x: Tensor, codec: NativeCodec, memory: LaunchMemory) -> int | None:
 
 
 def _gather(transport: Transport, mine: bytes) -> list[bytes]:
-    """Return what every rank gives, in rank order."""
+    """Return the values of all ranks, in rank order."""
     lengths = [int.from_bytes(each, "little") for each in transport.all_gather_bytes(len(mine).to_bytes(8, "little"))]
     every = transport.all_gather_bytes(mine.ljust(1 + max(lengths), b"\0"))
     return [each[:length] for each, length in zip(every, lengths, strict=True)]

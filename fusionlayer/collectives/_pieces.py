@@ -16,8 +16,8 @@ from ..transport.base import URGENT
 
 __all__ = ["IN_FLIGHT", "Piece", "cut", "pipeline"]
 
-# One piece of a tensor on its way through a collective. The calling thread resumes it; it computes until messages must
-# be sent, and yields the call that exchanges them. It is resumed only after that call has returned.
+# One piece of a tensor in a collective. The calling thread resumes it; it computes until messages must be sent, and
+# yields the call that exchanges them. It is resumed only after that call has returned.
 Piece = Iterator[Callable[[], None]]
 
 # Pieces in flight. While the oldest one computes, the other one has the network. More would only take more memory.
@@ -127,7 +127,7 @@ class _StreamWorker(CommWorker):
         self._network = _beside(self._computing)
 
     def send(self, exchange: Callable[[], None]) -> Callable[[], object]:
-        # What is sent must have been encoded before it is sent.
+        # A piece must be encoded before it is sent.
         self._network.wait_stream(self._computing)
         with torch.cuda.stream(self._network):
             exchange()

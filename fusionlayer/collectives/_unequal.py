@@ -105,7 +105,7 @@ class _Sum:
     """One sum by shares.
 
     A row of ``outgoing`` is sent to one rank in an exchange: its summands of a piece, then this rank's sums of the
-    previous piece. A row of ``incoming`` is what comes from one rank, in the same order.
+    previous piece. A row of ``incoming`` comes from one rank, in the same order.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def all_to_all(
         x: flat and contiguous; f32, bf16 or f16, with a lossless codec of any type.
         out: flat and contiguous, of the type of ``x``.
         sends: elements for each rank, zeros allowed; they add up to the length of ``x``.
-        recvs: elements from each rank, as many as it sends; they add up to the length of ``out``.
+        recvs: elements from each rank; they add up to the length of ``out``.
         codec: the codec of the messages, the same on all ranks.
         transport: the ranks.
         seed: the seed of stochastic rounding; the same on all ranks.

@@ -51,11 +51,11 @@ def choose(
         algorithm: the caller's choice; None takes the collective that the codec was made for if it suits this many
             ranks, else the usual one.
         ahead: True for a collective of messages that were encoded ahead of fusion, False for one of flat tensors. None
-            takes the kind that ``algorithm`` is, or without an ``algorithm`` the kind that the codec was made for.
+            takes the kind of ``algorithm``, or without an ``algorithm`` the codec's preferred kind.
 
     Raises:
         ConfigError: there is no such collective, it is not of the kind that ``ahead`` asks for, or it cannot use the
-            codec. Costs of a codec, instead of the codec, are taken as they are.
+            codec. Costs of a codec, instead of the codec, are used directly.
     """
     require(algorithm, (str, type(None)), "algorithm", "the name of a collective, or None")
     if ahead is None:
@@ -76,7 +76,7 @@ def usual(codec: EncodingTraits, nodes: Sequence[int]) -> str:
     """Return the name of the collective for flat tensors if the codec has no collective of its own.
 
     Nodes of several ranks take ``two_level``, whose nodes send each value to other nodes once. Many nodes of one rank
-    take ``grid``, in which a rank sends messages to few others. A codec that selects elements would select others in
+    use ``grid``, in which a rank sends messages to few others. A codec that selects elements would select others in
     each partial sum, so it stays with ``two_shot``.
     """
     if codec.lossless:

@@ -35,7 +35,7 @@ def gather_v(
     mine = torch.tensor([part.numel() for part in compact], device="cpu")
     sizes = torch.empty(transport.size, len(compact), dtype=torch.int64, device="cpu")
     transport.all_gather(mine.view(torch.uint8), sizes.view(torch.uint8))
-    # Before memory is taken for them: what comes from the wire may be anything.
+    # This precedes the allocation, because values from the wire may be anything.
     for rank, lengths in enumerate(sizes.tolist()):
         for m, length in zip(messages, lengths, strict=True):
             if not 0 <= length <= m.stop - m.start:

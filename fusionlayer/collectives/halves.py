@@ -26,7 +26,7 @@ SUITABLE = 0
 """As a piece: the number of elements that suits the device."""
 
 _ROW = 1 << 20
-# Of all rows together, and of rows of a device alone. The host launches kernels for each piece and calls the network's
+# Of all rows together, and of rows on a device alone. The host launches kernels for each piece and calls the network's
 # library, so pieces are large. TACO found 64 MB best on fast links of GPUs (Fig. 10).
 _DEVICE_BYTES = 64 << 20
 
@@ -142,7 +142,7 @@ def reduce_scatter(
         transport.all_to_all(x.view(torch.uint8), every.view(torch.uint8))
         sum_in_rank_order(every.unbind(0), out)
         return
-    # A codec looks its agreed values up by block, from the place of an element. So rows are padded to whole blocks.
+    # A codec looks its agreed values up by block, from the position of an element. So rows are padded to whole blocks.
     name = "two_level" if residual is None and choose(codec, transport.node_sizes) == "two_level" else "two_shot"
     log_once("reduce-scatters", codec, name, x, transport, half=True)
     here = _levels.node_grid(transport) if name == "two_level" else None

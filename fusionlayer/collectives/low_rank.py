@@ -37,8 +37,8 @@ def low_rank(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, re
     3. The sum of each matrix is P Q^T. The next step begins with this Q.
 
     A matrix of n rows and m columns takes r (n + m) numbers in the all-reduces. ``residual`` keeps M - P Q^T for this
-    rank's own M and Q: all residuals and the result add up to all inputs. PowerSGD is ``raw`` in its warm-up; values of
-    that codec are summed as they are.
+    rank's own M and Q: all residuals and the result add up to all inputs. PowerSGD is ``raw`` in its warm-up; its
+    values are then summed uncompressed.
     """
     check_pair("low_rank", codec, transport.size)
     if codec.name == "raw":

@@ -208,7 +208,7 @@ def _dealt_out(
 ) -> tuple[Pairs, list[int]]:
     """Return this rank's even share of the pairs of all ranks, whose order stays, and the lengths of all shares.
 
-    Each rank sends what it has too much to the ranks that are to have it (section 3.1.2).
+    Each rank sends its surplus to the ranks with fewer (section 3.1.2).
     """
     size, rank, total = transport.size, transport.rank, sum(lengths)
     begins = [0, *accumulate(lengths)]

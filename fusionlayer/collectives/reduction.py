@@ -106,8 +106,8 @@ def reduce_flat(
     """Replace ``x`` (n,) by its sum over ranks, scaled: the same bits on every rank, and from every front.
 
     Args:
-        x: flat and contiguous, equally long on all ranks. The codec encodes f32, bf16 and f16; other types are sent as
-            they are.
+        x: flat and contiguous, equally long on all ranks. The codec encodes f32, bf16 and f16; other types are sent
+            uncompressed.
         codec: the codec of the messages, the same on all ranks.
         transport: the ranks; only the calling thread uses it.
         scaling: factors before and after the sum.

@@ -41,8 +41,8 @@ def ring(
     Sums of f32 are not added in rank order. Each rank encodes each element once, so ``residual`` covers all
     quantisations.
 
-    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements go around at a time, and
-    others are encoded or decoded meanwhile. By default a tensor is sent in halves if that saves time.
+    With ``out`` (n,) the sum goes there and ``x`` stays. With ``piece`` this many elements go around at a time, while
+    others are encoded or decoded. By default a tensor is sent in halves if that saves time.
     """
     way = schedule(transport.rank, transport.size)
     multi_hop(x, codec, transport, "ring", way, seed=seed, residual=residual, out=out, piece=piece)

@@ -89,8 +89,8 @@ class Switcher:
     For each collective, calls with sizes between two powers of two share a choice. At first a few calls of both forms
     are timed. This is left out if ``expected`` costs, or lines through the times of other sizes, predict which form is
     faster. Ranks exchange their medians and take the largest, so all make the same choice. From then on only the chosen
-    form runs; the native form calls no codec. At intervals, which are longer the more the other form costs, one call of
-    each form is timed again, so the choice follows network and data. It changes only for a form that saves 2 %.
+    form runs; the native form calls no codec. At intervals that grow with the cost of the other form, one call of each
+    form is timed again, so the choice follows network and data. It changes only for a form that saves 2 %.
 
     Each rank has one, and all ranks make the same calls, in the same order, with the same sizes.
 
@@ -199,7 +199,7 @@ class Switcher:
             x: as there.
             out: as there.
             native: fills ``out`` by a library's own reduce-scatter, which zipping has to beat then (equation 6). It may
-                add in another order, so the last bits depend on what was measured. None: rows are sent uncompressed and
+                add in another order, so the last bits depend on measurements. None: rows are sent uncompressed and
                 summed in rank order, to the bits of the zipped form.
             wire: type to which values are rounded before they are sent zipped, such as bf16 for a sum in f32. Its bytes
                 over those of ``x`` are s of equation 7. None: values are not rounded, s is 1.

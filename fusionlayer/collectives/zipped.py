@@ -44,7 +44,7 @@ def all_gather(
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
         lengths: elements of each rank, the same list on all ranks; None: all ranks have equally many.
-        piece: elements of a rank that are sent at a time, while others are encoded or decoded; None: 4 MiB of them.
+        piece: elements of a rank that are sent at a time, while others are encoded or decoded; None: 4 MiB.
         changes: ``out`` has the same bits on every rank, and the codec, a ``ChangeCodec``, sends what changed since.
             Then ``x`` is no part of ``out``.
 
@@ -168,7 +168,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *
         out: of the type of ``x``, or f32; not a part of it.
         codec: lossless and of variable size.
         transport: the ranks; only the calling thread uses it.
-        piece: elements of a part that are sent at a time, while others are encoded or summed; None: 4 MiB of them.
+        piece: elements of a part that are sent at a time, while others are encoded or summed; None: 4 MiB.
 
     Raises:
         ConfigError: the codec is not lossless and of variable size, or the lengths do not fit.

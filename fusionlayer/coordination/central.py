@@ -1,6 +1,7 @@
 """Operations on tensors so small that they are sent with the requests. The coordinator computes and sends the results.
 
-That takes two messages where negotiation and an exchange take four. Messages are most of the time of a small operation.
+That takes two messages instead of four for negotiation and exchange. Messages are most of the time of a small
+operation.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Coordinator:
     """Matches the requests of all ranks and answers them.
 
     Its own thread (``_listen``) receives the requests of the other ranks. Rank 0's requests are matched on rank 0's
-    threads, in ``advance``. Whichever thread makes an operation ready sends the responses, with the lock held, so all
+    threads, in ``advance``. The thread that makes an operation ready sends the responses, with the lock held, so all
     ranks get them in the same order.
 
     Args:
@@ -67,7 +67,7 @@ class Coordinator:
         self._open = set(range(1, size))
         self._own: deque[Request] = deque()
         # Guards the matcher, _open, _underway and _ended, and orders the responses. Rank 0's callers, its communication
-        # thread and the listening thread take it. _own is filled without it: appending to a deque is atomic.
+        # thread and the listening thread acquire it. _own is filled without it: appending to a deque is atomic.
         self._lock = threading.Lock()
         self._underway = 0
         self._ended: Reason | None = None
@@ -169,7 +169,7 @@ class Coordinator:
             if responses is None:
                 return
             self._underway += 0 in responses and responses[0].code == "execute"
-            # Rank 0 last: it takes its results right here, and the others can take theirs meanwhile.
+            # Rank 0 comes last: it takes its results here, while the others take theirs.
             for rank, response in sorted(responses.items(), reverse=True):
                 self._send(rank, response)
 

@@ -31,7 +31,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Ready:
-    """An operation that every rank has requested, except those that have joined.
+    """An operation that every rank has requested, except joined ones.
 
     Attributes:
         result: the result of an operation without tensors.
@@ -74,7 +74,7 @@ class Matcher:
 
     @property
     def first_loss(self) -> Reason | None:
-        """Why the first rank that left has done so; None if none has left."""
+        """Why the first rank that left has done so; None if no rank has left."""
         return next(iter(self._left.values()), None)
 
     def take(self, rank: int, requests: Iterable[Request]) -> None:

@@ -35,7 +35,7 @@ class Operation:
         outputs: tensors for the results; None until they are made, if the caller gave none.
         reduce: used instead of the reduction that the signature names.
         splits: rows of the tensor for each rank.
-        deliver: turns the result into what the caller gets.
+        deliver: makes the caller's result.
         check: raises an error if the caller must not get the result; called once, when the caller sees the end.
         result: the result, for most operations a list of tensors.
         error: the error, if the operation failed.

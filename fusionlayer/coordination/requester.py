@@ -21,7 +21,7 @@ _PAUSES = 10
 
 
 class Requester:
-    """Collects requests until a thread waits for one of them, or until no more come for a moment.
+    """Collects requests until a thread waits for one of them, or until no further one follows for a moment.
 
     The training thread makes requests in bursts, as hooks fire. A message for each would cost a system call and a turn
     of the coordinator each time. So ``note`` only collects requests, and ``bring`` sends them. The thread that waits
@@ -88,7 +88,7 @@ class Requester:
             self._send()
 
     def close(self) -> None:
-        """End the requester's thread, after it has sent what it was asked to send."""
+        """End the requester's thread, after it has sent its requests."""
         self._wanted.put(False)
         self._thread.join()
 

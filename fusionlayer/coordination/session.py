@@ -55,7 +55,7 @@ class SessionState(Enum):
     """Operations can be requested and run. The first phase, and again when all ranks have joined. The communication
     thread sets it then."""
     TELLING_STEPS = auto()
-    """As RUNNING, and some rank has joined. It must take part in steps that others begin, so this rank reports the
+    """Like RUNNING, while some rank has joined. It must take part in steps that others begin, so this rank reports the
     beginning of each step to the coordinator. The communication thread sets it when the coordinator says so."""
     ENDED = auto()
     """No operation can be requested any more. Any thread sets it by ``close``; the communication thread sets it after a
@@ -158,7 +158,7 @@ class Session:
             splits: rows for each rank of the set.
             reduce: reduces one flat tensor in place. It needs an ``op`` of its own.
             deliver: turns the results, for most kinds a list of tensors, into the return value of ``wait``.
-            check: called by the first ``wait`` or ``poll`` after the operation has ended well; what it raises, they do.
+            check: called by the first ``wait`` or ``poll`` after the operation has ended well; these raise its errors.
             at_once: the caller calls ``wait`` next, which sends the request. Otherwise it is sent after a pause.
 
         Raises:
@@ -362,7 +362,7 @@ class Session:
     def _tell_begun(self) -> None:
         """Report to the coordinator each step that this rank has begun or begins from now on.
 
-        Under the lock, so that a step that begins meanwhile is in one of the two.
+        Under the lock, so that a step that begins now is in one of the two.
         """
         with self._lock:
             if self._state is SessionState.RUNNING:

@@ -1,4 +1,4 @@
-"""The store that each member keeps: the others find it there when the job changes, whichever member fails."""
+"""The store that each member keeps: the others find it there after a change, whichever member fails."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ __all__ = ["Final", "Former", "ask_to_join", "publish"]
 
 _logger = logging.getLogger("fusionlayer")
 
-# Seconds between two looks at a number on a desk: the share of the time waited so far, at least, and ``_LOOK`` at most.
+# Seconds between two reads of a number in a store replica: at least this share of the time waited so far, at most
+# ``_LOOK``.
 _POLL, _POLL_SHARE = 0.004, 0.125
 # Seconds between two looks at whether a process still lives: on this host, and by a connection to another.
 _LOOK, _PROBE = 0.05, 0.5
@@ -34,8 +35,8 @@ _LOOK, _PROBE = 0.05, 0.5
 _BLAMED = 5.0
 # Processes that ask to join at once.
 _MOST_VISITORS = 1024
-# Seconds that a request to a desk may take. One on another host takes a millisecond, but no member is left out because
-# its host is busy.
+# Seconds that a request to a desk may take. A read on another host takes a millisecond, but no member is left out
+# because its host is busy.
 PATIENCE = _BLAMED
 # Keys of a desk: the newest generation that its member knows; how many processes have come, and have identified
 # themselves; how often the generation was written, and how many reports: numbers, for which others wait.
@@ -50,7 +51,7 @@ def publish(desk: Store, generation: Generation) -> None:
 
 
 class _GenerationReader:
-    """The newest generation at another member's desk. It has a text for each member, so it is read when it is new."""
+    """The newest generation at another member's desk. It has a text for each member, so only new ones are read."""
 
     def __init__(self, desk: DistantStore) -> None:
         self._desk, self._seen, self._started = desk, -1, time.monotonic()
@@ -89,14 +90,14 @@ class Former:
         self._heard = 0
 
     def form(self, report: MemberReport, blamed: Sequence[str] = ()) -> Generation:
-        """Return the generation that follows that of ``report``, which has this member's progress.
+        """Return the generation after that of ``report``, which has this member's progress.
 
         Args:
             report: the report of this member.
             blamed: ids of the members that caused a call to fail.
 
         Raises:
-            TransportError: this member is no part of it, or too few are left.
+            TransportError: this member is not in it, or too few are left.
         """
         end = time.monotonic() + 2 * self._timeout
         silent: set[str] = set()
@@ -145,7 +146,7 @@ class Former:
                 if newest is not None and newest.number > base.number:
                     if newest.rank_of(self._me.id) is None:
                         raise self._excluded(newest)
-                    # One whose store is lost already is only what the next one follows.
+                    # A generation whose store has failed is only the predecessor of the next one.
                     keeper = newest.members[0]
                     has_ended = keeper.id in silent or self._is_gone(keeper)
                     return replace(report, generation=newest) if has_ended else newest
@@ -165,9 +166,9 @@ class Former:
     def _lead(self, report: MemberReport, blamed: Sequence[str], silent: set[str]) -> Generation | MemberReport:
         """Wait for the reports of all live members; return the next generation, or a report of one that knows a newer.
 
-        ``silent`` members have not answered when this one wanted to follow them. If only they are missing, and
-        it cannot continue without them, they are asked again: they may have been late, and lead now. Once one answers,
-        it is no longer among them, and this returns ``report``.
+        ``silent`` members have not answered when this one wanted to follow them. If only they are missing, and it
+        cannot continue without them, they are asked again: they may be late, and lead now. Once one answers, it is no
+        longer among them, and this returns ``report``.
         """
         base = report.generation
         others = [each for each in base.members if each != self._me]
@@ -218,7 +219,7 @@ class Former:
         return formed
 
     def _told(self, key: str) -> MemberReport | None:
-        """Return what a member reports; None if something else stands there, which is deleted."""
+        """Return what a member reports; None if another value stands there, which is deleted."""
         try:
             return MemberReport.decode(self._desk.get(key))
         except TransportError as error:
@@ -289,7 +290,7 @@ def ask_to_join(me: Member, desks: Callable[[], Sequence[MemberAddress]], timeou
 
     Args:
         me: the process that asks.
-        desks: returns where desks of members are, as far as this process knows; asked again if none of them answers.
+        desks: returns the known addresses of members' store replicas; called again if none of them answers.
         timeout: seconds until the members have to do so.
 
     Raises:

@@ -150,7 +150,7 @@ class Members:
 
     @property
     def address(self) -> str:
-        """Where newcomers find this member: host:port, for FUSIONLAYER_JOIN."""
+        """The address of this member for joining processes: host:port, for FUSIONLAYER_JOIN."""
         return with_port(self._me.desk.names[0], self._me.desk.port)
 
     def changed(self) -> bool:
@@ -183,7 +183,7 @@ class Members:
 
     @property
     def place(self) -> RankInfo:
-        """This process's place, for scripts that ask for ranks and devices."""
+        """This process's rank, for scripts that ask for ranks and devices."""
         here = [rank for rank, each in enumerate(self._now.members) if each.desk.node == node_name()]
         if self.rank not in here:
             here.append(self.rank)
@@ -191,7 +191,7 @@ class Members:
 
     @property
     def store(self) -> Store | None:
-        """By which the present members have met; None for one that is alone or has yet to join."""
+        """The store in which the present members have met; None for a member that is alone or has yet to join."""
         return self._store
 
     @property
@@ -349,7 +349,7 @@ def _newest(address: str, timeout: float) -> tuple[Generation, MemberAddress]:
     """Return the generation that a member knows, for what a newcomer's rank would be, and where its desk is.
 
     Raises:
-        ConfigError: ``address`` is neither the address of members nor a path.
+        ConfigError: ``address`` is neither an address of members nor a path.
         TransportError: none answers in time.
     """
     end = time.monotonic() + timeout

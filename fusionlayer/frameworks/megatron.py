@@ -82,7 +82,7 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
 
 
 class _Turns:
-    """Whose step is in flight: of the several optimizers that a chain steps one by one."""
+    """The optimizer whose step is in flight, of several in a chain."""
 
     now: _Sharded | None = None
 
@@ -139,7 +139,7 @@ class _Sharded:
         """Have tensor-parallel ranks average the gradients of parameters that they all hold.
 
         Each of them reduces these gradients with other neighbours, so the codec loses something else on each. Those
-        that Megatron sums over these ranks are equal anyway.
+        that Megatron sums over these ranks are equal already.
         """
         for chunk in self._optimizer.model_chunks:
             for name, parameter in chunk.named_parameters():

@@ -17,7 +17,7 @@ MODULUS = (1 << 61) - 1
 """A prime that the balances of calls are less than."""
 
 # Operations of torch for which every rank must give tensors of the same shape and type. Others may differ, such as an
-# uneven all-to-all or a gather: of these only the operation is compared.
+# uneven all-to-all or a gather: for these only the operation is compared.
 _ALIKE = {"all_reduce", "broadcast", "reduce", "barrier", "all_reduce_sparse"}
 _ALIKE |= {"_reduce_scatter_base", "_all_gather_base"}
 

@@ -17,9 +17,9 @@ __all__ = ["begin", "follow", "leave", "watch"]
 
 _logger = logging.getLogger("fusionlayer")
 
-# The thread that makes and ends transports alone sets these two. Others read the first once, for their numbers.
+# The thread that makes and ends transports alone sets these two. Others read the first once, for its numbers.
 _current: Watcher | None = None
-# Where the members of an elastic job have met last, and this process's identity there; None: the job is not elastic.
+# The last rendezvous of the members of an elastic job, and this process's identity there; None: the job is not elastic.
 _members: tuple[dist.Store | None, int, int] | None = None
 
 
@@ -110,8 +110,8 @@ def watch(patience: float = 5.0) -> Watcher | None:
     elastic job it continues with the present members after each change.
 
     Args:
-        patience: seconds that a rank may wait in a call before it is asked why. Where longer waits are usual, three
-            times as long as those.
+        patience: seconds that a rank may wait in a call before it is asked why. If longer waits are usual, three times
+            the usual wait.
 
     Returns:
         The watcher, to ``close`` it early; None for a job of one process, and where the setting ``watch`` is false.

@@ -4,8 +4,8 @@ Ranks answer when asked. One daemon thread per process reads, for each transport
 writes only after a waiting rank has asked for signs of life. So a healthy job costs one small read per interval (40 us
 by TCP on one host), and a FileStore, which keeps every write, does not grow.
 
-The first rank that knows why a transport has failed puts that into the store before it leaves. All others repeat it, so
-that no rank names one that left only because of the same failure.
+The first rank that knows why a transport has failed puts the cause into the store before it leaves. All others repeat
+it, so that no rank names one that left only because of the same failure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOOK_POLL = 0.01
 _HOPELESS = 0.5
 # Seconds that a failed call waits for the store if the processes of this host show which rank has failed.
 _CERTAIN = 1.5
-# Seconds that the process with the store gives the others to read the cause before it reports its own failure.
+# Seconds for which the process with the store lets the others read the cause before it reports its own failure.
 _ANNOUNCE = 0.5
 
 
@@ -109,7 +109,7 @@ class Heartbeat:
         self._seen, self._next_look, self._warned = self.position, 0.0, False
         self._serial = 0
         self._inquirer = Inquirer(self.keys, self.processes, self._interval)
-        # The last question of another rank, and what this rank has let the others know since.
+        # The last question of another rank, and this rank's last report to the others.
         self._answered = ""
         self._written: tuple[str, object] = ("", None)
 
@@ -119,7 +119,7 @@ class Heartbeat:
         It blocks forever if the process that keeps the store is stopped, so a thread of its own calls it.
 
         Args:
-            timeout: seconds in which all ranks must come.
+            timeout: seconds within which all ranks must come.
 
         Returns:
             A client of the store, for the links, and why the ranks cannot meet, or None.
@@ -129,7 +129,7 @@ class Heartbeat:
 
         def explain(missing: list[int], is_late: bool) -> Finding | None:
             # A rank does not come, because it has failed in another transport. This process is notified of that, too.
-            # What it has heard before may be over.
+            # Earlier reports may be outdated.
             known = self.because() if is_late or monitor.culprits is not before else None
             return known if known and (not is_late or set(known.ranks) <= set(missing)) else None
 
@@ -234,7 +234,7 @@ class Heartbeat:
             states = self.keys.read(rank for rank in self._unheard if rank not in cause.ranks)
         except RuntimeError:
             return False
-        # What a rank has read it does not forget, so its state is not read again: many are, 50 times a second.
+        # A rank keeps each state that it has read, so it does not read it again: there are many, 50 times a second.
         self._unheard = [rank for rank, state in states.items() if state.life == "runs" and not state.heard]
         return any(not self.processes.look_at(rank) for rank in self._unheard)
 
@@ -266,7 +266,7 @@ class Heartbeat:
         with monitor.lock:
             return self.keys.name, self.position.channel(self._rank)
 
-    # What follows runs on the monitor's thread.
+    # The following runs on the monitor's thread.
 
     def tick(self) -> float:
         """Answer a question of another rank, and continue this rank's own inquiry; return when to do so again."""

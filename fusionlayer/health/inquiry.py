@@ -1,6 +1,6 @@
 """Finds out which rank is at fault when a call does not end: one rank asks all where they are, and compares.
 
-The others take over what it has found. If every waiting rank asked and read, one stall would cost N^2 states.
+The others take over its findings. If every waiting rank asked and read, one stall would cost N^2 states.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .store import StatusKeys
 
 __all__ = ["POLL", "Inquirer", "Inquiry", "Position", "Question"]
 
-# Seconds between two steps of an inquiry: at first, and at most. What has lasted for long is looked at more seldom.
+# Seconds between two steps of an inquiry: at first, and at most. Long waits are checked more seldom.
 POLL = 0.1
 _MOST_POLL, _POLL_SHARE = 1.0, 0.25
-# Intervals that a rank has to answer: it looks once in each whether it was asked.
+# Intervals within which a rank has to answer: it checks once in each whether it was asked.
 _PATIENCE = 2.0
 
 
 class Position(NamedTuple):
-    """Where a rank is in its calls.
+    """A rank's position in its calls.
 
     Attributes:
         sequence: number of its last collective.
@@ -154,11 +154,11 @@ class Inquirer:
                 return request
         self._number += 1
         own = StateRequest(self._keys.rank, self._number, position.sequence, urgency)
-        # Another rank may have asked since this one has looked. What is no request may be overwritten.
+        # Another rank may have asked since this one has looked. Values that are no request may be overwritten.
         return self.read(self._keys.ask(own.text, self._asked)) or self.read(self._keys.ask(own.text)) or own
 
     def _close(self, inquiry: Inquiry, finding: Finding | None) -> None:
-        """Write what this rank's own inquiry has shown, for the others."""
+        """Write the result of this rank's own inquiry, for the others."""
         if inquiry.is_own:
             done = inquiry.request._replace(outcome=encode(finding) if finding else "")
             self.read(self._keys.ask(done.text, inquiry.request.text))
@@ -255,7 +255,7 @@ class Inquiry:
         conflict = kinds == {"conflict"}
         enough = [each for each in answers if each.kind == "disconnected"] if conflict else answers
         decided = not conflict and not kinds.isdisjoint(EVIDENT)
-        # A rank that has failed may still write why. That is not awaited if other evidence shows the cause.
+        # A rank that has failed may still write why. It is not awaited if other evidence shows the cause.
         suffices = bool(kinds) or any(each.kind == "late" for each in answers)
         if decided or not still_open or (suffices and len(enough) == len(awaited)):
             self.evidence += answers
@@ -279,7 +279,7 @@ class Inquiry:
         return {rank: call for rank, call in made.items() if call is not None}
 
     def _unfit(self) -> list[Evidence]:
-        """Return the first two other ranks of which one does not send what the other expects, if lengths are known."""
+        """Return the first two other ranks of which one sends less than the other expects, if lengths are known."""
         calls = {rank: call for rank, call in sorted(self._alike.items()) if call.sends}
         if len(calls) < self._keys.size:
             return []
@@ -343,7 +343,7 @@ class Inquiry:
                 ranks = tuple(sorted((self._rank, rank)))
                 return Evidence(rank, "conflict", f"{conflict}; make the same calls on every rank", ranks, theirs)
         if failed:
-            # What this rank has seen itself is added, unless it names a rank.
+            # This rank's own observations are added, unless they name a rank.
             more = f"; {otherwise.text}" if otherwise.text and not otherwise.ranks else ""
             text = f"rank {rank} failed and does not know why{more}"
             return Evidence(rank, "disconnected", text, call=mine and theirs)

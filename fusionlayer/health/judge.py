@@ -13,7 +13,7 @@ from .state import BLOCK, ChannelState, Finding, RankState
 
 __all__ = ["EVIDENT", "Evidence", "Stall", "judge", "overdue", "verdict"]
 
-# What can be wrong with a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
+# The possible defects of a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
 # one. A rank's own statement comes first: it has left after finding that out.
 _CAUSES_FIRST = ("failed", "gone", "conflict", "stopped", "ended", "silent", "late", "disconnected")
 # With one of these the cause is certain, so there is no need to wait for the answers of other ranks.
@@ -22,7 +22,7 @@ EVIDENT = _CAUSES_FIRST[:4]
 _LASTING = 3.0
 # Ranks that a text says something about, each; all ranks read it.
 _NAMED = 8
-# What torch says on a rank when another one has gone or has failed.
+# torch's messages on a rank after another one has left or failed.
 _CONSEQUENCE = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]ead error|[Ww]rite error|[Tt]imed out|[Tt]imeout|NCCL error|"
     r"Application timeout|remote process exited|DistNetworkError|Socket"
@@ -40,10 +40,10 @@ class Evidence:
 
     Attributes:
         rank: the rank.
-        kind: that of a ``Finding``, or "alike": the rank makes the same call as this one, so nothing speaks against it.
+        kind: that of a ``Finding``, or "alike": the rank makes the same call as this one.
         text: the evidence, as a clause.
         ranks: those that the rank names, or that differ.
-        call: the call of a rank that differs from this one; of one that has failed, the call if it is this rank's too.
+        call: the differing call; for a failed rank the call if it is also this rank's.
     """
 
     rank: int
@@ -132,7 +132,7 @@ def overdue(stalls: Sequence[Stall], limit: float) -> Finding | None:
     late = [stall for stall in stalls if stall.seconds > limit]
     if not late:
         return None
-    # Where one rank calls in another order than the rest, all wait: those are stragglers that most ranks wait for.
+    # If one rank calls in another order than the rest, all wait: stragglers are then those that most ranks wait for.
     late = [stall for stall in late if stall.is_late] or late
     # The other operations are named too: the missing ranks may wait in one of them.
     shown = [f"{stall.name} (ranks {list(stall.missing)} missing for {stall.seconds:.0f} s)" for stall in stalls[:8]]
@@ -144,7 +144,7 @@ def overdue(stalls: Sequence[Stall], limit: float) -> Finding | None:
 
 
 def judge(states: Mapping[int, RankState], trouble: Mapping[int, str]) -> list[Finding]:
-    """Return what is wrong, the causes first; empty while the job is well.
+    """Return the defects, the causes first; empty while the job is healthy.
 
     Args:
         states: the last state that each rank has written.
@@ -308,7 +308,7 @@ def _circle(states: Mapping[int, RankState], ranks: Collection[int]) -> Finding:
 def _slow(states: Mapping[int, RankState]) -> list[Finding]:
     """Return the links that have become slow, and which ranks cause that.
 
-    It is a rank which all of them have in common. With one slow link, it is the end at which other connections wait
+    It is a rank that all of them have in common. With one slow link, it is the end at which other connections wait
     too: acknowledgements use the slow interface. Else both ends are.
     """
     owner = {end: rank for rank, state in states.items() for end in state.ends}

@@ -1,4 +1,4 @@
-"""How ranks wait for each other when they meet through a store, and find out which of them do not come."""
+"""How ranks wait for each other when they meet through a store, and find missing ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def await_all(
     Args:
         keys: the keys of the ranks that meet, at which this rank has arrived. Its client waits, so no one else may need
             it.
-        others: returns the same keys with another client, for looks.
+        others: returns the same keys with another client, for checks.
         processes: theirs, which it completes.
         deadline: moment on the monotonic clock until which they have to come.
         hint: a remedy to add to the error about ranks that have not arrived.

@@ -1,4 +1,4 @@
-"""One thread per process that looks after the heartbeats of all its transports.
+"""One thread per process for the heartbeats of all its transports.
 
 The thread is separate from those that make calls, because they may wait in a library that cannot be interrupted.
 """
@@ -28,8 +28,8 @@ _logger = logging.getLogger("fusionlayer")
 
 # Seconds that a store may take to answer. A store on another host takes a millisecond.
 STORE_PATIENCE = 2.0
-# Seconds that a process with a store stays for the others to read why it leaves. Each reads it once per interval of its
-# heartbeat, 5 seconds at most.
+# Seconds for which a process with a store stays, so that the others can read its cause. Each reads it once per interval
+# of its heartbeat, 5 seconds at most.
 _LINGER = 12.0
 _LINGER_POLL = 0.02
 # Seconds for which clients of a store are kept for the next transport: each is a connection of the store's keeper.
@@ -96,7 +96,7 @@ class _Monitor:
             return self._stores.setdefault(store, known)
 
     def take_meeting_store(self, store: dist.Store, timeout: float) -> dist.Store:
-        """Return a client of a store by which a transport meets; no other transport uses it meanwhile.
+        """Return a client of a store for a transport's meeting; no other transport uses it meanwhile.
 
         Its requests wait for keys that other ranks write, ``timeout`` seconds for an answer. Transports use it one
         after the other, because a client is a connection, and torch's store looks up the name of each new one: on a
@@ -119,7 +119,7 @@ class _Monitor:
     def add(self, heartbeat: _MonitoredHeartbeat) -> None:
         """Tick this heartbeat from now on. Any thread may call it."""
         with self.lock:
-            # The job continues, and what comes now has other causes.
+            # The job continues, and later failures have other causes.
             self._culprits = None
             self._kept.clear()
             self._beating.append(heartbeat)

@@ -60,7 +60,7 @@ class Processes:
         return [found for rank in self._here() if (found := self.look_at(rank))]
 
     def _here(self) -> list[int]:
-        """Return the other ranks on this host, as far as they are known."""
+        """Return the known other ranks on this host."""
         of, place = dict(self.of), self.own.place
         return sorted(rank for rank, process in of.items() if process.place == place and rank != self._rank)
 
@@ -110,7 +110,7 @@ class Culprits:
         return cls(finding, tuple(identities[rank] for rank in finding.ranks))
 
     def among(self, identities: Mapping[int, Identity]) -> Finding | None:
-        """Return the finding for a transport over these processes; None if no culprit is one of them."""
+        """Return the finding for a transport over these processes; None if no culprit is one of these processes."""
         ranks = tuple(sorted(rank for rank, identity in identities.items() if identity in self.processes))
         return Finding(self.finding.kind, ranks, self.finding.text) if ranks else None
 

@@ -50,7 +50,7 @@ class Recorder:
     def progress(self, *, anew: bool = False) -> dict[str, ChannelState]:
         """Return the position of each channel, without its single calls.
 
-        ``anew``: look for groups' names now, even if the last look found none.
+        ``anew``: read the groups' names again, even if the last attempt found none.
         """
         if anew:
             self._next_names = 0.0

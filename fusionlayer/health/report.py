@@ -88,7 +88,7 @@ def _is_own(place: Path) -> bool:
 def write(report: Report, path: Path) -> None:
     """Replace the file; only this user may read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Once more, as another user may have made it meanwhile; from now on no other user can exchange it.
+    # Once more, because another user may have made it meanwhile; from now on no other user can exchange it.
     if path.parent == _place() and not _is_own(path.parent):
         raise PermissionError(errno.EPERM, "its folder is not of this user alone", str(path))
     with files.whole(path) as file:

@@ -42,7 +42,7 @@ _Key = tuple[str, tuple[int, ...]]
 
 
 class Reporter:
-    """This rank's knowledge of the others. One thread uses it; any thread may read the properties.
+    """This rank's knowledge of the other ranks. One thread uses it; any thread may read the properties.
 
     Args:
         rank: this rank.
@@ -191,7 +191,7 @@ class Reporter:
         self._log(finding.text)
 
     def conclude(self, has_failed: bool) -> None:
-        """Log why the job has failed, and leave the file; remove the file of one that has ended well."""
+        """Log the cause of a failed job, and keep the file; remove the file of a job that has ended well."""
         now = time.monotonic()
         findings = tuple(finding for finding in self.compare(now) if finding.final)
         with self._lock:
@@ -224,7 +224,7 @@ class Reporter:
     def _predates_wait(self, ranks: Iterable[int], now: float) -> bool:
         """Return whether a state of these ranks is older than the wait for them, and a newer one will be read soon.
 
-        An older state does not show the line at which a rank lags. It may even lack the call that the others are in.
+        An older state does not show the line at which a rank lags. It may even lack the others' call.
         """
         waiting = max(state.idle for state in self._states.values() if state.waits)
         ages = [now - self._heard[rank] for rank in ranks if rank in self._heard]

@@ -30,7 +30,7 @@ _HELPERS = ("wrapper", "inner", "_coalescing_manager", "__exit__")
 
 
 class Line(NamedTuple):
-    """Where a thread is in the program.
+    """The position of a thread in the program.
 
     Attributes:
         doing: what it does, as a clause.

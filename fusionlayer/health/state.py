@@ -1,4 +1,4 @@
-"""The one format of what a rank writes into a store about itself: any process that reaches the store can write it."""
+"""The one format of the state that a rank writes into a store: any process that reaches the store can write it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class LinkState:
 
 @dataclass(frozen=True)
 class RankState:
-    """Where a rank is: of a transport with its only channel, of a watched process with all.
+    """A rank's position: of a transport with its only channel, of a watched process with all.
 
     Attributes:
         rank: its number.

@@ -1,4 +1,4 @@
-"""The keys of a store by which ranks let each other know where they are and why they fail."""
+"""The keys of a store in which ranks report their positions and failures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StatusKeys:
             self.go_on()
 
     def go_on(self) -> None:
-        """Let all ranks continue that wait for the others, because they have come, or because there is a cause."""
+        """Let all ranks continue that wait for the others: they have come, or there is a cause."""
         self._store.set(self._key("met"), "")
 
     def wait_for_all(self, seconds: float) -> None:
@@ -91,7 +91,7 @@ class StatusKeys:
         return self._store.check([self._key(f"at/{rank}") for rank in ranks])
 
     def read(self, ranks: Iterable[int]) -> dict[int, RankState]:
-        """Return the last states of these ranks, without those that have none, or none that makes sense."""
+        """Return the last valid states of these ranks."""
         keys = {self._key(f"at/{rank}"): rank for rank in ranks}
         here = list(keys) if keys and self._store.check(list(keys)) else [k for k in keys if self._store.check([k])]
         texts = zip(here, self._store.multi_get(here) if here else [], strict=True)

@@ -19,7 +19,7 @@ _SMALL, _LARGE = struct.Struct("=I"), struct.Struct("=Q")
 # A link is slow if it carries this many times less than before, while it has data to send for this share of the time.
 _TIMES, _SHARE = 3.0, 0.2
 _OVER = 1.5
-# The weight of the latest look in what is usual.
+# The weight of the latest measurement in the usual rate.
 _LEARNING = 0.1
 # Looks in a row in which it must be so.
 _LOOKS = 3
@@ -30,7 +30,7 @@ _SHORT = 2e-3
 
 
 class TcpCounters(NamedTuple):
-    """Of a connection: bytes acknowledged, segments sent again, seconds with data to send, and of a round trip."""
+    """Of a connection: bytes acknowledged, segments sent again, seconds with data to send, seconds of a round trip."""
 
     acknowledged: int
     again: int
@@ -68,7 +68,7 @@ class Links:
     """Finds connections that have become slow. One thread uses it.
 
     Attributes:
-        ends: addresses and ports of this process's ends, by which others know whose they are.
+        ends: addresses and ports of this process's ends, by which others identify them.
         again: segments that were sent again so far, over all connections that are open.
         held_up: other ends of busy connections whose round trips take longer than usual: their data or acknowledgements
             wait at an interface.
@@ -103,7 +103,7 @@ class Links:
                 self._trips[ends] += _LEARNING * (each.trip - trip)
             rate, usual = sent / busy, self._usual.get(ends, 0.0)
             was = self._slow.get(ends, 0)
-            # What was slow three times is so until it is as fast again, more or less.
+            # A link that was slow three times counts as slow until it is about as fast again.
             is_slow = rate * _OVER < usual if was >= _LOOKS else busy > _SHARE * passed and rate * _TIMES < usual
             self._slow[ends] = was + 1 if is_slow else 0
             if not is_slow:

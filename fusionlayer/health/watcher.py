@@ -200,7 +200,7 @@ class Watcher:
             try:
                 self._tick(now)
             except RuntimeError:
-                # The store does not answer. What the processes of this host show is still seen.
+                # The store does not answer. The state of this host's processes is still seen.
                 if self._reporter.is_first and self._reporter.sees_trouble:
                     self._reporter.report(now, None)
             except Exception:

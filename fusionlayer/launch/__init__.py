@@ -73,14 +73,14 @@ VARIABLES = {
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Where each launcher writes rank, size, local rank and local size."""
+"""The variables of rank, size, local rank and local size of each launcher."""
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
-    srun and Ray may have started another launcher, whose variables say more. So their own count only where there are
-    no others.
+    srun and Ray may have started another launcher, whose variables say more. So their own variables count only if there
+    are no others.
 
     Raises:
         ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other; or they
@@ -245,7 +245,7 @@ def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) ->
         _agree_on_size(SealedStore(kept, "meeting"), place)
         state = RankState(place.rank, processes.own, 1)
         keys.arrive(state)
-        # This client of the store waits, so looks need another one.
+        # This client of the store waits, so checks need another one.
         others = cache(lambda: _keys(kept.clone(), place))  # type: ignore[attr-defined]
         finding = await_all(keys, others, processes, deadline, f"{timeout:g} s; were they started?")
         if finding is not None:
@@ -262,7 +262,7 @@ def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) ->
 
 
 def _agree_on_size(store: SealedStore, place: RankInfo) -> None:
-    """Return if this rank has as many ranks as the first that has come; raise ``TransportError`` else."""
+    """Return if this rank's number of ranks is that of the first rank; raise ``TransportError`` otherwise."""
     first, size = _numbers(store.compare_set("size", "", f"{place.rank} {place.size}"), 2)
     if size != place.size:
         name = VARIABLES.get(place.launcher, ("", "the number of processes"))[1]
@@ -364,7 +364,7 @@ def _greet(kept: Store, place: RankInfo, timeout: float) -> str:
         store.set(f"{name}/met/{place.rank}", "")
         store.add(f"{name}/met", 1)
         return name
-    # The others must not report rank 0 while it waits here for one that does not come.
+    # The others must not report rank 0 while it waits here for a missing rank.
     _keys(_meeting(PrefixStore(token, kept)), place).write(RankState(0, Identity.own(), 0))
     asked: list[str] = []
     seen = 0

@@ -73,7 +73,7 @@ class Board(ABC):
         """Return the text, or None if it is not there yet."""
 
     def read(self) -> tuple[str, int]:
-        """Return host and port of rank 0 as soon as they are there.
+        """Return host and port of rank 0 as soon as they are published.
 
         Raises:
             TransportError: rank 0 does not publish them in time, or another program has written something else.

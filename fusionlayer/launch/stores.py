@@ -75,7 +75,7 @@ class WrappedStore(dist.Store):
 class SealedStore(WrappedStore):
     """A store whose values carry a proof of the job key, where there is one (see ``job_key``).
 
-    Counters are as they are: the store itself adds to them.
+    Counters are unsealed: the store itself adds to them.
 
     Args:
         store: where the values are.
@@ -146,12 +146,12 @@ class EndingStore(SealedStore):
         super().set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, as that of ``SealedStore``, once ``wait`` has returned."""
+        """Return the value of a key, like ``SealedStore``, once ``wait`` has returned."""
         self.wait([key])
         return super().get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys, as that of ``SealedStore``, once ``wait`` has returned."""
+        """Return the values of keys, like ``SealedStore``, once ``wait`` has returned."""
         self.wait([*keys])
         return super().multi_get(keys)
 
@@ -247,7 +247,7 @@ def dial(name: str, port: int, token: str, patience: float, knock: float) -> dis
 
 
 def open_store(host: str, port: int, rank: int, size: int, timeout: float, *, serve_it: bool) -> dist.TCPStore:
-    """Return the store by which a job's ranks meet, at a place that they know.
+    """Return the store by which a job's ranks meet, at a known place.
 
     Args:
         host: the host of the rank that keeps it.

@@ -148,7 +148,7 @@ def choose_threshold(how: Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
 def choose_drawn(spec: Spec, acc: Tensor, k: int) -> Tensor:
     """Return (2,) int64, a choice for ``sparse_encode`` with ``SPARSE_RANDOM``: the ``k`` least numbers.
 
-    One more element may be chosen: a message with room for ``k`` leaves it out. ``acc`` (n,) f32 is what will be
+    One more element may be chosen: a message of capacity ``k`` leaves it out. ``acc`` (n,) f32 is what will be
     encoded: if elements are not finite, they alone are chosen. On CUDA the host does not wait.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)

@@ -19,7 +19,7 @@ class Counted(Protocol):
 
 
 class Labelled(NamedTuple):
-    """A value of which there are several: by a name of ``metrics``, and labels that distinguish it from the others."""
+    """One of several values: by a name of ``metrics``, and labels that distinguish it from the others."""
 
     name: str
     labels: tuple[tuple[str, str], ...]

@@ -144,7 +144,7 @@ meter = Meter()
 def read() -> dict[str, float]:
     """Return all counters and gauges of this process by name; seconds count from the first use of this module's others.
 
-    A gauge that means nothing yet, such as a ratio of no bytes, is left out. One of which there are several has the
+    A gauge that means nothing yet, such as a ratio of no bytes, is left out. A metric with several values has the
     values of its labels after its name: "compression_error/3/int4/layer.weight".
     """
     found: dict[str, float] = {"steps": 0.0, "bytes_raw": 0.0, "bytes_sent": 0.0, **counts.read(), **meter.seconds()}

@@ -1,7 +1,7 @@
 """Records what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto) and in torch's profiler.
 
-Code that works for a bucket without knowing it, such as a codec, says what it does by ``with here.doing(...)``. While
-nothing records, that makes one C object and calls nothing in Python.
+Code that works for an unknown bucket, such as a codec, reports its activity by ``with here.doing(...)``. While nothing
+records, that makes one C object and calls nothing in Python.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Timeline:
         return _Span(self, name, {**doing.details, **details} if isinstance(doing, _Parts) else details)
 
     def bucket_span(self, transport: _CountsBytes, **details: Any) -> AbstractContextManager[None]:
-        """Return the context ALLREDUCE, in which codecs and ``transport`` record what they do, with its details."""
+        """Return the context ALLREDUCE, in which codecs and ``transport`` record their activity, with its details."""
         return _BucketSpan(self, transport, details) if self.enabled or getattr(*PROFILER_STATE) else _NOTHING
 
     def part(self, name: str, **details: Any) -> AbstractContextManager[None]:
@@ -225,7 +225,7 @@ class Timeline:
     def note_clock(self, offset: int, error: int, ranks: int) -> None:
         """Write by how many nanoseconds rank 0's clock is ahead of this one, and how wrong that may be."""
         if self._file is not None:
-            # The stamps of spans stay as they are: the reader of several files adds the offset.
+            # The stamps of spans stay unchanged: the reader of several files adds the offset.
             args = {"offset_us": offset / 1000, "error_us": error / 1000, "ranks": ranks}
             self._file.write(metadata("clock", self._rank, 0, **args))
 
@@ -233,7 +233,7 @@ class Timeline:
         self, name: str, start: Stamp, end: Stamp, row: str, details: Mapping[str, Any], busy: int | None = None
     ) -> None:
         if self._device is not None and not isinstance(start, int):
-            # What the thread itself was busy with says nothing about the device.
+            # The thread's own activity reveals nothing about the device.
             self._device.pending.append(_TimedSpan(name, start, end, row, details))
         else:
             self._put(name, start, end, row, details, busy)

@@ -40,7 +40,7 @@ class Route:
         counts: (size, experts) int64 on the CPU, the rows that each rank has sent for each expert of this rank.
         sent: rows that this rank has sent to each rank.
         received: rows that this rank has received from each rank.
-        most: the most rows that any rank has sent to others, and the most that any has received.
+        most: the largest number of rows that any rank has sent to others, and that any has received.
     """
 
     counts: Tensor
@@ -57,15 +57,15 @@ class Dispatcher:
     ranks and calls.
 
     Every rank makes the same calls in the same order, with zero rows if it has no tokens. Rows that stay on a rank are
-    not encoded. In a group of one rank, rows are returned as they are. Under ``torch.compile`` the calls stay outside
-    of graphs.
+    not encoded. In a group of one rank, rows are returned unchanged. Under ``torch.compile`` the calls stay outside of
+    graphs.
 
     Args:
         group: process group, one-dimensional ``DeviceMesh`` or transport; None means all ranks. All its ranks make the
             dispatcher together.
         codec: name or codec of the forward; None takes the configured one (``raw`` by default). "auto" changes no bit:
-            tokens are sent as they are, or by ``zip`` where measurements say that this takes less time.
-        gradient_codec: name or codec of the backward; None takes that of the forward.
+            tokens are sent uncompressed, or by ``zip`` if measured faster.
+        gradient_codec: name or codec of the backward; None takes the codec of the forward.
         codec_options: options of a forward codec given by name.
 
     Raises:
@@ -109,9 +109,7 @@ class Dispatcher:
             counts: (size,) number of rows for each rank, or (size, experts) for each expert of each rank. All ranks
                 have the same number of experts.
 
-        Returns:
-            (m, ...) the rows for this rank, in the order of the ranks that have sent them, and the route that
-            ``combine`` takes.
+        Returns: (m, ...) the rows for this rank, in the order of the sending ranks, and the route for ``combine``.
 
         Raises:
             ConfigError: ``counts`` does not fit the ranks or rows, or the codecs do not take the type of ``rows``.

@@ -34,8 +34,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Each activation for the next stage, and each gradient for the previous one, is one message of a fixed size, so no
     sizes are exchanged. Messages are sent as torch sends them, over its process group. Floats of 32 and 16 bits are
-    compressed; other types are sent as they are. Tensors for a stage of the same rank are not compressed either. Where
-    the setting ``checksum`` asks for it, each message of floats has a header with a checksum, as torch sends none.
+    compressed; other types are sent uncompressed. Tensors for a stage of the same rank are not compressed either. If
+    the setting ``checksum`` asks for it, each message of floats has a header with a checksum, because torch sends none.
 
     Args:
         submodule: as in torch.
@@ -43,7 +43,7 @@ class PipelineStage(pipelining.PipelineStage):
         num_stages: as in torch.
         device: as in torch.
         codec: name or codec of activations; None takes the configured one (``raw`` by default).
-        gradient_codec: name or codec of gradients; None takes that of activations.
+        gradient_codec: name or codec of gradients; None takes the codec of activations.
         warmup_steps: number of first training steps of the schedule that are sent uncompressed, while activations
             change fast.
         group: process group of the pipeline; None means all ranks. All its ranks make their first stage together. They

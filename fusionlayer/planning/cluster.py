@@ -26,7 +26,7 @@ class Cluster:
         inside: link between ranks of one host; needed if a host has several.
         cores: cores that a rank has for itself; less than one if ranks share them.
         threads: threads that a rank computes with.
-        staging: seconds of copying this many bytes from the device to the host, and as many back, where the links carry
+        staging: seconds of copying this many bytes from the device to the host, and as many back, if the links carry
             the host's memory. A copy engine for each direction does it.
         connections: of a rank to each rank of another host, where they may carry less than the link; None: they fill
             it.
@@ -71,7 +71,7 @@ class Scenario:
     Attributes:
         rate: the rate of each host's link, in the words of tc; of the slowest, if ``rates`` are given.
         per_host: ranks of a host.
-        cores: cores that each rank has for itself; None: as many as where the profile was measured.
+        cores: cores that each rank has for itself; None: as in the profile's measurement.
         latency: seconds of a message; None: as measured.
         latency_factor: multiplies the latency, and the round trip.
         curves: take measured curves instead of alpha-beta costs if the rate was measured.

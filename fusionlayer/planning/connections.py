@@ -14,7 +14,7 @@ _SEGMENT_BYTES = 1448
 """Payload of a TCP segment on Ethernet, with timestamps."""
 
 _FIRST_SEGMENTS = 10
-"""That a connection sends before it has heard anything (RFC 6928), and after a pause."""
+"""The segments that a connection sends before its first acknowledgement (RFC 6928), and after a pause."""
 
 _SPREAD = 0.407
 """Standard deviation of a window of reno by its mean, where losses come at random (Ott, Kemperman, Mathis: "The
@@ -22,7 +22,7 @@ Stationary Behavior of Ideal TCP Congestion Avoidance", 1996): of loss p the mea
 square 2 / p."""
 
 _CHUNK_BYTES = 12 << 10
-"""Of a short message over connections of our own. A message with fewer chunks leaves connections unused."""
+"""For a short message over connections of our own. A message with fewer chunks leaves connections unused."""
 
 
 def _reno(loss: float, rtt: float) -> float:
@@ -99,7 +99,7 @@ class Connections:
         As many bytes are sent the other way meanwhile; the result is the time of the slower direction.
 
         Idle connections send twice as many segments after each round trip, up to the limit of loss and link; those of
-        BBR keep their rate. Then come the bytes. A dropped segment comes a round trip later: that counts as far as it
+        BBR keep their rate. Then come the bytes. A dropped segment comes a round trip later, which counts as far as it
         outlasts the other bytes.
         """
         used = min(self.count or 1, max(1, math.ceil(nbytes / _CHUNK_BYTES)))

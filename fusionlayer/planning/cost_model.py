@@ -36,8 +36,8 @@ class Curve:
     """Measured seconds, interpolated linearly between the measured sizes.
 
     A size below the smallest costs as much as the smallest; size 0 costs nothing. The curve never falls: a point below
-    an earlier one counts as noise. Beyond the largest size the last rising segment continues, because a flat end comes
-    from noise and would make everything beyond it free.
+    an earlier one counts as noise. Beyond the largest size the last rising segment continues, because a flat end is
+    noise and would make larger sizes free.
 
     Attributes:
         points: (size, seconds), sizes above 0 and growing.
@@ -98,7 +98,7 @@ class CodecCost:
         decode: the cost of decoding this many elements.
         sum: the cost of summing messages with this many elements altogether.
         recode: the cost of summing messages with this many elements altogether and encoding the sum.
-        lossless: whether values are sent as they are.
+        lossless: whether values are sent unchanged.
         algorithm: collective that the codec needs; None lets the nodes decide.
         ahead: the thread that computes encodes gradients one by one as they arrive, and their messages are gathered.
         within_bits: the bits that are sent for each element inside a host in a two-level sum; None: ``bits``.
@@ -140,7 +140,7 @@ class LinkCost:
     Attributes:
         latency: seconds of an exchange of one byte; every further hop of a collective costs as much.
         overhead: CPU seconds of a message; every further message of an exchange costs as much.
-        cpu_per_byte: CPU seconds for each byte that a rank sends, and for one that it receives meanwhile.
+        cpu_per_byte: CPU seconds for each byte that a rank sends, and for one that it receives at the same time.
         exchange: seconds by bytes that each rank sends, all ranks at once.
         all_reduce: seconds of the transport's own all-reduce of two ranks, by bytes that each rank sends.
     """
@@ -181,7 +181,7 @@ class LinkCost:
         Args:
             rtt: seconds of a round trip, beyond the measured latency.
             asks: a message is sent when its receiver has signalled readiness, as gloo's are: a round trip after it was
-                asked for. Others, those over connections of our own, arrive after half a round trip.
+                asked for. Other messages, over connections of our own, arrive after half a round trip.
         """
         return self.with_latency(self.latency + (rtt if asks else rtt / 2))
 

@@ -25,7 +25,7 @@ class TypicalStep:
 
 
 class Drift:
-    """Compares each look with the first one, and reports drift when one time is off in several looks in a row.
+    """Compares each sample with the first one, and reports drift when one time deviates in several samples in a row.
 
     The reference is measured, not predicted. A prediction assumes one communication thread and a core for each thread,
     so it may be off from the first step on, and planning again would not help.
@@ -33,7 +33,7 @@ class Drift:
     Args:
         tolerance: share of the reference by which a time may change. A time below a tenth of backward and waiting
             counts as such a tenth.
-        looks: number of looks in a row that must be off.
+        looks: number of consecutive deviating samples.
 
     Attributes:
         reference: the first look.
@@ -46,7 +46,7 @@ class Drift:
         self._off: dict[str, int] = {}
 
     def look(self, pace: TypicalStep) -> str | None:
-        """Take a look; return what has drifted, in words, or None."""
+        """Take a sample; return the drifted time, in words, or None."""
         if self.reference is None:
             self.reference = pace
             return None

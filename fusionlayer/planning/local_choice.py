@@ -58,7 +58,7 @@ class LocalChoice:
     """The chosen way, and why.
 
     Attributes:
-        way: the way that was chosen.
+        way: the chosen way.
         selection: its codecs and plan.
         reason: in words.
         others: the best way of each codec, the chosen one first, each with arguments for or against it.
@@ -98,8 +98,8 @@ def choose_local(
             without a measured loss are allowed, and measured losses above 2 % are left out.
         losses: measured losses; of local steps only those of at least this many workers, if there are any.
         measured: see ``costs_of``.
-        most: the longest period that is tried; "averaging" and "overlapped" are tried with 2, 4, 8, ... steps. What was
-            measured with more fragments than the plan has buckets is not tried.
+        most: the longest period that is tried; "averaging" and "overlapped" are tried with 2, 4, 8, ... steps. Ways
+            measured with more fragments than the plan has buckets are not tried.
 
     Raises:
         ConfigError: the profile lacks costs, no rule fits a tensor, no way is within the budget, or the fidelity is not
@@ -146,7 +146,7 @@ def choose_local(
     every_way = [way for codec, selection in found.items() for way in tried(codec, selection)]
     # A codec's cost in each step counts in full, although steps are skipped.
     bad = {codec for codec in found if (each := losses.of(codec)) is not None and not _allows(each, budget)}
-    # Nor is a period that costs one codec too much believed to be better with another.
+    # Nor is a period that costs one codec too much assumed to be better with another.
     known = [cost for codec in found.keys() - bad for cost in losses.local(codec)]
     too_long = min((cost.every for cost in known if not _allows(cost, budget)), default=math.inf)
     believed = [way for way in every_way if way.loss is not None or (way.codec not in bad and way.every < too_long)]
@@ -195,7 +195,7 @@ def _allows(loss: LossCost | None, budget: float | None) -> bool:
 
 
 def _preference(way: SyncChoice, limit: float) -> tuple[object, ...]:
-    """Return the key by which ways are compared; the smallest wins."""
+    """Return the sort key of ways; the smallest wins."""
     if way.seconds > limit:
         return (True, way.seconds)
     return (False, way.loss is None, 0.0 if way.loss is None else way.loss.percent, way.every, way.delay, way.seconds)

@@ -41,7 +41,7 @@ class EveryRules:
         least, most: bounds of the period. Independent noise of batches hides how much a long period costs, so the
             largest is a guard too.
         apart: divergence above which it is halved. With small batches it is near 1 after one step already, by noise;
-            above 1 replicas undo what the others learn.
+            above 1 replicas undo each other's progress.
         waiting: share of a step's time spent waiting for the network above which it is doubled.
         syncs: exchanges in a row that must say so.
         rest: exchanges after a halving in which it is not doubled again.
@@ -63,7 +63,7 @@ class EveryRules:
 
 @dataclass(frozen=True)
 class EveryState:
-    """A period that follows what is measured. All ranks have the same, as they are given the same numbers.
+    """A period that follows what is measured. All ranks compute the same number from the same inputs.
 
     Divergence counts more than waiting: a period is halved even if the network is a bottleneck. It is doubled only as
     long as replicas do not drift apart, and not soon after it was halved.

@@ -1,4 +1,4 @@
-"""The loss that ways of sending have cost in training; each figure names the result that has it."""
+"""The measured losses of ways of sending; each figure names its result."""
 
 from __future__ import annotations
 

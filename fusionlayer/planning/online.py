@@ -47,7 +47,7 @@ class ReplanSchedule:
         warm_up: steps that do not count, after the first step and after each switch.
         measured: steps whose medians are the costs of backward.
         between_looks: steps whose medians each look takes; doubled with every new plan.
-        looks: number of looks in a row that must be off before the planner measures again.
+        looks: number of consecutive deviating samples before the planner measures again.
         tolerance: share by which a time may change.
         gain: share of the predicted step that a new plan must save to replace one that drifted.
     """
@@ -69,7 +69,7 @@ class OnlinePlanner(PlanController):
     several looks in a row are off, they measure and plan again.
 
     A device reports the seconds of a step some time after its end, or not at all. So steps are counted as they end, the
-    same on all ranks, and those count whose seconds are known by then.
+    same on all ranks, and those with known seconds count.
 
     Args:
         tensors: the tensors of a step.

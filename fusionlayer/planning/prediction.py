@@ -84,7 +84,7 @@ def predict_local_steps(
 ) -> SimulatedStep:
     """Return the mean step of training whose buckets leave once in ``every`` steps; it has no spans.
 
-    What is sent are differences of parameters, which are there at the end of a step. Steps between do not wait.
+    Differences of parameters are sent, which exist at the end of a step. Steps between do not wait.
 
     Args:
         profile: the costs, and the model.

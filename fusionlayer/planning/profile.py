@@ -25,7 +25,7 @@ _NO_LINKS = "profile has no links; measure one with two ranks or more: `torchrun
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the profile was measured.
+    """The place of the measurement.
 
     Attributes:
         cores: the cores of the machine.
@@ -235,7 +235,7 @@ class Profile:
         return LinkCost.between(bits, known.items())
 
     def transfer(self, algorithm: str, workers: int) -> Cost | None:
-        """Return measured seconds of a collective by bytes of a rank's message; None if that was not measured."""
+        """Return measured seconds of a collective by bytes of a rank's message; None if it was not measured."""
         known = self.collectives.get("one_shot" if algorithm == "gather" else algorithm, {})
         return known.get(str(workers))
 

@@ -137,7 +137,7 @@ def forecast(step: RecordedStep, names: Sequence[str], clock: Clock = HOST) -> l
 
 
 def _link(buckets: Sequence[RecordedBucket]) -> LinkCost:
-    """Return the link by which the recorded exchanges took as long as they did."""
+    """Return the link that explains the times of the recorded exchanges."""
     points = [(bucket.sent, bucket.exchanged) for bucket in buckets if bucket.sent and bucket.exchanged]
     sizes = [sent for sent, _ in points]
     if points and max(sizes) > _APART * min(sizes):

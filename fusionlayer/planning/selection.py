@@ -100,7 +100,7 @@ def ways(
     measured: bool = False,
     tensors: Iterable[TensorInfo] = (),
 ) -> tuple[Selection, dict[str, Selection]]:
-    """Return what may be chosen: the fastest way for each tensor alone, and each codec for all "auto" tensors.
+    """Return the candidates: the fastest way for each tensor alone, and each codec for all "auto" tensors.
 
     Each codec, by name, has the collective with which the predicted step is the shortest. Without an "auto" tensor
     there is no other way than the first. Arguments and errors are those of ``select``.

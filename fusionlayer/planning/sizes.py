@@ -12,7 +12,7 @@ class Sizes:
     Attributes:
         elements: sizes of tensors that are encoded, and of buckets that are packed.
         nbytes: sizes of transfers.
-        steps: steps of the model that count; a quarter as many come before them.
+        steps: number of measured steps of the model; a quarter as many precede them.
         repeats: calls for each size; their median counts.
     """
 

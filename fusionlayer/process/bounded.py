@@ -51,8 +51,8 @@ def bounded(
     Args:
         call: it may block for ever.
         deadline: a time of the monotonic clock.
-        is_in_vain: whether the call need not be waited for any longer; asked on the calling thread, every 50 ms. What
-            it raises is raised.
+        is_in_vain: whether the call need not be waited for any longer; asked on the calling thread, every 50 ms. Its
+            exceptions are raised.
         name: the name of the thread.
 
     Raises:
@@ -123,7 +123,7 @@ class Aside:
 
 
 def _make_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    # Without a reference to what has made the thread, nor to a call that has ended.
+    # It holds no reference to its creator, nor to an ended call.
     while (call := calls.get()) is not None:
         call()
         del call
@@ -144,7 +144,7 @@ def settle(threads: Iterable[threading.Thread]) -> None:
 def _settle_gloo() -> None:
     """Wait, 2 s at most, until torch's threads for collectives by gloo sleep.
 
-    Such a thread wakes the program when a collective has ended, and only then lets go of the tensors. For that it takes
+    Such a thread wakes the program when a collective has ended, and only then releases the tensors. For that it takes
     the interpreter's lock. If Python ends first, this aborts the process, with torch's own groups, too. torch does not
     report whether its threads have reached this state, so the system is asked: a thread that slept through 10 ms waits
     for its next collective, or for peers. A thread that waits for the interpreter's lock gets it meanwhile.

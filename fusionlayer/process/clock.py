@@ -41,7 +41,7 @@ class Clock(ABC):
 
     @abstractmethod
     def seconds(self, start: Stamp, end: Stamp) -> float | None:
-        """Return the seconds from ``start`` to ``end``, or None if one of them has not come yet. Never waits."""
+        """Return the seconds from ``start`` to ``end``, or None before both have come. Never waits."""
 
     @abstractmethod
     def worked(self) -> Stamp:
@@ -129,7 +129,7 @@ class DeviceClock(Clock):
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
-            # Other threads may do as they like meanwhile, such as the one that watches over the ranks.
+            # Other threads are free meanwhile, such as the one that watches the ranks.
             with torch.cuda.device(self.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 call()
         except RuntimeError:

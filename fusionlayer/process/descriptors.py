@@ -21,7 +21,7 @@ _TRANSPORTS = 3
 
 
 def reserve(size: int, *, keeps_store: bool, connections: int = 0) -> None:
-    """Raise the soft limit of open files, once, to what a job of this many ranks needs; say so in the log.
+    """Raise the soft limit of open files, once, to the need of a job of this many ranks; log it.
 
     Args:
         size: number of ranks.

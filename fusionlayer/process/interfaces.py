@@ -87,7 +87,7 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 def reachable_names() -> list[str]:
     """Return names and addresses of this host, the likeliest to be reachable first.
 
-    The interface that GLOO_SOCKET_IFNAME names comes before all others.
+    The interface in GLOO_SOCKET_IFNAME comes before all others.
     """
     here = addresses()
     first = here.get(_chosen(), ())
@@ -119,7 +119,7 @@ def allowed_address(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether a name or an address leads no farther than to the host that uses it."""
-    # Not by looking the name up: many hosts give their own name a loopback address, and others find another one.
+    # Not by a look-up of the name: many hosts give their own name a loopback address, and others find another one.
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

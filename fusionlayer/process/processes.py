@@ -52,7 +52,7 @@ class Identity:
 
     @classmethod
     def decode(cls, text: bytes) -> Identity:
-        """Return the identity that ``encode`` has written; for any other text one that no process can look up."""
+        """Return the identity that ``encode`` has written; for any other text one that cannot be looked up."""
         unknown = cls.unknown()
         try:
             given = json.loads(text)
@@ -85,7 +85,7 @@ def return_free_memory() -> None:
 
 
 def node_name() -> str:
-    """Return a name that is equal for processes that share a host and its network, and for no others."""
+    """Return a name that is equal exactly for processes that share a host and its network."""
     try:
         network = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:

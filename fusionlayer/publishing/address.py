@@ -1,4 +1,4 @@
-"""Where versions are published: a port of TCP, or a folder."""
+"""The place of published versions: a TCP port, or a folder."""
 
 from __future__ import annotations
 

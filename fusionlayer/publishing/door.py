@@ -21,7 +21,7 @@ __all__ = ["Door", "Refusals", "ConnectionLimits", "share"]
 _logger = logging.getLogger("fusionlayer")
 
 _MOST_FOLLOWERS, _MOST_STRANGERS = 1024, 64
-# This many strangers are let in at once, then this many a second: each costs the thread that serves a tenth of a ms.
+# This many strangers are accepted at once, then this many a second: each costs the serving thread a tenth of a ms.
 _STRANGERS_PER_SECOND = 200
 _REST_SECONDS = 0.5
 _LINE_SECONDS = 1.0
@@ -37,7 +37,7 @@ class ConnectionLimits:
     Attributes:
         followers: connections to them.
         strangers: connections to callers that have proved nothing yet.
-        end: descriptors from this number on are left to the training, whatever holds those before it.
+        end: descriptors from this number on are left to the training.
     """
 
     followers: int

@@ -99,7 +99,7 @@ def way(there: Sequence[UpdateFile], have: int | None, to: int) -> list[UpdateFi
 
 
 class FolderOutlet(Outlet):
-    """Writes each version as what changed since the one before, and every ``keep``-th one whole as well.
+    """Writes each version as the difference to the one before, and every ``keep``-th one whole as well.
 
     The files of the last ``keep`` versions stay, one of which is whole. So a follower that is at most this many
     versions behind needs no whole version, and any other one finds one. With a secret each file is signed.
@@ -237,11 +237,11 @@ def _told(facts: dict[str, Any]) -> _Newest:
 
 
 class FolderSource(Source):
-    """Reads the updates of a folder. It looks for a newer version five times a second.
+    """Reads the updates of a folder. It checks for a newer version five times a second.
 
     Args:
         place: of the folder.
-        secret: only what is signed with it is taken; None: only what is not signed.
+        secret: only what is signed with it is taken; None: only unsigned versions.
     """
 
     def __init__(self, place: Endpoint, secret: bytes | None = None) -> None:

@@ -51,7 +51,7 @@ def subscribe(
         address: "tcp://HOST:PORT", "file:///FOLDER" or a Path, as the publisher has it.
         model: each version that is shown is loaded into it, by the thread that calls ``poll`` or ``wait``. None: take
             ``tensors()``, or call ``load_into``.
-        secret: that of the publisher, or a Path of the file that has it. None: the content of the file in
+        secret: the publisher's secret, or a Path of its file. None: the content of the file in
             FUSIONLAYER_PUBLISH_SECRET_FILE, if that is set. Versions in a folder are taken only if they are signed with
             it.
         name: the name by which the publisher's log calls this follower, and finds its secret if it has one for each.
@@ -89,7 +89,7 @@ class Follower:
     a time may call its methods.
 
     Attributes:
-        trouble: why no newer version came lately, such as a broken connection; None if all is well.
+        trouble: why no newer version came lately, such as a broken connection; None without trouble.
         ended: the publisher has ended in order, and ``latest`` is its last version. A publisher that begins again there
             is followed, and this is False again.
     """
@@ -156,7 +156,7 @@ class Follower:
 
         Raises:
             ConfigError: as for ``poll``.
-            TransportError: none came in time, or the publisher has ended; the message says what is wrong.
+            TransportError: no version came in time, or the publisher has ended; the message has the reason.
             UsageError: the follower was closed.
         """
         if not self._await(timeout):
@@ -166,7 +166,7 @@ class Follower:
         return self.version
 
     def __iter__(self) -> Iterator[int]:
-        """Show one version after the other as they come, and yield their numbers, until the publisher ends.
+        """Show version after version, and yield their numbers, until the publisher ends.
 
         Versions that are replaced before this one is done with are left out.
         """
@@ -180,7 +180,7 @@ class Follower:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over name and tensor of the version that is shown, in the publisher's order.
 
-        It stays with this version, whatever is shown later. Tensors are the follower's own, on the CPU: copy them, and
+        It stays with this version, regardless of later ones. Tensors are the follower's own, on the CPU: copy them, and
         do not change them.
 
         Raises:
@@ -306,8 +306,7 @@ class Follower:
             self.trouble = trouble
             self.ended = ended or (self.ended and trouble is not None)  # an ended publisher cannot be reached
             self._fatal = fatal
-            # A follower that reconnects is sent the version that it has, if there is no newer one; it is not shown
-            # twice.
+            # A reconnecting follower gets its own version again if there is no newer one; it is not shown twice.
             if new is not None and (new.run, new.version) != (
                 self._latest and (self._latest.run, self._latest.version)
             ):

@@ -40,7 +40,7 @@ and GONE when it ends."""
 _PREFIX = struct.Struct("<4sQ")
 _CRC = struct.Struct("<I")
 PREFIX_BYTES = _PREFIX.size + _CRC.size
-# What follows a prefix has a tag after each block of this many bytes, the most that is kept unverified.
+# The data after a prefix have a tag after each block of this many bytes, the most that is kept unverified.
 _PIECE_BYTES = 1 << 20
 # Memory for more is taken when this many bytes have come.
 _STEP_BYTES = 16 << 20
@@ -64,7 +64,7 @@ os.register_at_fork(after_in_child=_begin_child)
 
 
 def frame(kind: bytes, nbytes: int, seal: Seal | None) -> bytes:
-    """Return what stands before the ``nbytes`` of a frame: its kind, its length, a checksum of both, and its tag."""
+    """Return the prefix of a frame of ``nbytes``: its kind, its length, a checksum of both, and its tag."""
     prefix = _PREFIX.pack(kind, nbytes)
     prefix += _CRC.pack(zlib.crc32(prefix))
     return prefix + (seal.tag(sha256(prefix).digest()) if seal else b"")
@@ -111,7 +111,8 @@ def receive(end: socket.socket, nbytes: int) -> bytearray:
 
 
 class Parcel:
-    """An update as it is sent. Digests of its pieces are made once, for all followers, when the first one needs them.
+    """An update in its sent form. Digests of its pieces are made once, for all followers, when the first one needs
+    them.
 
     Attributes:
         target: the version that it makes.
@@ -144,7 +145,7 @@ class Parcel:
 
 
 def _cut(parts: Sequence[memoryview]) -> list[list[memoryview]]:
-    """Return the bytes of ``parts`` as pieces of ``_PIECE_BYTES``, the last one of what is left."""
+    """Return the bytes of ``parts`` as pieces of ``_PIECE_BYTES``, the last one shorter."""
     pieces: list[list[memoryview]] = []
     room = 0
     for part in parts:

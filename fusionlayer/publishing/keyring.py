@@ -16,7 +16,7 @@ __all__ = ["Keyring", "check_name", "common_of", "is_name", "keyring_of"]
 _logger = logging.getLogger("fusionlayer")
 
 LEAST_BYTES, NAME_BYTES = 16, 64
-# The environment names a file: what is in it itself gets into logs, and into all programs that are started.
+# The environment names a file, because its values themselves get into logs and into all started programs.
 _FILE = "FUSIONLAYER_PUBLISH_SECRET_FILE"
 _MAKE_ONE = 'make one with: python -c "import secrets; print(secrets.token_hex(16))"'
 _MOST_FILE_BYTES = 1 << 20
@@ -129,7 +129,7 @@ class Keyring:
         """Return name and secret of a follower.
 
         Args:
-            name: the name that it was given; None: that of the first line, or ``otherwise``.
+            name: the name that it was given; None: the name in the first line, or ``otherwise``.
             otherwise: a name for a follower without one.
 
         Raises:

@@ -77,7 +77,7 @@ class Outlet(ABC):
     @property
     @abstractmethod
     def followers(self) -> list[str]:
-        """Names of the followers that are connected, as far as they are known."""
+        """Names of the connected followers, if known."""
 
     @property
     @abstractmethod

@@ -76,7 +76,7 @@ class Peer:
 
     @property
     def secret(self) -> bytes | None:
-        """By which it has proved to be a follower."""
+        """The line with which it has proved to be a follower."""
         return self._greeting.secret
 
     @property

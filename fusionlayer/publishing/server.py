@@ -38,8 +38,8 @@ class TcpOutlet(Outlet):
     """Serves the newest version to all callers.
 
     A follower's update is made on request: the difference to its version, however old, or all of the newest if its
-    version is not kept. So nothing is encoded without a request, and one that is slow gets fewer and larger
-    differences. Kept are versions that followers have, at most ``keep`` of them.
+    version is not kept. So nothing is encoded without a request, and a slow follower gets fewer and larger differences.
+    Kept are versions that followers have, at most ``keep`` of them.
 
     Callers are strangers until they have proved to be followers and have asked for a version. Few strangers are
     listened to at once, and the oldest goes when there are too many.
@@ -66,8 +66,8 @@ class TcpOutlet(Outlet):
         # The oldest come first in both.
         self._strangers: dict[socket.socket, Peer] = {}
         self._peers: dict[socket.socket, Peer] = {}
-        # Versions that followers have, by digest; and until when those of disconnected followers are kept, which may
-        # come back.
+        # Versions of followers, by digest; and the time until which those of disconnected followers are kept, which may
+        # return.
         self._kept: dict[str, Snapshot] = {}
         self._missed: dict[str, float] = {}
         self._updates: dict[str | None, Parcel] = {}  # of the newest version, by what they need
@@ -245,7 +245,7 @@ class TcpOutlet(Outlet):
         _logger.info("%s: %r follows from %s", self.place, peer.name, peer.place)
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """Forget a caller. Its version is kept for a while, so that a link that comes back needs no whole version."""
+        """Forget a caller. Its version is kept for a while, so that a restored link needs no whole version."""
         for digest in (peer.has, peer.update.target.digest if peer.update else None):
             if digest in self._kept:
                 self._missed[digest] = time.monotonic() + self._timeout
@@ -292,7 +292,7 @@ class TcpOutlet(Outlet):
         """Have the update made for which a follower has waited longest."""
         waiting = [peer for peer in self._peers.values() if peer.since is not None and peer.announced != newest.version]
         on_their_way = {id(peer.update) for peer in self._peers.values() if peer.update is not None}
-        # Each that is on its way takes memory: where all are slow, the next one waits for one of them.
+        # Each one in flight takes memory: if all are slow, the next one waits for one of them.
         if waiting and not self._making and len(on_their_way) < self._keep + 2:
             first = min(waiting, key=lambda peer: peer.since or 0.0)
             self._making = True

@@ -21,7 +21,7 @@ def sign(secret: bytes, facts: Sequence[object]) -> str:
 
 
 def seal(secret: bytes, front: bytes | memoryview) -> bytes:
-    """Return what stands before a signed update.
+    """Return the prefix of a signed update.
 
     Args:
         secret: of the publisher and its followers.

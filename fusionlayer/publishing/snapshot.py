@@ -1,4 +1,4 @@
-"""All tensors of one version, as they were at one moment, with digests by which every end knows them."""
+"""All tensors of one version at one moment, with digests that identify them at every end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def copied(x: Tensor) -> Tensor:
 
 
 def identity(x: Tensor) -> tuple[object, ...]:
-    """Return what two tensors share if they are tied: one memory, seen in one way."""
+    """Return the common key of tied tensors: one memory, seen in one way."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
 
 

@@ -22,15 +22,15 @@ class TLS:
     """Encrypts connections of ``fl.publish`` and ``fl.subscribe`` by TLS 1.3. Both ends need it.
 
     A publisher has a certificate. With ``authorities`` it takes only followers whose certificate is signed by one of
-    them, and calls them by its common name. A follower takes only a publisher whose certificate is signed by one of its
-    ``authorities``, and has the name of the host that it connects to. ``fl.TLS()`` at both ends needs no certificates:
-    the secret proves the identity. That takes Python 3.13.
+    them, and calls them by its common name. A follower accepts only a publisher whose certificate is signed by one of
+    its ``authorities``, and names the host that it connects to. ``fl.TLS()`` at both ends needs no certificates: the
+    secret proves the identity. That takes Python 3.13.
 
     Args:
         certificate: PEM file with the certificate of this end, and those between it and its authority.
         key: PEM file with its private key; None: it is in ``certificate``.
-        authorities: PEM file with certificates of authorities. None: a publisher asks followers for no certificate,
-            and a follower with a ``certificate`` or ``host`` takes the authorities that its system trusts.
+        authorities: PEM file with certificates of authorities. None: a publisher requests no certificate, and a
+            follower with a ``certificate`` or ``host`` uses the authorities of its system.
         host: name in the publisher's certificate, for a follower; None: the host in the address.
     """
 
@@ -86,7 +86,7 @@ class TLS:
 
 
 def check_tls(tls: object, place: Endpoint) -> None:
-    """Raise ``ConfigError`` unless this is what ``publish`` and ``subscribe`` take as ``tls`` at a place."""
+    """Raise ``ConfigError`` unless this is a valid ``tls`` of ``publish`` and ``subscribe`` at a place."""
     if tls is not None and not isinstance(tls, TLS):
         raise ConfigError(f"tls: got {kind_of(tls)}; expected fl.TLS(certificate=..., authorities=...), or None")
     if tls is not None and place.folder is not None:

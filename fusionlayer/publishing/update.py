@@ -58,7 +58,7 @@ class Update:
 def make(target: Snapshot, base: Snapshot | None = None) -> Update:
     """Return the update that makes ``target`` of ``base``; with None, of nothing.
 
-    Tensors may have come, gone or changed their type or shape since ``base``: those that it lacks are sent whole.
+    Tensors may have been added, removed or changed in type or shape since ``base``: missing ones are sent whole.
     """
     rows: list[list[object]] = []
     parts: list[memoryview] = []

@@ -40,7 +40,7 @@ class Agreement:
         options: further options, as texts.
         plan_controller: changes plans while training runs; None: nothing does.
         timeline: shows when ranks compare.
-        hold_results: gradients stay as they are, and results wait to be taken.
+        hold_results: gradients stay unchanged, and results wait to be taken.
         shares: of a plan's buckets that can have shares and have none of their own; empty: equal ones.
         on_device: whether gradients are on a device.
         why: why the tensors have changed, for errors; forgotten when the ranks have agreed on that.

@@ -52,7 +52,7 @@ def bucket_sizes(
         ranks: number of ranks.
         tensors: at least one; the largest says how many bytes an element has.
         on_device: whether gradients are on a device.
-        costs: the costs of the step, if they are known. By the rate of the network a slow one may need no more bytes.
+        costs: the costs of the step, if they are known. By the rate of the network, a slow one may need no more bytes.
     """
     (edge, threshold), where = (_ON_DEVICE, "a GPU") if on_device else (_ON_CPU, "the CPU")
     reasons = [f"up to {threshold >> 20} MiB on {where}"]

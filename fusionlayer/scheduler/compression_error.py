@@ -2,7 +2,7 @@
 
 The error is the 2-norm of the loss over the 2-norm of the values, error feedback included, both without the largest
 hundredth of the values: a few large ones would hide the loss of the others. It is measured in one of ``EVERY`` steps,
-on at most ``_MOST`` neighbouring elements, each time others.
+    on at most ``_MOST`` neighbouring elements, other ones each time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ErrorProbe:
         if residual is not None:
             self._sent = part + residual[self._place :][:_MOST]
         elif not isinstance(self._codec, (PartsCodec, StatefulCodec)):
-            # What the collective sends is gone when it returns, so the rank reads a message of its own.
+            # The collective's messages are gone when it returns, so the rank reads a message of its own.
             payload = torch.zeros(
                 self._codec.wire(part.numel(), part.dtype).capacity, dtype=torch.uint8, device=x.device
             )
@@ -95,7 +95,7 @@ class ErrorProbe:
             self._lost = self._sent - back
 
     def end(self, residual: Tensor | None) -> None:
-        """Measure, when the collective has left in ``residual`` what was lost."""
+        """Measure, after the collective has left the loss in ``residual``."""
         sent, lost, self._sent, self._lost = self._sent, self._lost, None, None
         if sent is not None:
             lost = residual[self._place :][:_MOST] if lost is None and residual is not None else lost

@@ -70,8 +70,8 @@ class Engine(Lifecycle):
             ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
         shares: the part of a sum that each rank computes, in buckets that can have shares and whose plan gives none: a
             whole number for each rank. Empty: equally much.
-        plan_controller: watches the steps and may give the engine another plan between two of them.
-        clock: times the steps; None: that of the ``device``.
+        plan_controller: watches the steps and may replace the engine's plan between two of them.
+        clock: times the steps; None: the clock of the ``device``.
         name: the name of the threads.
 
     Attributes:
@@ -288,7 +288,7 @@ class Engine(Lifecycle):
             results.refuse_another(plans.plan)
         try:
             if plans.plan is None:
-                # Nothing has been sent yet: the gradients were kept until the order of their arrival was complete.
+                # Nothing has been sent yet: the gradients were kept until the order of arrival was complete.
                 plans.learn()
                 for name, gradient in step.arrived.items():
                     plans.buffers[plans.bucket_of[name]].put(name, gradient, step.number)

@@ -228,8 +228,8 @@ class Lane:
     def close(self) -> None:
         """Close the transport and let the thread end; do not wait for that. A second call does nothing.
 
-        Jobs that are still queued or in flight fail when they use the transport. The current stream waits for what the
-        lane's stream still has to do, so the memory of gradients may be used again.
+        Jobs that are still queued or in flight fail when they use the transport. The current stream waits for the
+        pending work of the lane's stream, so the memory of gradients may be used again.
         """
         self.worker.close()
         self.transport.close()
@@ -315,8 +315,8 @@ class Lanes:
 
     def launch(self, buffers: Sequence[Buffer], step: int, enclose: Callable[[], torch.Tensor] | None = None) -> None:
         """Launch every full bucket that is next in the order; the last one of the step encloses ``enclose()``."""
-        # A full bucket waits for those before it: all ranks must send in the same order, whatever order their gradients
-        # arrive in. The lane follows from the position in the order, not from which lane is free: each lane has its own
+        # A full bucket waits for those before it: all ranks must send in the same order, in any order of arrival of
+        # gradients. The lane follows from the position in the order, not from which lane is free: each lane has its own
         # transport, and all ranks must send a bucket on the same one.
         jobs, order = self.jobs, self.order.sequence
         while (place := len(jobs)) < len(order) and buffers[order[place]].full:

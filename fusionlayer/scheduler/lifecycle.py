@@ -89,7 +89,7 @@ class Lifecycle:
     ) -> None:
         """Sum these tensors from now on; all ranks call it before the first gradient of the same step.
 
-        That step is as a first one: it learns the order of arrival, and the ranks compare before the first payload.
+        That step is like a first one: it learns the order of arrival, and the ranks compare before the first payload.
         Each tensor keeps its error feedback. Until the results of the last step are taken, its buckets stay.
 
         Args:

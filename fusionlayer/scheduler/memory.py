@@ -188,7 +188,7 @@ class Memory:
     def restore(self, names: Iterable[str]) -> None:
         """Restore the state of these tensors that ``remember`` has kept; no thread encodes them any more.
 
-        Numbers that a codec keeps for a whole bucket stay as they are.
+        A codec's numbers for a whole bucket stay unchanged.
         """
         for name in names:
             before = self._before.pop(name)

@@ -1,4 +1,4 @@
-"""Plan controllers: the interface by which an engine gets another plan while training runs."""
+"""Plan controllers: the interface for replacing an engine's plan during training."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class StepTimer:
     """Measures the seconds of an engine's steps, without ever waiting for the device that works on them.
 
     The host only marks moments. ``read`` turns those of a step into seconds when the device has reached them, which is
-    a step later or more. By the host's clock it is at once.
+    a step later or more. By the host's clock it is complete at once.
 
     Calls about submitting, ending and taking never overlap: the engine's lock and the order of a step see to that.
     Lanes call ``note_bucket`` at any time.
@@ -182,7 +182,7 @@ class StepTimer:
             self._now.left_out.append((start, self._clock.stamp()))
 
     def _seconds(self, stamps: _Stamps, late: int) -> StepSeconds | None:
-        """Return the seconds of a step; None if the device has not reached all its moments, those of buckets aside."""
+        """Return the seconds of a step; None if the device has not reached all its moments, except those of buckets."""
         clock, began = self._clock, stamps.began
         wall = clock.seconds(began, stamps.ended)
         if wall is None:

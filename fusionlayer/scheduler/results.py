@@ -1,4 +1,4 @@
-"""Results of buckets whose steps have ended, until they are taken; they can be saved and loaded meanwhile."""
+"""Results of buckets of ended steps, until they are taken; they can be saved and loaded meanwhile."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ __all__ = ["Step", "Usage", "all_used"]
 class Step:
     """The number of the present step, the tensors that are due in it, and the gradients that have arrived.
 
-    A plan may send a bucket once in several steps. What is due follows from the plan and the number of the step alone.
-    The engine's lock guards all of it while hooks may run.
+    A plan may send a bucket once in several steps. The due buckets follow from the plan and the number of the step
+    alone. The engine's lock guards all of it while hooks may run.
 
     Args:
         holds: results wait to be taken, any number of steps.
@@ -120,7 +120,7 @@ class Usage:
         device: the device of ``exchange``: that of the gradients if the transport only queues work there, else the CPU.
 
     Attributes:
-        every: (size, n) uint8: the bits of each rank; when ``job`` has ended, some row has what others have used.
+        every: (size, n) uint8: the bits of each rank; after ``job`` some row has the others' bits.
         job: the exchange. It has to be awaited even if this rank has used all tensors, because other ranks need its
             message.
         uses_all: whether this rank has used all tensors; then no tensor is unused.

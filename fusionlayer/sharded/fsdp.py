@@ -80,18 +80,18 @@ def compress(
         reduce_scatter: another name of ``gradients``.
         broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
             replicas that differ. Equal weights are not sent. False leaves weights unchanged.
-        baseline: what zipped gradients have to beat with "auto". "exact": rows that are sent as they are and are summed
-            in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
+        baseline: what zipped gradients have to beat with "auto". "exact": rows that are sent uncompressed and summed in
+            rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
             more than two ranks torch adds in another order, so last bits depend on what was measured.
-        replicas: with HSDP, name or codec of what all-reduces between replicas carry, as for ``weights``; codecs
-            that need error feedback are allowed. All replicas get the same bits.
+        replicas: with HSDP, name or codec for the all-reduces between replicas, as for ``weights``; codecs that need
+            error feedback are allowed. All replicas get the same bits.
         algorithm: collective between replicas; None chooses by codec and nodes.
         error_feedback: add what ``replicas`` lost to the shard's next gradient. None: as configured, else do so if the
             codec is biased and coarse.
 
     Raises:
         ConfigError: unknown names, a sparsifier for weights or gradients, both names of one argument, a model without
-            such modules, or options of replicas for a model without replicas.
+            FSDP modules, or options of replicas for a model without replicas.
         PlanMismatch: from the first forward or backward, ranks disagree on codecs, or on parameters: their names,
             shapes or types.
         UsageError: from forward, something other than an optimizer's step changed weights that are sent as differences.

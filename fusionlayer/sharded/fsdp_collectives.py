@@ -269,7 +269,7 @@ def _scale(total: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int
     """Scale the sum over ``size`` ranks as ``op`` says.
 
     Other reductions scale before they send. Here that would scale ``size`` times as many elements, and values of a bf16
-    model would no longer fit into bf16. Where a sum could overflow, torch itself scales before and after.
+    model would no longer fit into bf16. If a sum could overflow, torch itself scales before and after.
     """
     if not is_sum(op):
         raise ConfigError(f"FSDP asks for a reduction by {op}, which is unknown here; expected SUM, AVG or PREMUL_SUM")

@@ -92,8 +92,8 @@ class FSDPCompression:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that determines messages and is saved neither by the model nor by the optimizer.
 
-        It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counts from which
-        seeds are made; they are the same on all ranks.
+        It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counters for seeds,
+        which are the same on all ranks.
 
         With error feedback between replicas all ranks call it together. It holds the sum of the replicas' feedback, and
         each replica continues with a share of it. Other state of codecs, such as the factors of PowerSGD, is not saved.

@@ -124,7 +124,7 @@ class Shards:
         self._seen = now
 
     def unsee(self) -> None:
-        """Let the next ``check`` accept the weights as they are."""
+        """Let the next ``check`` accept the present weights."""
         self._seen = None
 
     def cut(self, row: Tensor) -> dict[str, Tensor]:

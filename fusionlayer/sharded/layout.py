@@ -38,7 +38,8 @@ class Layout:
 
     @cached_property
     def _places(self) -> list[tuple[int, int]]:
-        """For each tensor, its owner and its place in the owner's part; not ``whole``: rank 0 and the place in all."""
+        """For each tensor, its owner and its position in the owner's part; not ``whole``: rank 0 and the position in
+        all."""
         if not self.whole:
             return [(0, start) for start in accumulate(self.numels[:-1], initial=0)]
         loads, places = [0] * self.size, [(0, 0)] * len(self.numels)

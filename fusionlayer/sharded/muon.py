@@ -45,8 +45,8 @@ def Muon(  # noqa: N802 - torch's name
     - **Replicas** (every rank has the whole model): the result is a ``ShardedOptimizer``. ``step`` sums gradients on
       their owners, by ``codec`` with error feedback. Owners keep momentum and f32 weights. All ranks add the difference
       between an owner's weights and theirs; the next difference contains what coding lost. So weights have the same
-      bits on every rank. Other parameters are cut evenly over ranks. What ``ShardedOptimizer`` says of ranks, unused
-      parameters, clipping and ``GradScaler`` holds here too.
+      bits on every rank. Other parameters are cut evenly over ranks. The notes of ``ShardedOptimizer`` on ranks, unused
+      parameters, clipping and ``GradScaler`` hold here too.
     - **FSDP2** (parameters are DTensors, sharded by rows over one dimension of a mesh): FSDP averages the gradients.
       Each rank keeps the momentum of its rows. ``step`` sends these rows to the owners, with error feedback, and
       receives the rows of the update. AdamW needs no messages.

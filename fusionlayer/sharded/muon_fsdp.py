@@ -21,7 +21,7 @@ __all__ = ["MuonOfShards"]
 
 
 class MuonOfShards(Optimizer):
-    """What ``Muon`` returns for a model under FSDP2.
+    """The result of ``Muon`` for a model under FSDP2.
 
     Its states are DTensors, sharded as their parameters: ``momentum_buffer``, and ``owed``, the error feedback of the
     momentum. ``torch.distributed.checkpoint`` saves them and loads them on another number of ranks. ``owed_update`` of
@@ -30,7 +30,7 @@ class MuonOfShards(Optimizer):
     Args:
         groups: groups of matrices with all options of ``torch.optim.Muon``, and groups with those of AdamW.
         gradients: codec of what goes to owners.
-        updates: codec of what comes back.
+        updates: codec of the returned updates.
     """
 
     def __init__(self, groups: list[dict[str, Any]], gradients: Codec, updates: Codec) -> None:
@@ -142,7 +142,7 @@ class MuonOfShards(Optimizer):
         return local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum, state["owed"].to_local()
 
     def _exchange(self, rows: Tensor, codec: Codec, residual: Tensor, number: int) -> Tensor:
-        """Send row r of ``rows`` to rank r; return what came, by rank. This rank's own row loses nothing."""
+        """Send row r of ``rows`` to rank r; return the received rows, by rank. This rank's own row loses nothing."""
         transport, piece = self._transport, rows.size(1)
         owed = residual.view_as(rows)[transport.rank]
         own = rows[transport.rank] + owed

@@ -22,7 +22,7 @@ __all__ = ["MuonOfReplicas", "known"]
 
 
 class MuonOfReplicas(ShardedOptimizer):
-    """What ``Muon`` returns for replicas.
+    """The result of ``Muon`` for replicas.
 
     Args:
         groups: groups of matrices with all options of ``torch.optim.Muon``, and groups with those of AdamW.
@@ -61,7 +61,7 @@ class MuonOfReplicas(ShardedOptimizer):
 
 
 class _Owner(Optimizer):
-    """Steps a rank's flat parts: by Muon those that hold ``matrices``, by AdamW all others.
+    """Steps a rank's flat parts: those with ``matrices`` by Muon, all others by AdamW.
 
     In each step it makes torch's optimizers anew, of views of the parts and of their states, so that a state is as flat
     as its part.

@@ -57,7 +57,7 @@ class ShardedOptimizer(Optimizer):
         params: parameters or groups of them, as any optimizer takes; f32, bf16 or f16, on one device. Their ``data``
             becomes a view of one tensor for each group.
         optimizer_class: an optimizer that updates each element independently of others, as Adam and SGD do. It gets
-            flat parts in f32.
+            flat f32 parts.
         weights: "raw"; "delta" for differences that lose no bit; "qwd" for int4 differences; "qw" or "qwz" for weights
             in int4 or int8; a codec; or "sdp4bit", "zero++" or "qsdp", which set ``gradients`` too.
         gradients: name or codec of the gradients; "tlq_hs" is a two-level codec.
@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
         self.defaults = self._inner.defaults
         copy_options(self._inner, self)
         self._named = names
-        # Of each gradient of the last backward, its address and its version then: a change since is refused.
+        # Address and version of each gradient after the last backward: a later change is refused.
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._reduced = False
         self._late: Tensor | None = None
@@ -162,8 +162,8 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. GradScaler looks for overflows through them: all ranks find those of any rank."""
-        # Only GradScaler's look is a call of all ranks, so it is known by the method that looks.
+        """The parameter groups. GradScaler finds overflows through them: all ranks find those of any rank."""
+        # Only GradScaler's check is a call of all ranks, so it is identified by its method.
         caller = sys._getframe(1)
         if caller.f_code.co_name == _UNSCALE and isinstance(caller.f_locals.get("self"), GradScaler):
             self._agree_on_overflow()

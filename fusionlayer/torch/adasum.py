@@ -28,12 +28,12 @@ def all_reduce(x: Tensor, transport: Transport) -> None:
 
         (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b.
 
-    It is a + b if they are orthogonal, and their mean if they are equal. The first round combines the gradients of
-    pairs of ranks, the next one the results of two pairs, and so on. In every round partners split the vector that they
-    have, and each combines one half. Scalar products are summed over all ranks that have a part of the same two
-    vectors. All rounds together send as many bytes as an all-reduce (Maleki et al., "Scaling distributed training with
-    adaptive summation", MLSys 2021, section 3 and Algorithm 1). Products are summed in f64. f16 and bf16 values are
-    added as f32.
+    It is a + b for orthogonal vectors, and their mean for equal ones. The first round combines the gradients of pairs
+    of ranks, the next one the results of two pairs, and so on. In every round partners split the vector that they have,
+    and each combines one half. Scalar products are summed over all ranks that have a part of the same two vectors. All
+    rounds together send as many bytes as an all-reduce (Maleki et al., "Scaling distributed training with adaptive
+    summation", MLSys 2021, section 3 and Algorithm 1). Products are summed in f64. f16 and bf16 values are added as
+    f32.
 
     Args:
         x: (n,) contiguous floating-point gradient of one tensor, n >= 0, equally long on all ranks.

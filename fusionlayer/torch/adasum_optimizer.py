@@ -75,7 +75,7 @@ class _AdasumSteps:
     def step(self, groups: list[dict[str, Any]], update: Callable[[], Any]) -> Any:
         """Call ``update``, the step of the wrapped optimizer, then replace its changes by the Adasum of all ranks'."""
         if self._roster.changed(groups):
-            # Those that are frozen now stay: their changes are zeros, also where only some ranks have frozen them.
+            # Frozen parameters stay: their changes are zeros, also if only some ranks have frozen them.
             self._names = _sorted({**self._names, **self._roster.reduced(groups)})
         starts = [parameter.detach().clone() for parameter in self._names]
         result = update()

@@ -53,7 +53,7 @@ class HorovodInternalError(FusionLayerError, RuntimeError):
     """An operation has failed: a peer failed, or ranks asked for it differently. The message says which.
 
     Attributes:
-        ranks: the ranks that caused it, as far as they are known.
+        ranks: the ranks that caused the failure, if known.
     """
 
     def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
@@ -289,7 +289,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Args:
         file_path: ``.<rank>`` is appended, so every rank has its own file.
-        mark_cycles: without effect. There are no cycles: operations leave when all ranks have asked for them.
+        mark_cycles: without effect. There are no cycles: an operation is sent when all ranks have requested it.
     """
     require(file_path, (str, os.PathLike), "start_timeline", "the path of a file")
     here = session()

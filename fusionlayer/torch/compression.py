@@ -36,7 +36,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Tensors are sent as they are."""
+    """Tensors are sent uncompressed."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -54,7 +54,7 @@ class _Cast(Compressor):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return floats in 16 bits, other tensors as they are."""
+        """Return floats in 16 bits, other tensors unchanged."""
         return (tensor.to(cls._dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod

@@ -45,7 +45,7 @@ class Settings:
         job: settings of every entry point.
         fusion_bytes: most bytes of tensors that are sent as one message of direct operations.
         cache_capacity: number of names that ranks remember of each other.
-        patience: how long ranks wait for a rank that does not call an operation that the others have called.
+        patience: seconds that ranks wait for a rank that does not call an operation that the others have called.
     """
 
     job: config.Config

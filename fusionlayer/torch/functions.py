@@ -72,8 +72,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
 
     An optimizer that has not taken a step yet may get the state of one that has. Each rank keeps the residuals of its
-    own error feedback. As with Horovod, the parameters of an optimizer without state have gradients afterwards: zeros,
-    where there are none.
+    own error feedback. As with Horovod, the parameters of an optimizer without state have gradients afterwards: zeros
+    for missing ones.
 
     Args:
         optimizer: plain or distributed.
@@ -141,7 +141,7 @@ def _put_back(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _map(value: Any, change: Any) -> Any:
-    """Return a dict, list or tuple with ``change`` applied to each item; other values as they are."""
+    """Return a dict, list or tuple with ``change`` applied to each item; other values unchanged."""
     if isinstance(value, Mapping):
         return {key: change(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):

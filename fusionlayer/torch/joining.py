@@ -30,7 +30,7 @@ _lock = threading.Lock()
 def enlist(process_set: int, optimizer: Any) -> _Key:
     """Let ``join`` take part in an optimizer's steps. Return the optimizer's key for ``Session.begin_step``.
 
-    All ranks of the set enlist their optimizers in the same order, so an optimizer has the same key on all of them.
+    All ranks of the set register their optimizers in the same order, so an optimizer has the same key on all of them.
     """
     here = session()
     key = here.enlist(process_set)
@@ -46,10 +46,10 @@ def join(device: int = -1) -> int:
     divided by the number of all ranks), neutral values to other reductions and no rows to allgathers, and it receives
     broadcasts. Operations that need other values of it fail on every rank.
 
-    To the steps of ``DistributedOptimizer`` it gives zeros and what its error feedback holds. If backward has run
-    without ``step``, ``join`` ends that step in the same way without an update. This rank's parameters and optimizer
-    state are not updated. To train on after ``join``, broadcast both from the rank that it returns: that rank has made
-    the most updates.
+    To the steps of ``DistributedOptimizer`` it gives zeros and its error feedback. If backward has run without
+    ``step``, ``join`` ends that step in the same way without an update. This rank's parameters and optimizer state are
+    not updated. To train on after ``join``, broadcast both from the rank that it returns: that rank has made the most
+    updates.
 
     Args:
         device: the GPU of this rank if the others' tensors are on GPUs. -1: that of its former tensors, else the

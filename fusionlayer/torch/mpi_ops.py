@@ -539,7 +539,8 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int | Callable[[], Tensor]) -> Any:
-    """Wait for an operation and return its result: a tensor, a list of tensors for a group, or what its call names.
+    """Wait for an operation and return its result: a tensor, a list of tensors for a group, or the value that its call
+    documents.
 
     Raises:
         HorovodInternalError: the operation has failed. Raised on every rank.

@@ -98,7 +98,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set, on all ranks of the job. Return False for a set that was not added, and for that of all ranks."""
+    """Remove a set, on all ranks of the job. Return False for a set that was not added, and for the set of all
+    ranks."""
     require(process_set, ProcessSet, "remove_process_set", "what add_process_set() has returned")
     number = process_set.process_set_id
     here = session()

@@ -100,7 +100,7 @@ def taking(arguments: Callable[P, Request]) -> Callable[[Callable[[Request], Res
 
 
 def all_of(results: Any) -> Any:
-    """Return the results of a group of operations, as they are."""
+    """Return the results of a group of operations, unchanged."""
     return results
 
 
@@ -290,8 +290,8 @@ def submit(
 
 
 def _unchanged(kind: str, name: str | None, tensors: Sequence[Tensor], in_place: bool) -> Callable[[], None] | None:
-    """Return a function that raises ``UsageError`` if one of ``tensors`` was changed since; None if that cannot be
-    seen."""
+    """Return a function that raises ``UsageError`` if one of ``tensors`` was changed since; None if it cannot be
+    determined."""
     seen = [(weakref.ref(x), x._version) for x in tensors if _has_version(x)]
     what = kind if name is None else f"{kind} {name!r}"
 

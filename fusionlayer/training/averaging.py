@@ -26,7 +26,7 @@ _REMEDIES = {
     "DeepSpeedEngine": "give DeepSpeed a plain optimizer and compress its traffic by fusionlayer.deepspeed.initialize; "
     "or train the bare model, without it",
 }
-"""Classes of modules that average gradients, by name so that nothing is imported, and what to do about each."""
+"""Classes of modules that average gradients, by name so that nothing is imported, and a remedy for each."""
 
 _FRAMEWORKS = {
     "accelerate": "Accelerate",
@@ -69,10 +69,10 @@ def refuse_averaged(
 
     Args:
         names: the parameters, and what messages call them.
-        model: a module that may be or hold what averages; others are found among the objects of this process.
+        model: a module that may average, or hold one that does; others are found among the objects of this process.
         group: ranks over which the caller averages.
-        gradients: whether the caller averages gradients, in the hooks in which others do. False: it averages
-            parameters (local steps), so others may average gradients over ranks that are not in ``group``.
+        gradients: whether the caller averages gradients, in the same hooks as others. False: it averages parameters
+            (local steps), so others may average gradients over ranks that are not in ``group``.
         modules: whether modules that average are looked for, and not only optimizers.
     """
 
@@ -95,7 +95,7 @@ def refuse_averaged(
 def _first(
     names: Mapping[Tensor, str], reducers: Iterable[Any], group: Group, gradients: bool
 ) -> tuple[str, str, str] | None:
-    """Return the name of a parameter that something else reduces, what that is, and a remedy."""
+    """Return the name of a parameter that another object reduces, that object, and a remedy."""
     for each in reducers:
         what, remedy = type(each).__name__, "train by one of the two optimizers, and delete the other"
         if isinstance(each, nn.Module):

@@ -38,13 +38,13 @@ def is_nested() -> bool:
 
 
 _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
-"""By which torch runs the nodes that are written in Python."""
+"""The method with which torch runs nodes written in Python."""
 
 
 def at_end_of_backward(function: Callable[[], object]) -> None:
     """Call ``function`` once all gradients of the outermost backward are there, before ``backward()`` returns.
 
-    Call this from a hook of that backward. What ``function`` raises, ``backward()`` raises.
+    Call this from a hook of that backward. ``backward()`` raises the errors of ``function``.
     """
     queue_callback(partial(call_at_outermost, function))
 

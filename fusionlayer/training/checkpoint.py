@@ -30,7 +30,7 @@ _FORM = "fusionlayer checkpoint 1"
 _NAME = re.compile(r"(\d{8})\.pt")
 _DTYPES = {str(dtype): dtype for dtype in DTYPE_CODES}
 _MESSAGE = {"codec", "dtype", "shape", "data"}
-"""Keys of the mapping that stands for a tensor that was encoded."""
+"""Keys of the mapping that replaces an encoded tensor."""
 
 
 def save_delta(state: Mapping[str, Any], folder: str | os.PathLike[str], *, every: int = 10) -> int:

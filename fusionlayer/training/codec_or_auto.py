@@ -19,7 +19,7 @@ class CodecOrAuto:
 
     Attributes:
         codec: the codec of the messages.
-        auto: whether elements are sent as they are where measurements say that this is faster; the codec is lossless.
+        auto: whether elements are sent uncompressed if measured faster; the codec is lossless.
     """
 
     codec: Codec

@@ -46,8 +46,8 @@ class CommHook:
     buckets into gradients. After this rank has joined (``DistributedDataParallel.join``), DDP calls the hook outside of
     backward, with zeros.
 
-    With ``find_unused_parameters`` DDP drops the average of a parameter that no rank has used. What the codec has taken
-    from its error feedback is then given back: DDP finds out by itself which parameters these are.
+    With ``find_unused_parameters`` DDP drops the average of a parameter that no rank has used. The codec's use of its
+    error feedback is then undone: DDP finds out by itself which parameters these are.
 
     Args:
         model: has the hook; it is not kept alive.
@@ -119,8 +119,8 @@ class CommHook:
                 # An error in a future would reach the user as a failed cast inside DDP; an error raised at the end of
                 # backward arrives unchanged. It must be raised after DDP's own final callback, which leaves the reducer
                 # ready for the next backward. DDP queues that callback after its last bucket, so this callback queues
-                # another one, which runs after it. It does so with the last bucket: reentrant checkpoints are
-                # backwards of their own, and an earlier bucket's has callbacks of its own.
+                # another one, which runs after it. It does so with the last bucket, because reentrant checkpoints are
+                # backwards of their own with their own callbacks.
                 queue_callback(self._end_backward)
         if (
             current_node() is not None
@@ -186,8 +186,8 @@ class CommHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` of the same rank returned.
 
-        The next step sums the buckets of the last one that was saved, so training continues bit for bit, unless it was
-        the first step of a model: DDP lays its buckets out again after that.
+        The next step sums the buckets of the last saved one, so training continues bit for bit, unless it was the first
+            step of a model: DDP lays its buckets out again after that.
 
         Raises:
             ConfigError: the state holds error feedback of another rank, or of another number of ranks.
@@ -238,7 +238,7 @@ class CommHook:
             ) from None
 
     def _begin_step(self) -> None:
-        """Refuse a join that divides by the ranks that are left: only DDP's own sum knows how many those are."""
+        """Refuse a join that divides by the remaining ranks: only DDP's own sum knows their number."""
         model = self._model()
         assert model is not None  # it runs backward
         if model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True):
@@ -351,7 +351,7 @@ class CommHook:
 
 
 def _refuse_first_no_sync(model: nn.Module, _: object) -> None:
-    """Refuse what torch answers with an internal error in backward. As a hook, it keeps nothing alive."""
+    """Refuse what torch answers with an internal error in backward. Like a hook, it keeps nothing alive."""
     assert isinstance(model, DistributedDataParallel)
     _, hook = registered.get(model, (None, None))
     if hook is None or hook._engine.step or model.require_backward_grad_sync or not torch.is_grad_enabled():

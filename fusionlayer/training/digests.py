@@ -118,7 +118,7 @@ def cut(tensors: Iterable[Tensor], steps: int) -> list[list[tuple[Tensor, slice]
             if room < part.element_size():
                 shares.append([])
                 room = share
-            # Of a tensor that is not contiguous each share would copy all, so it goes whole.
+            # For a tensor that is not contiguous each share would copy all, so it is sent whole.
             end = min(stop, start + room // part.element_size()) if part.is_contiguous() and steps > 1 else stop
             shares[-1].append((x, slice(start, end)))
             room -= (end - start) * part.element_size()

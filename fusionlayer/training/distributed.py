@@ -28,10 +28,10 @@ __all__ = ["Distributed"]
 
 
 class Distributed(Optimizer):
-    """The type of what ``DistributedOptimizer`` returns: the wrapped optimizer, with these methods besides its own.
+    """The type of the result of ``DistributedOptimizer``: the wrapped optimizer, with these methods in addition.
 
-    It overrides methods of the wrapped optimizer's class, before which it stands in the method resolution order. What
-    it adds to the instance is two attributes.
+    It overrides methods of the wrapped optimizer's class, because it precedes that class in the method resolution
+    order. It adds two attributes to the instance.
 
     Attributes:
         reducer: has the engine and the state of the step. Not for users.
@@ -77,7 +77,7 @@ class Distributed(Optimizer):
         between ``step`` and the next backward, it waits until every parameter is updated.
 
         With ``sync``, if a local step was made since the last sync: what is in flight arrives first. Then all fragments
-        sync, parameters become the anchors, whatever ``alpha`` and ``carry`` are, and the next round begins. Call it
+        sync, parameters become the anchors, regardless of ``alpha`` and ``carry``, and the next round begins. Call it
         before all ranks evaluate or save the same model, and after the last step.
 
         Raises:
@@ -98,7 +98,7 @@ class Distributed(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step`` take the gradients as they are within the block, after a call of ``synchronize``.
+        """Let ``step`` take the unchanged gradients within the block, after a call of ``synchronize``.
 
         Raises:
             UsageError: with ``sync``, where gradients are this rank's own and nothing waits for them.
@@ -172,7 +172,7 @@ class Distributed(Optimizer):
 
         If the optimizer was wrapped with ``broadcast``, the parameters get rank 0's values now. Their names are those
         of ``named_parameters``, which may have listed them. Parameters that it did not list may come as (name,
-        parameter) pairs, as torch takes them; else their places name them.
+        parameter) pairs, as in torch; otherwise their positions name them.
 
         Raises:
             UsageError: backward has begun to reduce the gradients of a step.
@@ -231,8 +231,8 @@ class Distributed(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank, in the middle of a round parameters and buffers too.
 
-        A state that was broadcast holds only the step; error feedback stays as it is then. It is so after this rank has
-        loaded its own state of the same step, as before a framework loads rank 0's on all ranks.
+        A broadcast state holds only the step; error feedback then stays unchanged. It is so after this rank has loaded
+        its own state of the same step, as before a framework loads rank 0's on all ranks.
 
         With ``sync``, load the model before. A state of an optimizer without local steps begins a new round: its
         anchors are the parameters at the next ``step``, which must be equal on all ranks.

@@ -24,7 +24,7 @@ _SHOWN = 3
 
 
 class Roster:
-    """The names of all parameters of an optimizer, and which of them required gradients at the last look.
+    """The names of all parameters of an optimizer, and those that required gradients at the last check.
 
     A user may freeze and unfreeze parameters and add groups after the optimizer was wrapped. So each step asks whether
     anything has changed.
@@ -35,7 +35,7 @@ class Roster:
         group: ranks to reduce over.
 
     Attributes:
-        names: the names of every parameter that the optimizer has or had, also of those that need no gradient.
+        names: the names of all present and former parameters of the optimizer, also of those without gradients.
         look_again: whether ``changed`` is true at the next step in any case.
 
     Raises:
@@ -61,11 +61,11 @@ class Roster:
         return self._device
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return every parameter by its name. Of two of one name, the later one has replaced the other."""
+        """Return every parameter by its name. Of two with one name, the later one has replaced the other."""
         return {name: parameter for parameter, name in self.names.items()}
 
     def changed(self, groups: Groups) -> bool:
-        """Return whether parameters came, left, froze or unfroze since ``reduced``. Every step asks once."""
+        """Return whether parameters were added, removed, frozen or unfrozen since ``reduced``. Every step asks once."""
         # A step has hundreds of parameters, so only loops in C look at each.
         parameters = list(chain.from_iterable(map(_PARAMS, groups)))
         return (

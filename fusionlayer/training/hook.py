@@ -103,8 +103,8 @@ def _check_pass(reducer: Reducer, parameter: Tensor) -> None:
     """Refuse a gradient that is computed too often; else continue after a backward that has ended a step.
 
     If results of that are still there, this is another backward of the same step, with other parameters. Then ranks
-    agree that there is one, and from now on ``step`` ends all steps: which backward is the last one, it alone
-    knows. If not, the results were cleared, and a new step begins.
+    agree that there is one, and from now on ``step`` ends all steps, because only ``step`` knows the last backward. If
+    not, the results were cleared, and a new step begins.
     """
     name, results = reducer.roster.names[parameter], reducer.results
     if reducer.passes.left[parameter] <= 0 and not results and is_nested():

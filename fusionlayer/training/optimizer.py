@@ -74,23 +74,24 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     When backward has accumulated a gradient, a background thread takes it. The end of ``backward`` waits for the
     results: then ``.grad`` is the average, to be clipped, logged or unscaled. The first step learns the order of the
     gradients and makes the fusion plan. A parameter that this rank does not use counts as zeros, so ranks may take
-    different paths through the model. One that no rank uses gets no gradient and is not updated.
+    different paths through the model. A parameter that no rank uses gets no gradient and is not updated.
 
     If ``backward`` runs several times before ``step``, each time for other parameters, the first step reduces once for
     each. Later steps reduce once, in ``step``; to clip gradients, call ``synchronize`` before. If it runs several times
     for the same parameters, give ``backward_passes_per_step``.
 
-    A step reduces what requires gradients when it begins: parameters may be frozen, unfrozen and added
+    A step reduces parameters that require gradients when it begins: they may be frozen, unfrozen and added
     (``add_param_group``) between two steps, on all ranks alike. That step makes a new plan. A frozen parameter is not
     sent, and the optimizer leaves it alone.
 
     Args:
         optimizer: any optimizer over parameters of one device.
         named_parameters: the model, or ``model.named_parameters()``; without it, the place in the optimizer names each
-            parameter. Buffers, and parameters that are neither trained nor the optimizer's, are known of a model only.
+            parameter. Buffers, and parameters that are neither trained nor the optimizer's, are known only from a
+            model.
         codec: name or codec of the gradients; None takes the configured one (``raw`` by default). "auto" measures the
             first steps, whose gradients are sent uncompressed. Then it chooses one codec for all gradients, or one for
-            each, by the predicted time of the step; the log says why.
+            each, by the predicted time of the step; the log has the reason.
         algorithm: name of a collective; None chooses by codec and nodes.
         planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs; or only a planner.
         error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
@@ -110,9 +111,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             independently of the others.
         group: process group or transport to reduce over; None means all ranks. For a DTensor model whose parameters
             are sharded by tensor parallelism: the ranks that hold the same parts.
-        broadcast: give every rank rank 0's parameters now, and of a model the buffers; what is equal already is not
-            sent. The optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves
-            parameters unchanged; if they differ, one warning names them.
+        broadcast: give every rank rank 0's parameters now, and with a model its buffers; equal values are not sent. The
+            optimizer's state is not broadcast, see ``fusionlayer.broadcast_optimizer_state``. False leaves parameters
+            unchanged; if they differ, one warning names them.
         check_replicas: number of steps within which a difference of parameters over ranks is found. The first step
             compares all, later ones a part each. False: never; None takes the configured number.
         sync: ``fusionlayer.Local(...)``: let each rank step by itself, and average their changes every few
@@ -187,7 +188,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         gradients, steps, roster, replicas, op, gradient_predivide_factor, planning.groups, group, overlap_forward
     )
     if own is not None or sync is not None and sync.after:
-        # What is used later is refused now if it is wrong.
+        # Errors in later arguments are raised now.
         connection.check_later(names, as_it_is if sync is None else partial(planned_syncs, sync))
     passes = backward_passes_per_step
     reducer = Reducer(optimizer, connection, names, passes, sparse_as_dense, refuse_averaging, take)

@@ -92,7 +92,7 @@ class ForwardOverlap:
         self._versions: dict[Tensor, int] = {}
 
     def enrol(self, names: Mapping[Tensor, str]) -> None:
-        """Update these parameters too from now on. Those that are frozen now may wait for an update still."""
+        """Update these parameters too from now on. Parameters frozen now may still wait for an update."""
         self._parameters.update({name: parameter for parameter, name in names.items()})
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
@@ -128,8 +128,8 @@ class ForwardOverlap:
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """Begin the updates of a step, after the engine's step has ended.
 
-        They use the options that ``groups`` have now: a scheduler may change those before the last update. What an
-        update changes in its options, such as a count of steps, ``groups`` have from the first update on.
+        They use the options that ``groups`` have now: a scheduler may change those before the last update. Options
+        changed by an update, such as a count of steps, are in ``groups`` from the first update on.
         """
         self._real = [*groups]  # a group may come before the last update
         self._groups = [
@@ -173,7 +173,7 @@ class ForwardOverlap:
         return {self._parameters[name]: result for name, result in results.items() if name not in unused}
 
     def _apply(self, index: int) -> None:
-        """Update the parameters of one bucket, and leave the gradients as they were."""
+        """Update the parameters of one bucket, without changing the gradients."""
         results = self._take(index)
         for name, parameter in self._parameters.items():
             if parameter in results and parameter._version != self._versions[parameter]:

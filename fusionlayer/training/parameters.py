@@ -37,10 +37,10 @@ def name_parameters(
 
     Args:
         groups: the optimizer's parameter groups.
-        given: names that the user has given; None: the place in the optimizer names each parameter.
+        given: names that the user has given; None: the position in the optimizer names each parameter.
         group: ranks to reduce over.
         known: names of the parameters that the optimizer had before, which stay. Parameters that came later may be
-            missing in ``given``. Then ``add_param_group`` has got their names, or their place names them.
+            missing in ``given``. Then ``add_param_group`` has their names, or their position names them.
 
     Raises:
         ConfigError: names are missing or not unique, or a parameter is sharded over ranks of ``group``.
@@ -99,7 +99,7 @@ def given_names(named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | Non
 
 
 def replicated_by(module: nn.Module, group: Group = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the parameters of ``module`` that get no gradient, and its buffers, without those that ranks share out."""
+    """Return the parameters of ``module`` without gradients, and its buffers, except those divided over ranks."""
 
     def whole(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {plain_name(name): x for name, x in named if not (is_distributed(x) and _ranks_of_parts(x, group))}

@@ -94,7 +94,7 @@ class Publisher:
 
     @property
     def address(self) -> str:
-        """Where it publishes, with the port that the system has chosen; empty on ranks other than 0."""
+        """The publishing address, with the port that the system has chosen; empty on ranks other than 0."""
         return str(self._outlet.place) if self._outlet else ""
 
     @property
@@ -121,14 +121,14 @@ class Publisher:
         return self._newest.digest if self._newest else None
 
     def step(self) -> int:
-        """Publish the tensors as they are now, as the next version, and return its number.
+        """Publish the present tensors as the next version, and return its number.
 
         It waits for one copy of all tensors into the host's memory. All else continues in threads: encoding, sending
         and writing. If these are slower than the steps, followers skip versions.
 
         Raises:
-            ConfigError: there is something else than a dense tensor, or this process has become rank 0 of an elastic
-                job and cannot publish at the address.
+            ConfigError: a value is no dense tensor, or this process has become rank 0 of an elastic job and cannot
+                publish at the address.
             FusionLayerError: versions could not be published, such as on a full disk.
             UsageError: it was closed, or this process has become rank 0 and publishes at no port that followers know.
         """
@@ -138,7 +138,7 @@ class Publisher:
         """Publish as ``step`` does, other tensors or under another number.
 
         Args:
-            source: tensors by name; None: those that ``publish`` was given. Names and shapes may be others than before.
+            source: tensors by name; None: the tensors of ``publish``. Names and shapes may be others than before.
             version: a number larger than the one before, such as the step of the training; None: the next one, from 0.
 
         Raises:

@@ -89,7 +89,7 @@ def save_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects
 def load_ranks(folder: str | os.PathLike[str], *, group: Group = None, **objects: Any) -> None:
     """Load what ``save_ranks``, or ``torch.distributed.checkpoint.save`` of a ``rank_state``, has saved in ``folder``.
 
-    On as many ranks, each gets its own state, to the bit. On another number of ranks, ranks share out the error
+    On equally many ranks, each gets its own state, to the bit. On another number of ranks, ranks share out the error
     feedback: its sum over ranks stays, so nothing is lost. States of codecs restart, and the rest of an optimizer's
         state is that of one of the ranks. A job of one rank sends nothing, so it drops error feedback.
 
@@ -157,7 +157,7 @@ def _shared_out(
             f"the state is of the middle of a round of local steps of {memory['size']} ranks, this job has {size}; "
             "load it in a job of as many, or call optimizer.synchronize() before saving"
         )
-    # A residual is owed in the unit of the sent values, and ``factor`` makes of a sum of these what is applied.
+    # A residual has the unit of the sent values, and ``factor`` converts a sum of these to the applied values.
     residuals = merged_residuals(shares)
     scale = memory.get("factor", 1.0) / factor
     memory |= {"rank": rank, "size": size, "packed": {}, "tensors": {}, "numbers": {}}

@@ -37,7 +37,7 @@ class Reducer:
 
     One thread at a time moves its state, so it needs no lock. The thread that runs backward calls the hooks, while the
     training thread waits for backward. The training thread calls everything else. While it waits in ``hvd.join``, a
-    thread of ``join`` stands in for it.
+    thread of ``join`` replaces it.
 
     Args:
         optimizer: the wrapped one, not kept alive.
@@ -55,10 +55,10 @@ class Reducer:
         engine: sums gradients; None in a job of one rank, and after ``close``.
         timeline: record of phases and updates.
         state: the progress of the step.
-        updating: the wrapped optimizer's own code runs within a step, and reads ``param_groups`` as they are.
+        updating: the wrapped optimizer's own code runs within a step, and reads ``param_groups`` unchanged.
         passes: how often backward has still to compute each gradient.
         given: gradients as they were submitted, by parameter, until their results have arrived.
-        results: gradients as they are after a backward that has waited for results, until ``step``.
+        results: gradients after a backward that has waited for results, until ``step``.
         unused: of parameters without a gradient, zeros, or the sum of other ranks.
         settled: parameters into whose gradients an earlier backward of this step has put results.
         awaited: the backward at whose end the step ends.
@@ -108,7 +108,7 @@ class Reducer:
     # ---- connecting -------------------------------------------------------------------------------------------------
 
     def _connect(self, rejoining: bool = False) -> None:
-        """Begin with an engine over the job as it is now."""
+        """Begin with an engine over the present job."""
         optimizer, policy = self.optimizer(), self.policy
         self.engine, self.timeline = engine, timeline = self.connection.connect(self.names, rejoining)
         self.state = StepState.IDLE
@@ -147,7 +147,7 @@ class Reducer:
         policy.attach(self)
 
     def _watch(self, parameters: Sequence[Tensor]) -> None:
-        """Register the hooks by which gradients come."""
+        """Register the hooks that receive gradients."""
         if self.policy.takes_gradients:
             # Parameters live longer than the optimizer: their hooks must neither keep it alive nor outlive it.
             hook = partial(self._hook, self.optimizer)
@@ -365,7 +365,7 @@ class Reducer:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as they are."""
+        """The optimizer's present parameter groups."""
         return cast(list[dict[str, Any]], vars(self.optimizer())["param_groups"])
 
     def forget_results(self) -> None:

@@ -39,7 +39,7 @@ class ReductionPolicy(ABC):
     contribution: Callable[[Tensor], object] | None = None
 
     def options(self, options: GradientOptions) -> GradientOptions:
-        """Return the options by which the present steps are planned, from those that the user has given."""
+        """Return the planning options of the present steps, from those of the user."""
         return options
 
     def more_tensors(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
@@ -72,4 +72,4 @@ class ReductionPolicy(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Let what is in flight end, before this rank leaves the job."""
+        """Let operations in flight end, before this rank leaves the job."""

@@ -44,7 +44,7 @@ def check_interval(asked: bool | int | None) -> int:
     """Return within how many steps replicas are compared, 0 for never; None and True take the configured number.
 
     Raises:
-        ConfigError: ``asked`` is neither a number from 0 on nor True, False or None.
+        ConfigError: ``asked`` is neither a number of at least 0 nor True, False or None.
     """
     if asked is not None and (not isinstance(asked, int) or asked < 0):
         raise ConfigError(f"check_replicas={asked!r}; expected a number of steps, False for never, or None")
@@ -88,7 +88,7 @@ class Replicas:
     def unite(self, transport: Transport, *, rejoining: bool = False) -> None:
         """Compare names, shapes and options with the other ranks, then give all of them rank 0's values.
 
-        Only what differs is sent. Nothing does where ``rejoining`` is set on any rank.
+        Only what differs is sent. They are not, if ``rejoining`` is set on any rank.
 
         Args:
             transport: connects the ranks, all of which call this together.
@@ -282,8 +282,8 @@ class ReplicaCheck:
 def broadcast_from_0(tensors: Iterable[Tensor], transport: Transport) -> None:
     """Give every rank rank 0's values of ``tensors``, in place; small ones are sent together.
 
-    All ranks call it together, with tensors of the same shapes and types, of any devices. Of a DTensor this rank's part
-    is meant.
+    All ranks call it together, with tensors of the same shapes and types, of any devices. For a DTensor this rank's
+    part counts.
     """
     parts = [local_part(x.detach()) for x in tensors]
     fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -22,7 +22,7 @@ class SendsItsOwn(Protocol):
     """An optimizer that chooses the values that ``DistributedOptimizer`` sends for it.
 
     Every optimizer of torch that has these two methods does so; it need not inherit from this class. ``OneBitAdam`` is
-    one. This one cuts off what is too large, on each rank before the average:
+    one. This one clips large values, on each rank before the average:
 
         class Clipped(torch.optim.SGD):
             def sends(self):
@@ -33,7 +33,7 @@ class SendsItsOwn(Protocol):
                     parameter.grad.clamp_(-1, 1)
 
     The averages of all ranks are in ``parameter.grad`` when ``step`` is called. In a job of one rank nothing is sent:
-    ``exchanged`` is not called, and ``step`` finds gradients as they are. A rank that waits in ``hvd.join`` does not
+    ``exchanged`` is not called, and ``step`` finds unchanged gradients. A rank that waits in ``hvd.join`` does not
     ask either: it sends zeros.
 
     Such an optimizer takes ``op=Average`` alone and no ``plan``, and ``sync`` only if it also follows syncs.
@@ -46,11 +46,12 @@ class SendsItsOwn(Protocol):
         ``algorithm``, do not count for a codec named here.
 
         It is called before the first gradient of each step. If the answer has changed, that step makes a new plan, on
-        which ranks agree. So the answer must depend only on what is the same on all ranks, such as the number of steps.
+        which ranks agree. So the answer must depend only on values that are the same on all ranks, such as the number
+        of steps.
         """
 
     def exchanged(self, parameter: Tensor) -> object:
-        """Put what is sent for ``parameter`` into ``parameter.grad``: in place, or as another dense tensor.
+        """Put the sent value of ``parameter`` into ``parameter.grad``: in place, or as another dense tensor.
 
         It is called once in each step for each parameter, when backward has accumulated the gradient. If backward has
         made none on this rank, it is called at the end: ``parameter.grad`` is None then, and if it stays so, zeros
@@ -72,7 +73,7 @@ class FollowsSyncs(Protocol):
         """Note that local steps of these parameters begin, from values that all ranks have."""
 
     def leaves(self, parameters: Collection[Tensor]) -> object:
-        """Note that what these parameters have learned since their last sync leaves now."""
+        """Note that the progress of these parameters since their last sync is sent now."""
 
     def synced(self, differences: Mapping[Tensor, tuple[Tensor, Tensor]]) -> object:
         """Take in what has arrived, before it sets the parameters.

@@ -13,7 +13,7 @@ Snapshot = tuple[Tensor, int, int]
 
 
 def snapshot(gradient: Tensor) -> Snapshot:
-    """Return a gradient as it is now."""
+    """Return the present gradient."""
     return gradient, gradient._version, gradient.data_ptr() if type(gradient) is Tensor else 0
 
 

@@ -155,7 +155,7 @@ class StepPolicy(ReductionPolicy):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step`` take the gradients as they are within the block."""
+        """Let ``step`` take the unchanged gradients within the block."""
         self.reducer.skips_synchronize = True
         try:
             yield
@@ -188,7 +188,7 @@ class StepPolicy(ReductionPolicy):
             engine.switch(plan)
 
     def reconnect(self) -> None:
-        """Reduce gradients over the job as it is now."""
+        """Reduce gradients over the present job."""
         old = self.reducer.engine
         if old is not None:
             old.give_up()

@@ -1,4 +1,4 @@
-"""Names from papers for the ways in which weights are sent, and presets that name weights and gradients together."""
+"""Names from papers for the ways of sending weights, and presets that name weights and gradients together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["NAMES", "PRESETS", "Weights", "both_ways"]
 
 _INT4: tuple[str, Mapping[str, Any]] = ("int4", {"hadamard": False, "group_size": 2048})
 NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwd": _INT4, "qw": _INT4, "qwz": ("int8", {"group_size": 2048})}
-"""Names for ``weights`` that are not names of codecs, with the codec and its options that each stands for."""
+"""Names for ``weights`` that are not names of codecs, with the codec and options of each."""
 
 PRESETS = {"sdp4bit": ("qwd", "tlq_hs"), "zero++": ("qwz", "qgz"), "qsdp": ("qsdp", "qsdp_gradients")}
 """Presets, each with its weights and gradients: SDP4Bit, ZeRO++ (its qwZ and qgZ), and QSDP.
@@ -31,8 +31,8 @@ class Weights:
     Attributes:
         codec: the codec of the messages.
         differences: whether messages hold the owner's weights minus the copy that every rank keeps. Ranks add them to
-            their copies. What a message lost is in the next step's difference (SDP4Bit, section 3.1 and
-            Algorithm 2). ``delta``, a ``ChangeCodec``, loses nothing.
+            their copies. The next step's difference contains the loss of a message (SDP4Bit, section 3.1 and Algorithm
+            2). ``delta``, a ``ChangeCodec``, loses nothing.
     """
 
     codec: Codec
@@ -40,7 +40,7 @@ class Weights:
 
     @classmethod
     def of(cls, name: str | Codec | Weights | None) -> Weights:
-        """Return what a user's name stands for: "qwd", "qw", "qwz", or a codec.
+        """Return the codec of a user's name: "qwd", "qw", "qwz", or a codec.
 
         "qwd" sends differences in int4 with groups of 2048 (SDP4Bit). "qw" sends weights in the same int4. "qwz" sends
         weights in int8, as ZeRO++ does.

@@ -1,4 +1,4 @@
-"""Messages whose length another rank has announced. Memory is taken as bytes come, not for what was announced."""
+"""Messages whose length another rank has announced. Memory is allocated as bytes come, not by the announced length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def take_in(nbytes: int, move: Callable[[Tensor], object]) -> bytearray:
 
     Args:
         nbytes: as announced.
-        move: fills a tensor of bytes with what comes next.
+        move: fills a tensor of bytes with the next ones.
 
     Raises:
         WireError: no message has such a length.

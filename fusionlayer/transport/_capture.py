@@ -1,4 +1,4 @@
-"""CUDA graphs: what must not be captured into one, and how to look at events while another thread captures."""
+"""CUDA graphs: refused captures, and queries of events while another thread captures."""
 
 from __future__ import annotations
 

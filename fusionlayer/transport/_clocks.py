@@ -1,4 +1,4 @@
-"""By how much the clocks of ranks differ, measured by messages there and back."""
+"""Differences of the ranks' clocks, measured by messages there and back."""
 
 from __future__ import annotations
 

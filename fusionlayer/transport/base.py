@@ -37,7 +37,8 @@ class Transport(Composed, Queueing):
         sequence: number of collective calls so far. ``send`` and ``recv`` involve two ranks only and do not count.
         purpose: what the next collective calls are for. A user that makes different calls of equal sizes sets it before
             them: if ranks differ, their messages do not match, and the error says what each rank was doing. It adds
-            nothing to what is sent. Over NCCL, which cannot distinguish messages, only calls on CPU tensors differ.
+                nothing to the sent bytes. Over NCCL, which cannot distinguish messages, only calls on CPU tensors
+                differ.
         why: what led this rank to the next exchanges, for the errors of ranks that make other calls.
         peer_bytes: bytes of each rank's device that messages by peer memory, and sums in one launch, may take each; the
             same on all ranks.
@@ -98,7 +99,7 @@ class Transport(Composed, Queueing):
         """
 
     def cause(self) -> TransportError | None:
-        """Return why this process leaves, if a transport of it over these ranks has failed; else None."""
+        """Return why this process leaves, if one of its transports over these ranks has failed; else None."""
         return None
 
     @property

@@ -142,7 +142,7 @@ class C10dTransport(ConnectedTransport):
             sockets: as for the constructor.
             peer_bytes: as for the constructor.
             nccl: whether CUDA tensors are sent by NCCL.
-            place: the store by which the ranks find each other, and this process's rank; None: those of the default
+            place: the store in which the ranks find each other, and this process's rank; None: the ranks of the default
                 group.
             known: known processes of other ranks of the transport: the end of one before it comes is seen at once.
 
@@ -203,7 +203,7 @@ class C10dTransport(ConnectedTransport):
     def _over_peers(self, connecting: Connecting, link: Link) -> Iterator[tuple[str, Link]]:
         """Yield a link over the memory of the ranks' devices; then ``link`` again, if it is as fast. As all ranks do.
 
-        So what is measured has the watch that every link has.
+        So the measured link has a watch, like every link.
         """
         pays = self._rendezvous.peers_pay
         if pays is not False:
@@ -224,7 +224,7 @@ class C10dTransport(ConnectedTransport):
         self._rendezvous = replace(self._rendezvous, peers_pay=pays)
 
     def _gather_by(self, connecting: Connecting) -> Gather:
-        """Return a function by which the ranks exchange what they need to connect."""
+        """Return a function with which the ranks exchange data to connect."""
         turns = itertools.count()
 
         def gather_from_all(mine: bytes) -> list[bytes]:
@@ -259,7 +259,7 @@ class C10dTransport(ConnectedTransport):
         return SocketLink(connecting, self.rank, self.size, self.timeout, self._checked, sockets)
 
     def _faster_link(self, connecting: Connecting, sockets: SocketOptions) -> Link:
-        """Return a link of our own where it is faster than gloo, and that of gloo elsewhere: the same on all ranks."""
+        """Return a link of our own if it is faster than gloo, otherwise gloo's: the same on all ranks."""
         own: SocketLink | None = None
         gloo: GlooLink | None = None
         pays = self._rendezvous.pays

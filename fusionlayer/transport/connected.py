@@ -196,8 +196,8 @@ class ConnectedTransport(LinkedTransport):
     def _shut(self, failure: TransportError, finding: Finding | None) -> None:
         super()._shut(failure, finding)
         if self._dropped is not None:
-            # Python may drop the transport in the middle of anything, even of the monitor's own code, and to end the
-            # watch again would wait for the monitor's lock.
+            # Python may drop the transport anywhere, even in the monitor's own code, where ending the watch again would
+            # wait for the monitor's lock.
             self._dropped.detach()
 
 

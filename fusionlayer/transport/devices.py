@@ -14,7 +14,7 @@ from .settings import gather_settings
 
 __all__ = ["check_devices", "refuse_old_gpu", "refuse_rocm"]
 
-# The compute capability that the CUDA kernels need: that of an A100.
+# The compute capability that the CUDA kernels need: A100's.
 _LEAST = (8, 0)
 
 

@@ -41,9 +41,8 @@ P = ParamSpec("P")
 class LinkedTransport(Transport):
     """One process's end of a group of processes, over its own links.
 
-    One thread at a time makes calls (see ``Transport``). The monitor's thread looks after the ``Heartbeat``: it closes
-    the links when a call can no longer succeed, which makes the call in flight fail. ``ConnectedTransport`` makes the
-    links.
+    One thread at a time makes calls (see ``Transport``). The monitor's thread closes the links of the ``Heartbeat``
+    when a call can no longer succeed, which makes the call in flight fail. ``ConnectedTransport`` makes the links.
     """
 
     def _begin(self, rank: int, size: int, timeout: float) -> None:
@@ -289,8 +288,7 @@ class LinkedTransport(Transport):
         """Close the transport after an error in a call.
 
         Raises:
-            TransportError: the link failed. It names the cause, which is found out first. Other errors continue as they
-                are.
+            TransportError: the link failed. It names the cause, which is found out first. Other errors stay unchanged.
         """
         if isinstance(error, LinkError):
             # If close() ended the call, that is the reason, and there is no cause to look for.

@@ -49,7 +49,7 @@ def run(
         fn: the function that every rank runs; it takes its rank.
         world: number of ranks.
         timeout: seconds that a rank waits for the others in one call.
-        ranks_per_node: this many consecutive ranks count as one node; None: all of them do.
+        ranks_per_node: this many consecutive ranks count as one node; None: all of them.
 
     Raises:
         Exception: the first exception that a rank raised, with the rank at the start of its message. The other ranks

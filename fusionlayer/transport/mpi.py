@@ -31,7 +31,7 @@ class _World:
     """State that transports over the same processes share, for the life of the process.
 
     Attributes:
-        comm: a communicator from which those of the transports are duplicated. Nothing else uses it.
+        comm: a communicator to duplicate for the transports. Nothing else uses it.
         store: the store through which the ranks watch each other. Rank 0 keeps it.
         made: number of transports made so far.
     """
@@ -68,8 +68,8 @@ class MpiTransport(ConnectedTransport):
     sleeps.
 
     The processes watch each other through a TCP store that rank 0 keeps. The system chooses its port, and MPI carries
-    its address to the other ranks. So errors name late, stopped and failed ranks as those of ``C10dTransport`` do. They
-    name a process that dies only if the launcher lets the others live (Open MPI 4: ``mpirun --enable-recovery``).
+    its address to the other ranks. So errors name late, stopped and failed ranks like those of ``C10dTransport``. They
+    name a dead process only if the launcher lets the others live (Open MPI 4: ``mpirun --enable-recovery``).
 
     Args:
         comm: which processes; None is ``MPI.COMM_WORLD``.

@@ -48,7 +48,7 @@ class Queueing(ABC):
     def drain(self) -> None:  # noqa: B027 - most calls end with their work
         """Wait until devices have done the work of all calls that have returned; at most for ``timeout`` seconds.
 
-        What was received is whole then. After an orderly ``close`` it does nothing.
+        Received data are whole then. After an orderly ``close`` it does nothing.
 
         Raises:
             TransportError: this transport has failed, perhaps in work that was queued.

@@ -27,13 +27,13 @@ __all__ = ["Connecting", "Rendezvous"]
 AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
 Result = TypeVar("Result")
 
-# Seconds for which a meeting may outlast its time: the ranks that came find out then which ones did not.
+# Seconds by which a meeting may outlast its timeout, so that the ranks that came find the missing ones.
 _LAST_LOOK = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the processes of one transport find each other. Equal on all of them, except ``rank``.
+    """The rendezvous of the processes of one transport. Equal on all of them, except ``rank``.
 
     Attributes:
         store: the store through which they find each other.

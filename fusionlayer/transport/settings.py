@@ -12,7 +12,7 @@ from ..launch.stores import gather
 
 __all__ = ["check_equal", "gather_settings"]
 
-# What to do about facts that no setting decides.
+# Actions for facts that no setting decides.
 _REMEDIES = {"sees_cuda": "make GPUs visible to every rank or to none: CUDA_VISIBLE_DEVICES, and the driver, decide"}
 
 

@@ -54,7 +54,7 @@ _BUFFER_BYTES = 1 << 20
 _FIRST_BYTES = 64 << 10
 # Bytes to read at once of a message whose length is known: memory for more is taken when they have come.
 _MOST_AT_ONCE = 16 << 20
-# 50 ms as a struct timeval: how long a rank that stops in the middle of a message can keep rank 0 from the others.
+# 50 ms as a struct timeval: the longest time for which a rank that stops in the middle of a message can block rank 0.
 _NO_LONGER = struct.pack("@ll", 0, 50_000)
 # From this length on a message is sent by a second call. A shorter one is copied after its length and sent with it.
 _WORTH_A_CALL = 16 << 10
@@ -69,8 +69,8 @@ class StarConnection:
 
     Attributes:
         room: bytes that can be sent without waiting for the reader, once it has read everything before.
-        damage: returns the clause that reports what came damaged from one rank to another; None if nothing has. No
-            message is returned after that.
+        damage: returns the clause that reports damaged data from one rank to another; None if nothing has. No message
+            is returned after that.
     """
 
     damage: Callable[[int, int], str] | None = None
@@ -94,7 +94,7 @@ class StarConnection:
         _live.add(self)
 
     def send(self, *messages: bytes) -> None:
-        """Send messages one after the other. It ignores a peer that is gone: the receiving thread notices that."""
+        """Send messages one after the other. It ignores an absent peer: the receiving thread notices that."""
         with suppress(OSError), self._sending:
             for message in messages:
                 facts = _FACTS.pack(len(message), self._mine.tag(sha256(message).digest()))
@@ -141,7 +141,7 @@ class StarConnection:
         self.socket.close()
 
     def _fill(self) -> bool:
-        """Read what has come; return whether the peer is still there.
+        """Read the available data; return whether the peer is still there.
 
         If a message has begun, wait for its rest: as long as the socket's receive timeout allows (_NO_LONGER on rank
             0), else without limit.
@@ -340,7 +340,8 @@ def _near_listener(name: str) -> socket.socket:
 
 
 class _Address(NamedTuple):
-    """Where rank 0 listens: a port of hosts, and a Unix socket's name. ``nonce``: from which its secret is derived."""
+    """The listening address of rank 0: a port of hosts, and a Unix socket's name. ``nonce``: from which its secret is
+    derived."""
 
     hosts: list[str]
     port: int
@@ -394,6 +395,6 @@ def _call(address: _Address, rank: int, *, near: bool, deadline: float) -> tuple
 
 
 def _hosts(place: str) -> list[str]:
-    """Return names and addresses of this host by which other hosts may reach a listener on ``place``."""
+    """Return names and addresses of this host with which other hosts may reach a listener on ``place``."""
     found = [place] if place else [*reachable_names(), os.environ.get("MASTER_ADDR", "")]
     return list(dict.fromkeys(host for host in found if host and not is_loopback(host)))

@@ -1,4 +1,4 @@
-"""The options of each subcommand. Nothing here imports torch: the modules that run commands do."""
+"""The options of each subcommand. Nothing here imports torch; only modules that run commands do."""
 
 from . import bench, doctor, explain, plan, profile, simulate, status, trace
 

@@ -30,9 +30,9 @@ class Delta(ChangeCodec, ExponentCodec, name="delta"):
     bytes more than its elements. It carries digests of base and result: another base, or a damaged message, is an error
     and never gives other values. All bits are kept, those of a NaN too.
 
-    Each 16,384 elements are coded by themselves. An unchanged block takes 2 bytes. Else gaps list which elements
-    changed, and small numbers by how many steps of their type. Where a message is decoded on CUDA, the host waits for
-    the digests.
+    Each 16,384 elements are coded by themselves. An unchanged block takes 2 bytes. Otherwise gaps list the changed
+    elements, and small numbers their changes in steps of their type. If a message is decoded on CUDA, the host waits
+    for the digests.
     """
 
     _digests: ClassVar[bool] = True

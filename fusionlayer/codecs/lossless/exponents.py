@@ -27,7 +27,7 @@ ROW_ALIGNMENT = 16
 
 
 class ExponentCodec(ZippedCodec, NativeCodec):
-    """A codec whose message is a head and data: a static part and a rest, or the elements as they are.
+    """A codec whose message is a head and data: either a static part and a rest, or the unchanged elements.
 
     The length of the static part does not depend on the data. The head has the form of the data and the number of
     bytes of the rest. A subclass gives ``_static_bytes`` and ``_params``.
@@ -139,5 +139,5 @@ def rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
 
 
 def copying(form: WireFormat, dtype: torch.dtype) -> native.Spec:
-    """Return the core's spec for elements as they are, rows of ``ROW_ALIGNMENT``, which become ``dtype``."""
+    """Return the core's spec for raw elements, rows of ``ROW_ALIGNMENT``, which become ``dtype``."""
     return native.CodecParams(native.CAST, (native.DTYPES[form.dtype],)).spec(form.numel, dtype)

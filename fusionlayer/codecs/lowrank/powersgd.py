@@ -28,14 +28,14 @@ class PowerSGD(PartsCodec, TorchCodec, name="powersgd"):
 
     A gradient of shape (n, ...) is a matrix of n rows and as many columns as a row has elements. The collective
     ``low_rank`` sums its factors over ranks; they are linear in the gradient, so nothing is requantised. Vectors, and
-    matrices that would not become ``min_compression_rate`` times smaller, are sent as they are. In other collectives a
+    matrices that would not become ``min_compression_rate`` times smaller, are sent uncompressed. In other collectives a
     message lays its elements out as a square matrix and has the factors of that, from a random start.
 
     Attributes:
         rank: rank r of the products; at most the shorter side of a matrix.
         min_compression_rate: a matrix of n rows and m columns is compressed if (n + m) r times this is below n m.
         warm_start: each step begins with the right factor of the last one, kept for each tensor; False draws a new one.
-        factors: type of factors and uncompressed values on the way; what "bf16" loses stays in the residual.
+        factors: type of sent factors and uncompressed values; the residual keeps the loss of "bf16".
         warmup_steps: steps at the start of training in which all values are sent uncompressed.
         parts: the parts of the flat tensor that is summed; None treats it as one square matrix.
     """

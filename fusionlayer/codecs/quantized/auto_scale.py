@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoScaled", "Headroom"]
 
-# As in FP8-LM: the headroom doubles if more than 0.001 % of the sums have the format's largest value. Otherwise it
+# As in FP8-LM, the headroom doubles if more than 0.001 % of the sums have the format's largest value. Otherwise it
 # shrinks, to half within a thousand sums.
 _OVERFLOW = 1e-5
 _SHRINK = 2 ** (-1 / 1000)
@@ -32,8 +32,8 @@ _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m3": 7.5, "e3m2": 28.0, "e2m1": 6
 class Headroom:
     """How many times the largest summand fits into a block's scale: mu of FP8-LM, kept from one sum to the next.
 
-    It begins with the number of ranks, with which no sum can overflow. Ranks adapt it to the same verdict, so all have
-    the same headroom. Each codec has its own; copies of a codec share it.
+    It begins with the number of ranks, so that no sum can overflow. Ranks adapt it to the same verdict, so all have the
+    same headroom. Each codec has its own; copies of a codec share it.
 
     Attributes:
         factor: mu, from 1 to the number of ranks; None before the first sum.
@@ -82,7 +82,7 @@ class AutoScaled(AgreeingCodec, StatefulCodec, BlockCodec):
     """A codec of blocks whose bf16 scales ranks may agree on, so that a sum has the scales of its summands.
 
     Attributes:
-        scales: (blocks,) bf16 that ranks agreed on; None gives each block its own.
+        scales: (blocks,) bf16 that ranks agreed on; None gives each block a scale of its own.
         headroom: factor in the scales of the next sum.
     """
 

@@ -1,4 +1,4 @@
-"""``raw``, ``bf16`` and ``fp16``: the values themselves, as they are or narrowed."""
+"""``raw``, ``bf16`` and ``fp16``: the values themselves, unchanged or narrowed."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Int(TransformCodec, NativeCodec, name="int"):
         ]
 
     def encode_difference(self, x: Tensor, base: Tensor, payload: Tensor, *, seed: int = 0, offset: int = 0) -> None:
-        """As in ``Codec``, but in one pass that keeps no difference in memory."""
+        """As in ``Codec``, but in one pass without a difference in memory."""
         for tensor in (x, base):
             self._check_tensors(tensor, payload.unsqueeze(0))
         if x.dtype is not torch.float32 or x.shape != base.shape:

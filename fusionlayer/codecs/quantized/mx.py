@@ -88,7 +88,7 @@ class MXFP6(_MX, name="mxfp6"):
 
     Attributes:
         format: "e2m3", or "e3m2" with more range and less precision.
-        scale: as that of ``MXFP8``.
+        scale: as for ``MXFP8``.
     """
 
     _formats: ClassVar[tuple[str, ...]] = ("e2m3", "e3m2")
@@ -106,7 +106,7 @@ class MXFP4(_MX, name="mxfp4"):
     """4-bit floats (E2M1) in blocks of 32 with a scale of 8 bits (OCP MX v1.0) or 16: 4.25 or 4.5 bits per element.
 
     Attributes:
-        scale: as that of ``MXFP8``.
+        scale: as for ``MXFP8``.
     """
 
     _formats: ClassVar[tuple[str, ...]] = ("e2m1",)

@@ -57,7 +57,7 @@ class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):
 class QuantizedGradients(TwoLevelInt, name="qgz"):
     """``int_full`` of 4 bits on both levels, which ZeRO++ sends for gradients (Wang et al., 2023, section 3.3).
 
-    Rounded to the nearest, values lose less than half of what they lose with ``ulq``, which rounds stochastically, but
+    Rounded to the nearest, values lose less than half of the loss with ``ulq``, which rounds stochastically, but
     rounding is biased. Options are those of ``tlq``.
     """
 

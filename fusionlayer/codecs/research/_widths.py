@@ -19,9 +19,9 @@ def allocate(energies: Tensor, chunks: Sequence[int], rooms: Sequence[int]) -> T
     """Return (m,) uint8: the bits of each super-group, 2, 4 or 8, as many as there is room for.
 
     As the scalar u of section A rises, one super-group after the other gets 4 bits, or 8: 4 bits in the order of F_j, 8
-    bits in the order of F_j * 17 / 512. This function sorts these steps and takes them until the next one does not fit,
-    which finds the largest u that fits, to one super-group. So nothing is kept from step to step. Only comparisons of
-    exact products decide, so ranks with the same energies get the same bits.
+    bits in the order of F_j * 17 / 512. This function sorts these steps and takes them while they fit, which finds the
+    largest u to one super-group. So nothing is kept from step to step. Only comparisons of exact products decide, so
+    ranks with the same energies get the same bits.
 
     Args:
         energies: (m,) F_j, the sum of all squares. Energies that are not finite count as larger than all others; 0

@@ -50,8 +50,8 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
 
     Attributes:
         bits: budget for each value, 3 to 8.
-        variable: super-groups get different bits. False gives each the largest power of two in ``bits``, whatever that
-            and the scales add up to.
+        variable: super-groups get different bits. False gives each the largest power of two in ``bits``, without regard
+            to the budget.
         nonuniform: the epsilons set the levels. False spaces levels evenly.
         hierarchical: scales of groups are relative to that of their super-group. False gives each 32 values a bf16
             scale, which takes as many bits (DynamiQ, table 6).

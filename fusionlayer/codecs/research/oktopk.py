@@ -33,7 +33,7 @@ class OkTopk(PartsCodec, ThresholdSparsifier, name="oktopk"):
         slack: most elements that a rank sends, in multiples of k. Only those that a threshold finds are sent.
         reuse: number of sums that use one threshold (the paper's tau').
         tau: number of sums that use the same regions.
-        balance: if a rank has more than this many times the mean number of sums that pass, ranks deal them out evenly
+        balance: if a rank has more than this many times the mean number of selected sums, ranks distribute them evenly
             before they send them to all. Up to 2, no rank sends more than the paper's 6 k (size - 1) / size words.
         parts: the tensors of the bucket, with their kept state; None: nothing is kept.
     """

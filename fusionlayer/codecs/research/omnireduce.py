@@ -24,7 +24,7 @@ class Share:
     """The share of the permitted blocks that one rank selects; kept from one sum to the next.
 
     Selections of ranks overlap, and ranks know only their union, afterwards. So the share follows the size of the
-    union, with momentum (DynamiQ, appendix C, equation 1). It begins with 1 / ranks, with which the union cannot be too
+    union, with momentum (DynamiQ, appendix C, equation 1). It begins with 1 / ranks, so that the union cannot be too
     large.
 
     Attributes:

@@ -29,8 +29,8 @@ class QSDP(NativeCodec, name="qsdp"):
         bits: 8 or 4.
         group_size: elements that share step and origin; a power of two from 32 to 1024, so that there are many shifts.
         rounding: "shift", which the paper has for weights: the grid is shifted by up to half a step at random, and
-            values go to the nearest point. The mean over shifts is the value, and no value is off by more than half a
-            step. "stochastic", which it has for gradients: each value goes up or down at random.
+            values are rounded to the nearest point. The mean over shifts is the value, and no value is off by more than
+            half a step. "stochastic", which it has for gradients: each value goes up or down at random.
     """
 
     bits: int = 8

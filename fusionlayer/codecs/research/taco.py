@@ -28,7 +28,7 @@ class Taco(TransformCodec, BlockCodec, name="taco"):
 
     TACO scales a block by alpha to a target energy, and by s to the range of the format. In exact arithmetic alpha
     cancels, since s is a maximum and rotation is linear. So one scale is enough ("folded"). "dual" multiplies by alpha,
-    then by s, and sends both, as in the paper. What the two lose differs by f32's rounding alone.
+    then by s, and sends both, as in the paper. The two losses differ by f32's rounding alone.
 
     Attributes:
         format: "e4m3"; "e5m2", with a bit less precision and a range that rotated blocks do not need; or "int8", the

@@ -25,10 +25,10 @@ class TAHQuant(NativeCodec, name="tahquant"):
     """Tiles of a token's channels with their own offset and step; fewer bits where a token's energy is concentrated.
 
     As in TAH-Quant (2025), the share ``coarse`` of the tokens gets one bit less: those with the lowest entropy of
-    magnitudes. They are chosen among every 32 tokens, where the paper chooses among all, so that values that were just
-    read are encoded. A tile whose largest magnitude is at least twice the next one is rotated: that value, the pivot,
-    is swapped with the first value, then a Hadamard transform spreads it evenly, all with one sign. Codes run from the
-    smallest to the largest value of the tile.
+    magnitudes. They are chosen among every 32 tokens (in the paper among all), so that encoding reads values just used.
+    A tile whose largest magnitude is at least twice the next one is rotated: that value, the pivot, is swapped with the
+    first value, then a Hadamard transform spreads it evenly, all with one sign. Codes run from the smallest to the
+    largest value of the tile.
 
     Each ``channels`` elements are a token; the last token is filled up with zeros. A tile with a NaN or Inf, or with a
     range beyond that of f32, decodes to NaN. A tile whose values are all below 2^-100 decodes to zeros. Offset and step

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["THC"]
 
 _BITS = 4
-# The largest integer that a code stands for. "normal" is the table of THC: its 16 levels lie on a grid of 31 so that
-# normal values, cut off at 2.15 deviations, lose least.
+# The largest integer that a code stands for. "normal" is the table of THC: its 16 levels on a grid of 31 minimize the
+# loss of normal values, cut off at 2.15 deviations.
 _LARGEST = {"normal": 30, "uniform": 15}
 # Elements that share a root mean square: whole blocks, of whatever size.
 _SECTION = 1024

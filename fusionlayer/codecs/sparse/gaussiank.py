@@ -20,8 +20,8 @@ class GaussianK(ThresholdSparsifier, name="gaussiank"):
     Sparsification in Distributed Deep Learning").
 
     The mean is assumed to be 0, and elements that are exactly 0 do not count. A threshold that sends less than 2/3 of k
-    is halved, and one that sends more than 4/3 is raised by half, three times at most. What the last one sends goes,
-    unless the message has no room for it: then the k largest go.
+    is halved, and one that sends more than 4/3 is raised by half, three times at most. The elements above the last
+    threshold are sent, if the message has space for them; otherwise the k largest.
 
     Attributes:
         slack: as for all thresholds, but with more room, because the rule may end far from k: with 1.67 k on Laplace

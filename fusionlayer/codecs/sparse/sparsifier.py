@@ -26,7 +26,7 @@ __all__ = ["ALL", "INFINITE", "MEMORY", "Choice", "Sparsifier", "ThresholdSparsi
 
 ALL = -1  # every element that equals the threshold is sent
 INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite have these bits or larger ones
-# A threshold, and how many elements that equal it go: numbers of the host, or (2,) int64 on the gradient's device,
+# A threshold, and how many elements equal to it are sent: numbers of the host, or (2,) int64 on the gradient's device,
 # which the host never reads.
 Choice = tuple[int, int] | Tensor
 
@@ -58,7 +58,7 @@ class Sparsifier(VariableSizeCodec):
 
     Attributes:
         density: share of the elements that are sent.
-        values: type in which they are sent; what "bf16" loses stays in the residual.
+        values: type of sent values; the residual keeps the loss of "bf16".
     """
 
     local: ClassVar[bool] = False
@@ -104,7 +104,7 @@ class Sparsifier(VariableSizeCodec):
     def _encode_sum(
         self, x: Tensor, scale: float, wanted: Tensor, body: Tensor, state: TensorState, seed: int, offset: int
     ) -> None:
-        """Add ``scale * x`` (n,) to ``wanted`` (n,) f32, send some of it in ``body``, and leave the rest."""
+        """Add ``scale * x`` (n,) to ``wanted`` (n,) f32, send a part in ``body``, and keep the rest."""
 
     def _send(
         self,
@@ -118,7 +118,7 @@ class Sparsifier(VariableSizeCodec):
         scale: float = 1.0,
         clear: Tensor | None = None,
     ) -> None:
-        """Write what the choice selects of ``wanted`` (plus ``scale * x``) into ``body``; leave the rest there."""
+        """Write the selected elements of ``wanted`` (plus ``scale * x``) into ``body``; keep the rest there."""
         n = wanted.numel()
         spec = self._params(n).spec(n, torch.float32 if x is None else x.dtype, seed, offset)
         (threshold, ties), there = ((0, 0), choice) if isinstance(choice, Tensor) else (choice, None)

@@ -65,7 +65,7 @@ def initialize(
         config_params: the former name of ``config``.
 
     Returns:
-        The engine, the optimizer, the data loader and the schedule; None for those that there are not.
+        The engine, the optimizer, the data loader and the schedule; None for absent ones.
 
     Raises:
         ConfigError: a key of the section is unknown or its value is invalid, torch.distributed runs with another

@@ -38,7 +38,7 @@ _MOST_ELEMENTS = 1 << 28
 class Gradients:
     """Gives hints for the gradients of one engine, and keeps their residuals: ``engine.fusionlayer``.
 
-    Where the optimizer sends momentum instead of gradients, it averages momenta.
+    If the optimizer sends momentum instead of gradients, it averages momenta.
 
     Attributes:
         section: the section of the configuration.
@@ -63,7 +63,7 @@ class Gradients:
 
     @property
     def exempt(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are sent as they are."""
+        """Names of the parameters whose gradients are sent uncompressed."""
         return tuple(sorted(self._exempt))
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class RoleCodec:
         codec: registered name; "raw" sends tensors uncompressed. For weights also "qwd", "qw" or "qwz".
         options: the options of that codec.
         algorithm: collective of all-reduces; None chooses by codec and nodes.
-        min_bytes: smaller tensors are sent as they are. For an all-gather, the size of the output counts.
+        min_bytes: smaller tensors are sent uncompressed. For an all-gather, the size of the output counts.
     """
 
     codec: str = RAW
@@ -74,10 +74,10 @@ class DeepSpeedSection:
         gradients: all-reduces and reduce-scatters.
         weights: all-gathers of ZeRO 1 to 3.
         activations: what pipeline stages send each other, in both directions, and all-to-alls of experts.
-        exempt: patterns of parameter names, in the style of file names; gradients of these are sent as they are.
+        exempt: patterns of parameter names, in the style of file names; gradients of these are sent uncompressed.
         error_feedback: add what the codec lost to the next step's gradient.
         feedback_bits: bits that an element of it takes between two steps, 32 or 8.
-        warmup_steps: number of first optimizer steps whose gradients are sent as they are.
+        warmup_steps: number of first optimizer steps whose gradients are sent uncompressed.
     """
 
     enabled: bool = True
@@ -194,7 +194,7 @@ def _filled(given: object, momentum: bool) -> object:
     for role, each in said.items():
         values[role] = {**each, "codec": chosen.get(role, each.get("codec", RAW))} if role in named else each
     defaults = {"warmup_steps": 100 if signs and not momentum else 0}
-    # Neither of the two systems feeds back the compression error.
+    # Neither system has error feedback.
     return {**defaults, **({"error_feedback": False} if preset else {}), **values}
 
 

@@ -16,7 +16,7 @@ __all__ = ["clear_padding_of_weights", "send_differences"]
 
 _OF_ZERO = ("bit16_groups_flat", "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups")
 _OF_BF16_OPTIMIZER = ("bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition")
-"""Of each group: all weights of the model, flat; their parts; and this rank's part as the optimizer has it."""
+"""For each group: all weights of the model, flat; their parts; and this rank's part in the optimizer."""
 
 
 def send_differences(optimizer: Any, codec: Codec, min_bytes: int, seeds: Callable[[], Iterator[int]]) -> None:
@@ -30,7 +30,7 @@ def send_differences(optimizer: Any, codec: Codec, min_bytes: int, seeds: Callab
     Args:
         optimizer: of ZeRO stage 1 or 2.
         codec: the codec of the differences.
-        min_bytes: groups of weights that take fewer bytes are sent as they are.
+        min_bytes: groups of weights that take fewer bytes are sent uncompressed.
         seeds: returns the numbers of this step's calls.
     """
     names = _OF_ZERO if hasattr(optimizer, _OF_ZERO[0]) else _OF_BF16_OPTIMIZER

@@ -313,7 +313,7 @@ _reduce_scatter.register_autograd(
 class _Copy(torch.autograd.Function):
     """The identity, with an all-reduce in backward.
 
-    It is not a custom operator: such an operator must not return its input, so it would have to copy it.
+    It is not a custom operator, because such an operator must not return its input and would have to copy it.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ Points = list[list[float]]
 def average(found: Any, transport: Transport, measured_by: int | None = None) -> Any:
     """Return ``found`` with each float replaced by its mean over ranks.
 
-    Other values, such as integer sizes, stay as they are on this rank. All ranks call it together.
+    Other values, such as integer sizes, stay unchanged on this rank. All ranks call it together.
 
     Args:
         found: this rank's measurements: mappings and lists, of the same shape on all ranks.

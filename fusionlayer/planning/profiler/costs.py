@@ -146,7 +146,7 @@ def make_profile(
 
 
 def _by_bytes(points: Points, messages: int, latency: float, link: LinkCost | None) -> dict[str, Any]:
-    """Return what ``as_link`` needs of exchanges in which a link carries this many messages at once."""
+    """Return the data for ``as_link`` from exchanges in which a link carries this many messages at once."""
     exchange = [[messages * nbytes, seconds] for nbytes, seconds in points]
     return {"latency": latency, "cpu_per_byte": link.cpu_per_byte if link else 0.0, "exchange": exchange}
 

@@ -27,8 +27,8 @@ Transfer = Callable[[], object]
 def levels_of(transport: Transport) -> dict[str, tuple[int, ...]]:
     """Return the ranks with which this rank exchanges "inside" its node, and those "between" nodes.
 
-    These have the same place in the other nodes, as in ``two_level``. There is no level unless there are several nodes,
-    of several ranks each and equally many.
+    These have the same position in the other nodes, as in ``two_level``. There is no level unless there are several
+    nodes, of several ranks each and equally many.
     """
     nodes = transport.nodes
     if not 1 < len(nodes) < transport.size or len(set(map(len, nodes))) > 1:
@@ -46,7 +46,7 @@ def measure_call(
 ) -> dict[str, float]:
     """Return seconds, and CPU seconds of the process, of an exchange of one byte. All ranks call it together.
 
-    It is an exchange with ``peers``, or with all other ranks. By a device's clock the byte lies on the device, and CPU
+    It is an exchange with ``peers``, or with all other ranks. By a device's clock the byte is on the device, and CPU
     seconds are 0: no transfer takes them from the device.
 
     The first decile of many calls counts: scheduling only adds to so short a call, and would look like a cost of the
@@ -84,15 +84,14 @@ def measure_collectives(
     """Return seconds of the transfers of each collective by bytes of each rank's message. All ranks call it together.
 
     For nodes of several ranks it also returns the exchanges of ``levels_of``, all ranks at once, by bytes of each
-    message. Messages of a size that is a multiple of neither 4 nor the number of ranks are made shorter by the
-    remainder.
+    message. Messages of a size that is no multiple of 4 or of the number of ranks are shortened by the remainder.
 
     Args:
         transport: all ranks.
         sizes: bytes, growing.
-        repeats: calls for each size; their median counts. One more comes before them.
-        limit: seconds for all sizes. A size that is expected to exceed it, in proportion to the time of the size
-            before, is left out with all larger ones. The first two are always measured.
+        repeats: calls for each size; their median counts. One further call comes before them.
+        limit: seconds for all sizes. A size that is expected to exceed it, in proportion to the time of the previous
+            size, is left out with all larger ones. The first two are always measured.
         clock: the clock of the device on which the messages lie.
     """
     kinds: dict[str, Callable[[Transport, int, Clock], Transfer]] = {

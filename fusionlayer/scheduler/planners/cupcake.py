@@ -80,7 +80,7 @@ def _optimal_disturbed(pipeline: Pipeline) -> list[int]:
     """Return the ends of the runs of the best partition, where each bucket delays the computing after it."""
     # More buckets delay the rest more, so only partitions of a prefix into equally many buckets can be compared.
     whole = len(pipeline)
-    # By number of buckets and by prefix: when its communication ends, where its last bucket begins.
+    # By number of buckets and by prefix: the end of its communication, and the beginning of its last bucket.
     rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for count in range(1, whole + 1):
         delay = (count - 1) * pipeline.disturbance

@@ -16,8 +16,8 @@ __all__ = ["MGWFBP"]
 class MGWFBP(Planner, name="mg_wfbp"):
     """Merge a tensor into the bucket before it if waiting for the tensor costs less than a startup.
 
-    The tensor must arrive before the bucket would have been sent. Besides, the bucket must still be in the queue then,
-    or wait for less than a startup. After a merge the bucket's times are computed again.
+    The tensor must arrive before the bucket would have been sent. In addition, the bucket must still be in the queue
+    then, or wait for less than a startup. After a merge the bucket's times are computed again.
     """
 
     @property

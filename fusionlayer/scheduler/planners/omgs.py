@@ -14,7 +14,7 @@ __all__ = ["OMGS"]
 
 @dataclass(frozen=True)
 class OMGS(Planner, name="omgs"):
-    """Merge a tensor into the bucket before it if that saves more communication than it adds waiting.
+    """Merge a tensor into the previous bucket if that saves more communication than it adds waiting.
 
     The waiting is backward of the tensor, plus the extra time of encoding both at once, less the time that the bucket
     would have spent in the queue anyway. The saving is the communication of both apart less that of both at once. The

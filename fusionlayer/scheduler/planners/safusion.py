@@ -32,9 +32,9 @@ class SAFusion(Planner, name="safusion"):
     communicates. Equation 3: add up the communication of the buffers. From the buffer on at which the sum exceeds the
     computing of all tensors after the first buffer, one buffer has the rest.
 
-    Where costs are uneven, these sizes can lose to equal counts. So "inter_intra" predicts several plans and takes the
-    one that waits least; of equals, the one that communicates least. The plans are: equations 1 and 2 with each
-    possible tail merged into one buffer; and all equal counts, from tensor by tensor to one buffer. It never waits
+    If costs are uneven, these sizes can lose to equal counts. So "inter_intra" predicts several plans and takes the one
+    with the least waiting, among equals the one with the least communication. The plans are: equations 1 and 2 with
+    each possible tail merged into one buffer; and all equal counts, from tensor by tensor to one buffer. It never waits
     longer than "naive" and "inter".
 
     Attributes:

@@ -49,7 +49,8 @@ class Tapered(Planner, name="tapered"):
         for tensor in tensors:
             if not runs or tensor.nbytes > room:
                 runs.append([])
-                # Runs have edge, 2 edge, 4 edge, ... bytes: each may have as many as all before it and one edge more.
+                # Runs have edge, 2 edge, 4 edge, ... bytes: each may have as many as all earlier ones and one edge
+                # more.
                 room = min(threshold, before + edge, max(edge, (after + edge) // 2))
             runs[-1].append(tensor)
             room -= tensor.nbytes

@@ -1,4 +1,4 @@
-"""``wfbp``: wait-free back-propagation (Poseidon, ATC 2017); every tensor leaves by itself as soon as it arrives."""
+"""``wfbp``: wait-free back-propagation (Poseidon, ATC 2017); every tensor is sent by itself as soon as it arrives."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     commit. If it raises ``HostsUpdatedInterrupt``, workers will leave or join: the state stays unchanged. In both cases
     the job begins again, and ``func`` is called again.
 
-    torchrun's agent restarts all workers when one fails or a node joins. The restarted workers find the commits in
-    the memory of the host. If no rank failed, or without an agent, the job begins again by ``shutdown`` and ``init``
-    in the same processes. Without an agent, a rank that does not come back within the job's timeout ends the others
-    with ``TransportError``.
+    torchrun's agent restarts all workers when one fails or a node joins. The restarted workers find the commits in the
+    memory of the host. If no rank failed, or without an agent, the job begins again by ``shutdown`` and ``init`` in the
+    same processes. Without an agent, a rank that does not return within the job's timeout ends the others with
+    ``TransportError``.
     """
 
     if not callable(func):
@@ -160,7 +160,7 @@ def _shared(state: State, storage: Storage | None, newest: int) -> Any:
 def _leave(notice: Notice) -> NoReturn:
     """End this process so that its agent starts it again."""
     if not notice.given:
-        # Another agent's workers were notified. Ours will be, if a node joins; if that node only leaves, we have to
+        # Another agent's workers were notified. Ours restarts them if a node joins; if a node only leaves, we have to
         # ask.
         time.sleep(_PATIENCE)
     raise SystemExit(_RESTART)

@@ -31,7 +31,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Attributes:
         epoch: as set.
         processed_num: samples that all ranks together have processed in this epoch.
-        remaining_indices: what was left when the sampler last began again.
+        remaining_indices: the indices left when the sampler last restarted.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

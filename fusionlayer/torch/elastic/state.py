@@ -85,7 +85,7 @@ class State:
         self.check_host_updates()
 
     def keep(self) -> None:
-        """Number what was saved last as a commit, and put it where it outlives this process."""
+        """Number the last saved state as a commit, and store it where it outlives this process."""
         self.commits += 1
         parts = self.export()
         if self.keeper is not None and parts is not None:

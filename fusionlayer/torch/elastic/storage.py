@@ -35,8 +35,8 @@ _MOST_TOKEN = 64
 class Storage:
     """A folder with the last commits of the ranks that share it.
 
-    One rank writes the part that is the same on all of them; each rank adds its own part. Files appear whole. Commits
-    may be pickled objects, so a file counts only if no other user can have written it.
+    One rank writes the common part; each rank adds its own part. Files appear whole. Commits may be pickled objects, so
+    a file counts only if no other user can have written it.
 
     Args:
         folder: made if it does not exist; only this user may read it.
@@ -94,7 +94,7 @@ class Storage:
         """Write commit ``number``. Keep the one before it, and remove older ones.
 
         Raises:
-            ConfigError: there is no room. Nothing of this commit stays, and the one before it is still the last.
+            ConfigError: there is no room. Nothing of this commit stays, and the previous one is still the last.
         """
         # The shared part gets its name last, as files get theirs in reverse order: a commit counts once that is there.
         parts = {**({"shared": shared} if self.writes_shared else {}), f"rank-{self._rank}": own}
@@ -189,7 +189,7 @@ def _agent(job: str) -> int:
 
 
 def _started(process: int) -> str:
-    """Return when a process was started, as /proc gives it, or "" if it does not exist or is a zombie."""
+    """Return the start time of a process in /proc, or "" if it does not exist or is a zombie."""
     fields = _stat(process)
     return fields[19] if fields and fields[0] not in "ZX" else ""
 

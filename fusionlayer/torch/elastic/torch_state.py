@@ -28,9 +28,8 @@ class TorchState(ObjectState):
 
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
-    Every argument becomes an attribute. Models, optimizers and samplers are kept by their ``state_dict``, other
-    objects as they are. For a ``DistributedOptimizer`` the fusion plan and each
-    rank's error feedback are kept, too.
+    Every argument becomes an attribute. Models, optimizers and samplers are kept by their ``state_dict``, other objects
+    themselves. For a ``DistributedOptimizer`` the fusion plan and each rank's error feedback are kept, too.
 
     Args:
         model: a model, or None.
@@ -151,7 +150,7 @@ class SamplerStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Keeps an optimizer. Of a distributed one it keeps error feedback, plan and outer momentum, too."""
+    """Keeps an optimizer. For a distributed one it also keeps error feedback, plan and outer momentum."""
 
     plan: bytes | None = None
     waiting: dict[str, Any] | None = None
@@ -195,7 +194,7 @@ class OptimizerStateHandler(StateHandler):
             engine.memory.load_state_dict({**kept, "tensors": tensors})
 
     def reset(self) -> None:
-        """Let the optimizer reduce gradients over the present job. Those of a step that has failed are dropped."""
+        """Let the optimizer reduce gradients over the present job. Those of a failed step are dropped."""
         reconnect = getattr(self.value, "reconnect", None)
         if reconnect is not None:
             reconnect()

@@ -78,7 +78,8 @@ class ElasticStepPolicy(StepPolicy):
     Gradients stay as backward made them until the results of all buckets have arrived. Only then results replace
     gradients and the wrapped optimizer makes its update. So after a failure each of the others either has made the
     step, or has gradients, error feedback and state from before. They form the next generation. If none of them has
-    made the step, they exchange the same gradients once more. If one has, it gives its results to those that lack them.
+    made the step, they exchange the same gradients once more. A rank that has them gives its results to those that lack
+    them.
 
     It can give them, because at the end of a step members report that they have all results. None begins the next step
     or frees results before all have them. The message is in flight while the next forward runs.
@@ -116,7 +117,7 @@ class ElasticStepPolicy(StepPolicy):
         self.is_attached = True
 
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """Take the step of the wrapped optimizer with the gradients that are averaged over those that take part.
+        """Take the step of the wrapped optimizer with gradients averaged over the participants.
 
         The first call of a process that joins takes over the members' state instead.
 
@@ -177,7 +178,7 @@ class ElasticStepPolicy(StepPolicy):
     def _transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return what ``exchange`` does, or the same results from another member; none where this is the only one.
 
-        If a rank is lost before any member that is left has all results, the rest forms the next generation, and
+        If a rank fails before any remaining member has all results, the rest forms the next generation, and
         ``exchange`` is called again.
 
         Args:
@@ -232,7 +233,7 @@ class ElasticStepPolicy(StepPolicy):
         reducer, sparse = self.reducer, self.reducer.sparse
         assert sparse is not None
         if engine.plan is None and self._plan is not None and not engine.pending:
-            # Gradients of a step that was taken back: they make the plan, so they come in backward's order once more.
+            # Gradients of an undone step: they make the plan, so they come in backward's order once more.
             parameters = {name: parameter for parameter, name in reducer.names.items()}
             reducer.begin()
             for name in chain.from_iterable(bucket.names for bucket in self._plan.buckets):

@@ -66,8 +66,8 @@ _COMPLETE_WHEN_SENT = ("one_shot", "two_shot", "two_level", "grid")
 def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[str, Any]:
     """Return a memory's state after a step whose results this rank lacked, without what may be of before the step.
 
-    All messages of this rank have arrived, or no rank would have results. So its error feedback is right where it is
-    complete before the last message leaves. Otherwise error feedback restarts, so that nothing is sent twice.
+    All messages of this rank have arrived, or no rank would have results. So its error feedback is right if it is
+    complete before the last message is sent. Otherwise error feedback restarts, so that nothing is sent twice.
     """
     buckets = () if plan is None else plan.buckets
     unsure = {

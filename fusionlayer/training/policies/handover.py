@@ -1,7 +1,7 @@
 """The state that a joining process gets from a member: all bits of it, in few bytes.
 
-A tensor that the newcomer has already, such as one that is frozen, or that it has loaded from a checkpoint, is not
-sent. Between hosts the others are sent by ``zip``; within a host that would take longer than sending them uncompressed.
+A tensor that the joining process has already, such as a frozen one or one from a checkpoint, is not sent. Between hosts
+the others are sent by ``zip``; within a host that would take longer than sending them uncompressed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def send(state: Any, theirs: Mapping[str, Fingerprint], transport: Transport, to
 
     Args:
         state: see ``parted``.
-        theirs: the fingerprints of what the receiver has, by place.
+        theirs: the fingerprints of the receiver's tensors, by position.
         transport: connects the two.
         to: rank of the receiver.
 

@@ -38,10 +38,10 @@ class Local:
         fragments: parts of the model that sync one after the other, each once in ``every`` steps; buckets of the fusion
             plan make them up.
         delay: local steps that a rank makes while a fragment is in flight, below ``every``; 0 waits for it.
-        alpha: share of the rank's own value in what a parameter becomes, from 0 to below 1; the anchor has the rest. So
-            with a ``delay`` the progress of these steps is not lost. Above 0, ranks differ also right after a sync.
-        states: the states of the wrapped optimizer, by their keys in ``optimizer.state``, those that are averaged too,
-            and every how many syncs: ``{"exp_avg": 3}``. They are sent uncompressed. Not with fragments or a delay.
+        alpha: share of the rank's own value in the new parameter, from 0 to below 1; the anchor has the rest. So with a
+            ``delay`` the progress of these steps is not lost. Above 0, ranks differ also right after a sync.
+        states: the states of the wrapped optimizer to average, by their keys in ``optimizer.state``, and every how many
+            syncs: ``{"exp_avg": 3}``. They are sent uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
         codec_options: the options of ``codec``.
         error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
@@ -50,7 +50,7 @@ class Local:
         carry: add a rank's progress while a fragment was in flight to the new anchor, so that none of it is lost. For a
             ``delay``, without ``alpha``.
         after: steps at the beginning in which ranks average gradients, as without local steps (post-local SGD, arXiv
-            1808.07217). None: what the wrapped optimizer needs. That is 0, or ``freeze_step`` of ``OneBitAdam``.
+            1808.07217). None: the default for the wrapped optimizer. That is 0, or ``freeze_step`` of ``OneBitAdam``.
 
     Raises:
         ConfigError: an option has a value that cannot be used.

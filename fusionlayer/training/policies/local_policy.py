@@ -32,8 +32,8 @@ class LocalStepPolicy(StepPolicy):
     A step of the engine is a sync. Gradients have no hooks, so code that scales, clips or accumulates them finds the
     rank's own.
 
-    Until as many steps are made as ``sync.after`` says, ``step`` averages gradients. What a step does follows from the
-    number of the engine's step alone, so all ranks and all checkpoints agree on it.
+    Until as many steps are made as ``sync.after`` says, ``step`` averages gradients. The actions of a step follow from
+    the number of the engine's step alone, so all ranks and all checkpoints agree on them.
 
     Args:
         local: anchors, and the outer optimizer.
@@ -101,8 +101,8 @@ class LocalStepPolicy(StepPolicy):
             self._anchor()
             for parameter in chain.from_iterable(group["params"] for group in reducer.groups):
                 if not parameter.requires_grad:
-                    # torch's optimizers update whatever has a gradient. One that is left from before the parameter was
-                    # frozen is this rank's own, and nothing would make the replicas equal again.
+                    # torch's optimizers update whatever has a gradient. One from before the parameter was frozen is
+                    # this rank's own, and nothing would make the replicas equal again.
                     parameter.grad = None
         result = None
         if not self._overflown():
@@ -177,7 +177,7 @@ class LocalStepPolicy(StepPolicy):
                 reducer.replicas.buffers[name].copy_(buffer)
 
     def reconnect(self) -> None:
-        """Begin a new round over the job as it is now."""
+        """Begin a new round over the present job."""
         self.local.begin_anew()
         super().reconnect()
         if self.reducer.engine is not None:
@@ -362,7 +362,7 @@ class LocalStepPolicy(StepPolicy):
                     flight.take()
 
     def stand_in(self) -> None:
-        """Take part in a sync of the other ranks after this rank has joined, with what it has trained since the last.
+        """Take part in a sync of the other ranks after this rank has joined, with its progress since the last one.
 
         From the second such sync on that is nothing: its differences are zeros. Its parameters follow the anchors.
         """

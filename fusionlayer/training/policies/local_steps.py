@@ -30,7 +30,7 @@ class Flight:
         left: local steps until its results are taken.
         take: waits for the averaged differences, and returns them by name; states too.
         states: the states of the wrapped optimizer that sync too, by name; averages replace them.
-        left_with: values of the parameters, by name, as they were when the fragment left; None: no rank asks for them.
+        left_with: values of the parameters, by name, when the fragment was sent; None: no rank asks for them.
     """
 
     parameters: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Flight:
 
     @property
     def learned(self) -> list[Tensor] | None:
-        """How far each parameter has come since the fragment left; None where that is not carried."""
+        """The change of each parameter since the fragment was sent; None where that is not carried."""
         if not self.left_with:
             return None
         parts = [local_part(parameter.detach()) for parameter in self.parameters.values()]
@@ -61,7 +61,7 @@ class LocalSteps:
         count: local steps in this round.
         moved: whether a parameter may differ from its anchor.
         anchors: of each parameter that is trained, the value that all ranks had after the last sync.
-        flights: in the order in which they left.
+        flights: in the order in which they were sent.
         own: of each parameter that holds its anchor for the moment, the rank's own value.
         restored: of each parameter that was loaded in the middle of a round, its value, until the next local step.
     """
@@ -256,11 +256,11 @@ def compare(count: int | None, numbers: Sequence[float], transport: Transport) -
 
     Args:
         count: local steps of this rank since the last sync; None: it has joined (``hvd.join``) and makes none.
-        numbers: numbers for the others, as many on all ranks.
+        numbers: numbers for the others, equally many on all ranks.
         transport: the ranks.
 
     Raises:
-        PlanMismatch: they do not. All ranks raise it; it names those that differ from the first.
+        PlanMismatch: they do not. All ranks raise it; it names the ranks that differ from the first.
     """
     mine = torch.tensor([-1 if count is None else count, *numbers], dtype=torch.float64, device="cpu")
     every = torch.empty(transport.size, len(mine), dtype=torch.float64, device="cpu")

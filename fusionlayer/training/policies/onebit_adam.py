@@ -204,7 +204,7 @@ class OneBitAdam(Optimizer):
                 loss = closure()
         # With overlap_forward these are copies of the groups, as they were at the step, with the parameters of a part.
         groups = self.param_groups
-        # Where gradients were exchanged, sends() has decided for the whole step.
+        # If gradients were exchanged, sends() has decided for the whole step.
         if not any(p in self._exchanged for group in groups for p in group["params"]):
             self._settle()
         for group in groups:
@@ -244,7 +244,7 @@ class OneBitAdam(Optimizer):
     def _is_used(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Return whether a step moves ``parameter``: not before its first gradient that is not zero.
 
-        Where ranks exchange gradients, a parameter that no rank has used may get zeros.
+        If ranks exchange gradients, a parameter that no rank has used may get zeros.
         """
         _refuse_sparse(gradient)
         state = self.state[parameter]
@@ -316,9 +316,9 @@ class OneBitAdam(Optimizer):
 
     @torch.no_grad()
     def synced(self, differences: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
-        """Let each momentum be that which led, in all steps until it left, to the average over ranks.
+        """Set each momentum to the one that led, in all steps until it was sent, to the average over ranks.
 
-        What a rank has added to its momentum since then stays.
+        Later additions of a rank to its momentum stay.
         """
         for group in self.param_groups:
             parameters = [p for p in group["params"] if self.state.get(p, {}).get("step")]

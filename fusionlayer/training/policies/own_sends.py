@@ -16,7 +16,7 @@ __all__ = ["OwnSends"]
 
 
 class OwnSends(StepPolicy):
-    """Averages what a ``SendsItsOwn`` puts in the place of its gradients, by the codec that it names."""
+    """Averages the values that a ``SendsItsOwn`` puts into its gradients, by the codec that it names."""
 
     def __init__(self, optimizer: SendsItsOwn) -> None:
         self._sent = _sent_by(optimizer)

@@ -1,4 +1,4 @@
-"""How many local steps ranks make between two syncs where no rank says it: they agree on what they have measured."""
+"""How many local steps ranks make between two syncs with "auto": they agree on their measurements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Pace:
         return told
 
     def arrive(self, averages: Iterable[Tensor], told: Sequence[Sequence[float]], says: bool) -> None:
-        """Note that the averages have arrived, and follow what all ranks have ``told``; ``says``: write to the log."""
+        """Note that the averages have arrived, and follow the ``told`` numbers of all ranks; ``says``: write to the
+        log."""
         self._norms.append(_norm(averages))
         self._arrived = self._clock.stamp()
         if any(waited == _NOTHING for waited, _, _ in told):

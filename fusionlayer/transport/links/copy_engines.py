@@ -16,8 +16,8 @@ __all__ = ["CopyEngines"]
 _CAN_WAIT = 122
 _PORTABLE, _MAPPED = 1, 2
 _WAIT_64, _WRITE_32 = 4, 2
-# Wait until the number in memory, signed, is at least the one given. A write comes after all work before it in its
-# stream, for all that see it.
+# Wait until the number in memory, signed, is at least the one given. A write comes after all earlier work of its
+# stream, for all observers.
 _AT_LEAST, _ORDERED = 0, 0
 # The driver takes fewer than 256 operations at once.
 _MOST = 255

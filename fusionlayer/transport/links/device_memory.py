@@ -1,6 +1,6 @@
 """A tensor's memory on a CUDA device, offered to other processes of its host as bytes of a fixed format.
 
-torch would pickle the offer. Whatever process could write into that message could run code in every rank.
+torch would pickle the offer. A process that could write into that message could run code in every rank.
 """
 
 from __future__ import annotations

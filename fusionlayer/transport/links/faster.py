@@ -14,7 +14,7 @@ __all__ = ["is_faster"]
 
 _logger = logging.getLogger("fusionlayer")
 
-# What must be gained at least. Less may be chance, and a library that is well known is worth that.
+# The least gain. A smaller gain may be chance, and a well-known library is preferable.
 _GAIN = 1.1
 _FIRST_BYTES = 64 << 10
 _LEAST_BYTES, _MOST_BYTES = 256 << 10, 8 << 20
@@ -31,7 +31,7 @@ def is_faster(
     """Return whether ``link`` moves bytes faster than ``other``. All ranks call it together, and get one answer.
 
     A short exchange with the neighbours determines the length of the timed messages, so on a fast network this takes
-    milliseconds; on a long link it takes a dozen round trips. What counts is the sum of all ranks' times.
+    milliseconds; on a long link it takes a dozen round trips. The sum of all ranks' times counts.
 
     Args:
         link: serves the device of ``other``.

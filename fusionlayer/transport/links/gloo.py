@@ -70,8 +70,8 @@ class _Posted:
         heads: receives of the bytes before that.
         sent: sends, and receives of acknowledgements.
         sealed: for each message with a checksum: sender, tail with the checksum, message, and where the tail starts.
-        is_short_swap: whether all messages are short, and each goes to a rank that sends one too. Such a rank has asked
-            for its message before it sent its own. So when that is here, the message has been written.
+        is_short_swap: whether all messages are short, and each goes to a rank that sends one too. Such a rank has
+            requested its message before it sent its own. So when that is here, the message has been written.
     """
 
     incoming: Sequence[LinkMessage]
@@ -210,7 +210,7 @@ class GlooLink(ExchangeLink):
 
         When a connection fails, gloo does not end the wait for a message for which its socket had no space, nor for one
         written between the peer's end and its discovery. A peer may go right after it has asked for it. Nothing ends
-        such a wait, not even ``close``. So it is made aside, where it can be given up.
+        such a wait, not even ``close``. So another thread makes it, where it can be abandoned.
         """
         if not works:
             return

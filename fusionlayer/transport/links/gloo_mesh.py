@@ -21,7 +21,7 @@ __all__ = ["NEVER_SENT", "GlooMesh", "connect_over"]
 NEVER_SENT = 0x7FFFFFFF
 """A tag that no message has."""
 
-# Bytes of what a rank says of where it listens, and of the length before it.
+# Bytes of a rank's listening address, and of the length before it.
 _ADDRESS_BYTES, _LENGTH_BYTES = 1024, 8
 
 
@@ -29,8 +29,8 @@ class GlooMesh:
     """A gloo group that no other code uses. Each link over it has tags of its own, so their messages never match.
 
     gloo cannot end a single message: a wait that times out closes all connections. So a link whose call fails ends the
-    others, here and on the other ranks, which then report why. One that is closed between two calls ends none, and the
-    last one closes the connections.
+    others, here and on the other ranks, which then report the cause. One that is closed between two calls ends none,
+    and the last one closes the connections.
 
     Args:
         store: the store by which gloo connects; it is let go once the connections are made.
@@ -107,7 +107,7 @@ def connect_over(
         rank: this rank.
         size: number of ranks.
         deadline: a time of the monotonic clock.
-        place: what the connections are for; equal on all ranks.
+        place: the purpose of the connections; equal on all ranks.
 
     Raises:
         LinkError: what answers for a rank has no job key.

@@ -18,8 +18,8 @@ _LENGTH = struct.Struct("<Q")
 class GlooStore(WrappedStore):
     """A store that refuses foreign values: their parts have other lengths than those of this rank's values.
 
-    A rank writes its host's name and its address, each after its length, and a number for each rank. Where this rank's
-    gloo writes something else, it is another version, and everything passes.
+    A rank writes its host's name and its address, each after its length, and a number for each rank. If this rank's
+    gloo writes another form, it is another version, and everything passes.
 
     gloo asks for one rank after the other. So all addresses are read at once when gloo asks for the first. The numbers,
     0, 1, ... for a new group, are left out: with them the bytes that all ranks read would grow with the third power of

@@ -2,8 +2,8 @@
 
 Each end sends a random number, and proves by HMAC-SHA256 of both numbers, and of the numbers of caller and host, that
 it has the job's secret. Both derive keys from the same. So a program between them, which passes on their proofs, can
-neither change what follows nor connect a caller to another host than it has called. What strangers send is only read
-and compared.
+neither change what follows nor connect a caller to another host than it has called. Data of strangers are only read and
+compared.
 """
 
 from __future__ import annotations

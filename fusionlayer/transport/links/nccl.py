@@ -48,7 +48,7 @@ class NcclLink(QueueingLink, RowLink):
         super().__init__(rank, timeout, device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG_FACTOR * timeout)
-        # Where both have work, messages go before the kernels of backward: other ranks wait for them.
+        # If both have work, messages go before the kernels of backward, because other ranks wait for them.
         options.is_high_priority_stream = True
         with _environment(_WATCHDOG), _without_desync_debug():
             # Any: torch's type stubs lack some of its methods.

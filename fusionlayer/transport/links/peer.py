@@ -1,4 +1,4 @@
-"""A link between the devices of one host: each copies what it is sent out of the memory of the others."""
+"""A link between the devices of one host: each copies its messages out of the memory of the others."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class PeerLink(QueueingLink):
             outgoing: messages to other ranks.
             incoming: messages from other ranks.
             start: the start of the pieces.
-            taken: what has to be counted first: places of counters, and numbers.
-            pending: gets what this waits for.
+            taken: counters to wait for, and their numbers.
+            pending: gets the awaited counters.
 
         Returns:
-            What has to be counted afterwards.
+            The counters to raise afterwards.
         """
         rank, engines, counters = self._rank, self._engines, self._counters
         sends = [message for message in outgoing if message.data.numel() > start]
@@ -140,7 +140,7 @@ class PeerLink(QueueingLink):
         return now
 
     def _wait(self, awaited: Sequence[tuple[int, Counter, int]], pending: Pending) -> list[tuple[int, int]]:
-        """Note what is waited for; return the places of the counters, and the numbers."""
+        """Note the awaited counters; return their positions, and the numbers."""
         awaited = [(peer, counter, number) for peer, counter, number in awaited if number > 0]
         pending.awaited += awaited
         return [(self._counters.address(self._rank, counter, peer), number) for peer, counter, number in awaited]

@@ -55,7 +55,7 @@ def together(gather: Gather, attempt: Callable[[], Result]) -> Result:
 
 
 class PeerMemory:
-    """One rank's memory on its device, and that of all other ranks. All ranks make it together.
+    """One rank's memory on its device, and the memory of all other ranks. All ranks make it together.
 
     Args:
         rank: this rank.
@@ -94,7 +94,7 @@ class Counter(IntEnum):
 class Counters:
     """How many pieces each rank has sent to this one, and taken of this one. All ranks make them together.
 
-    They lie in memory of the host, where devices write and wait, and processes look. Each rank has a page of those for
+    They are in memory of the host, where devices write and wait, and processes read. Each rank has a page of those for
     which its own device waits. A counter has 64 bits. The device that counts writes the lower half of it. The upper one
     belongs to the process that owns the page: a bit there ends all waits for a number, regardless of later counts.
 
@@ -145,8 +145,8 @@ class Counters:
     def leave(self) -> None:
         """Let this rank's device wait for no counter any longer. Any thread may call it.
 
-        Work queued there continues, but its messages are invalid. So the other ranks are notified first:
-        what they have received before that is whole.
+        Work queued there continues, but its messages are invalid. So the other ranks are notified first: data received
+        before that are whole.
         """
         for of, page in enumerate(self._mapped):
             if of != self._rank:

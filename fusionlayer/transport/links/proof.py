@@ -25,7 +25,7 @@ def prove(gather: Callable[[Tensor], list[Tensor]], rank: int, place: str) -> No
     Args:
         gather: gives each rank the tensors, (32,) uint8, of all ranks.
         rank: this rank.
-        place: what the connections are for; equal on all ranks.
+        place: the purpose of the connections; equal on all ranks.
 
     Raises:
         LinkError: what answers for a rank has no such key.
@@ -48,7 +48,7 @@ def prove(gather: Callable[[Tensor], list[Tensor]], rank: int, place: str) -> No
 
 
 def prove_link(link: ExchangeLink, rank: int, size: int, place: str, seconds: float) -> None:
-    """As ``prove``, over a link that no process uses yet, in this many seconds at most."""
+    """Like ``prove``, over an unused link, within this many seconds."""
     others = [peer for peer in range(size) if peer != rank]
     deadline = time.monotonic() + seconds
 

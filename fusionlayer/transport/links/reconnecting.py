@@ -67,7 +67,7 @@ class Keeper:
         count: connections to each other rank.
         secret: what the job's processes know.
         places: where to listen, and from where to call.
-        congestion: the kernel's name of how TCP reacts to losses; None: what this host uses.
+        congestion: the kernel's name of how TCP reacts to losses; None: the host's default.
 
     Attributes:
         addresses: for each place, host and port of each of its listeners.
@@ -243,7 +243,7 @@ def _listener(interface: str, address: str, congestion: str | None) -> socket.so
 
 
 def _tie(end: socket.socket, interface: str, address: str, congestion: str | None) -> None:
-    """Have a socket send from an address, and over its interface, whatever way the routes prefer."""
+    """Let a socket send from an address and over its interface, regardless of routes."""
     if congestion is not None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     if interface:

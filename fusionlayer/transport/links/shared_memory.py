@@ -47,8 +47,8 @@ class Invitation:
     Args:
         rank: this rank.
         node: name of this rank's node, equal on the ranks of that node.
-        deadline: a time of the monotonic clock. The invitation uses at most half of what is left, so that the ranks can
-            still go without shared memory.
+        deadline: a time of the monotonic clock. The invitation uses at most half of the remaining time, so that the
+            ranks can still continue without shared memory.
     """
 
     def __init__(self, rank: int, node: str, deadline: float) -> None:
@@ -105,8 +105,8 @@ class Invitation:
             while callers:
                 self._listener.settimeout(self._patience())
                 end, _ = self._listener.accept()
-                # Any process of the host can call. The ranks have sent their word before this one listens to them, so
-                # a caller that has not is none of them.
+                # Any process of the host can call. The ranks have sent their word before this one listens, so a caller
+                # without it is none of them.
                 end.setblocking(False)
                 with suppress(BlockingIOError):
                     given = end.recv(16)
@@ -128,7 +128,7 @@ class Invitation:
         return SharedMemory(self._rank, self._memory, ends)
 
     def close(self) -> None:
-        """Stop offering the memory. What ``keep`` has returned stays valid."""
+        """Stop offering the memory. The results of ``keep`` stay valid."""
         for end in self._ends.values():
             end.close()
         if self._listener is not None:
@@ -244,8 +244,8 @@ def map_memory(pid: int, file: int, token: bytes, nbytes: int) -> Tensor:
     Raises:
         OSError: this process cannot reach it, or it is no such memory.
     """
-    # The pid may be that of an unrelated process, and the file anything that it has open. So open() must not wait for
-    # it, and the token is compared.
+    # The pid may be that of an unrelated process, and the file any of its open files. So open() must not wait for it,
+    # and the token is compared.
     path = f"/proc/{pid}/fd/{file}"
     own = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -18,11 +18,11 @@ __all__ = ["Place", "SocketOptions", "Told", "Way", "chosen", "places", "ways"]
 
 
 Told = Sequence[Sequence[tuple[str, int]]]
-"""For each place of a rank, host and port of each of its listeners, as it has announced them."""
+"""For each rank, the announced host and port of each of its listeners."""
 
 
 class Place(NamedTuple):
-    """Where a rank listens, and from where it calls.
+    """The listening addresses of a rank, and its source addresses.
 
     Attributes:
         interface: its name; empty: whichever the routes prefer.
@@ -48,9 +48,9 @@ class SocketOptions:
 
     Attributes:
         connections: TCP connections to each other rank, over all interfaces together.
-        interfaces: names of this host's interfaces, over which connections are dealt out in turn. Empty: one that the
-            other ranks can reach.
-        congestion: the kernel's name of how TCP reacts to losses, such as "bbr"; None: what this host uses.
+        interfaces: names of this host's interfaces, among which connections are distributed in turn. Empty: one that
+            the other ranks can reach.
+        congestion: the kernel's name of how TCP reacts to losses, such as "bbr"; None: the host's default.
         authenticate: whether each frame carries a tag that only the job's ranks can make; None: where ranks are on
             several hosts.
         encrypt: whether all is encrypted, and so authenticated too, by TLS 1.3.
@@ -140,8 +140,7 @@ def _one_of_each_family(given: Sequence[str]) -> tuple[str, ...]:
 def ways(mine: Sequence[Place], index: int, theirs: Told) -> list[Way]:
     """Return the ways to make connection ``index``, the preferred one first.
 
-    They are those between the two interfaces whose turn it is, or between any two where these have no kind of address
-    in common.
+    They are between the two interfaces in turn, or between any two if these have no address family in common.
     """
     turn = list(_between(mine[index % len(mine)], theirs[index % len(theirs)]))
     return turn or [way for place in mine for each in theirs for way in _between(place, each)]
