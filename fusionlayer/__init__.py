@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import _fusionlayer_autoload
 
-# Its exit handlers, and those of forks, are registered before the program's, so they run after them.
+# Its exit handlers, and those of forks, are registered before the program's handlers, so they run after them.
 from .process import bounded as _bounded  # noqa: F401
 
 if TYPE_CHECKING:

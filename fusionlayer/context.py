@@ -79,7 +79,7 @@ def init(
 
     Args:
         timeout: seconds that a collective waits for its peers; overrides the configuration.
-        transport: what moves bytes, "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
+        transport: "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
         settings: used instead of the settings from file and environment.
         elastic: ranks may fail, and others may join, while the job continues (docs/elastic.md). No process group of
             torch is made then. A process that joins later has FUSIONLAYER_JOIN in its environment.
@@ -238,7 +238,7 @@ def _place_in(transport: Transport, launched: launch.RankInfo, library: str) -> 
 
 
 def shutdown() -> None:
-    """Leave the job and close what ``init`` has opened. Optimizers and hooks of this process stop working."""
+    """Leave the job and close the objects of ``init``. Optimizers and hooks of this process stop working."""
     global _job
     with _lock:
         if _job is None:

@@ -53,7 +53,7 @@ class CallQueue:
         self._timeout = timeout
         self._at_once = at_once
         self._worker = Worker(f"fusionlayer group {name}")  # keeps the first error, wherever the call ran
-        # Guards _closed and _last, and what is put: another thread may close the queue while callers submit calls. It
+        # Guards _closed, _last and the queue: another thread may close the queue while callers submit calls. It
         # also orders submit and _abandon: the worker may drop a job before submit has set work.job, which _abandon
         # needs.
         self._lock = threading.Lock()

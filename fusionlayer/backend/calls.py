@@ -140,7 +140,7 @@ def all_gather(outs: Sequence[Tensor], x: Tensor, codec: Codec, seed: Seed) -> C
 def gather_differences(out: Tensor, differences: Differences, seed: Seed) -> Call:
     """Return a call that updates ``out`` (size * n,), the same copy on all ranks, to its new values on each.
 
-    Every rank sends how its part differs. All ranks, the sender too, add what they decode to their copies.
+    Every rank sends how its part differs. All ranks, the sender too, add the decoded values to their copies.
     """
 
     def call(transport: Transport) -> None:
@@ -161,10 +161,10 @@ def all_to_all(
     zips: Sequence[Codec],
     seed: Seed,
 ) -> Call:
-    """Return a call that sends ``inputs[r]`` to rank r, and fills ``outs[r]`` with what rank r sends to this rank.
+    """Return a call that sends ``inputs[r]`` to rank r, and receives ``outs[r]`` from rank r.
 
     Each pair of ranks chooses the codec by the number of bytes that one sends the other, because both know it. A rank
-    copies what it has for itself. All messages of known size are sent in one exchange; then one exchange follows for
+    copies its message to itself. All messages of known size are sent in one exchange; then one exchange follows for
     each codec of ``zips``.
 
     Args:
@@ -243,7 +243,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _spread(whole: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the elements of ``whole`` into ``tensors`` in their order, except into those that share its memory."""
+    """Copy the elements of ``whole`` into ``tensors`` in their order, except into tensors that share its memory."""
     for x, part in zip(tensors, whole.split([x.numel() for x in tensors]), strict=True):
         if x.data_ptr() != part.data_ptr():
             x.detach().copy_(part.view(x.shape))

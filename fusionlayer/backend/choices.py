@@ -67,7 +67,7 @@ class CallChoices:
 
         Args:
             inputs: for each rank the tensor that is sent to it.
-            outs: for each rank the tensor that receives what it sends.
+            outs: for each rank the tensor that receives its message.
 
         Returns:
             The codec for each number of bytes that is compressed, and all codecs with messages of variable size that

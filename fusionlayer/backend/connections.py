@@ -31,7 +31,7 @@ def connect(
         timeout: the longest time that a call may wait.
         settings: the settings of the group.
         nccl: whether CUDA tensors are sent by NCCL.
-        alone: store and rank of a group of which torch does not know; None: the members meet by the default group.
+        alone: store and rank of a group that torch does not know; None: the members meet by the default group.
     """
     rank = dist.get_rank() if alone is None else alone[1]
     each = settings.ranks_per_node

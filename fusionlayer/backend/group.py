@@ -71,9 +71,9 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: the longest time that a call may wait, unless the settings' ``timeout`` is shorter.
         policy: the same on all ranks.
         options: options of gloo or NCCL; None: torch's own.
-        devices: types of devices for which the program has named this backend; None: asks torch at the first call.
-        alone: whether torch does not know of the group. It is so if there is no default group. Then its members meet
-            by its own store, and it compresses tensors of all devices.
+        devices: types of devices that the program has named with this backend; None: asks torch at the first call.
+        alone: whether torch does not know of the group. It is so if there is no default group. Then its members meet in
+            its own store, and it compresses tensors of all devices.
 
     Raises:
         ConfigError: the settings cannot be used.
@@ -119,7 +119,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         self._queue_lock = threading.Lock()
         counts.register(self)
 
-    # ---- what torch asks a group ------------------------------------------------------------------------------------
+    # ---- methods that torch calls ------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return the name of the backend."""
@@ -246,7 +246,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Do ``reduce_scatter_single`` several times; those that pass are one call of the native backend."""
+        """Do ``reduce_scatter_single`` several times; passing calls are one call of the native backend."""
         op = arguments.reduction(args, kwargs)
 
         def one(out: Tensor, x: Tensor) -> dist.Work | None:
@@ -273,7 +273,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
-        """Do ``all_gather_single`` several times; those that pass are one call of the native backend."""
+        """Do ``all_gather_single`` several times; passing calls are one call of the native backend."""
 
         def one(out: Tensor, x: Tensor) -> dist.Work | None:
             return self._gather([out], x) if out.numel() == x.numel() * self._size else None
@@ -471,7 +471,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> dist.Work:
-        """Do ``one`` with each pair; those that pass are one call of the native method ``name``."""
+        """Do ``one`` with each pair; passing pairs are one call of the native method ``name``."""
         pairs = list(zip(outputs, inputs, strict=True))
         works = [one(*pair) for pair in pairs]
         made = [work for work in works if work is not None]
@@ -533,7 +533,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
         return self._was_made_alone or not dist.is_initialized()
 
     def _compressing(self) -> frozenset[str]:
-        """Return the types of devices for which the program has named this backend; torch knows them once it has made
+        """Return the types of devices that the program has named with this backend; torch knows them once it has made
         the group."""
         if self._devices is None and self._is_alone:
             self._devices = frozenset(self._native.serves)

@@ -1,4 +1,4 @@
-"""Hints: what the caller of a collective knows about its tensor, and a process group cannot see."""
+"""Hints: facts about a tensor that the caller of a collective knows, and a process group cannot see."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Differences:
     Attributes:
         codec: the codec of the differences.
         before: (n,) this rank's part of the copy, which all ranks have, in the type of the output.
-        after: (n,) what it is to become, in f32 or that type; read when the call is made.
+        after: (n,) its new values, in f32 or that type; read when the call is made.
     """
 
     codec: Codec
@@ -39,7 +39,7 @@ class Hint:
         residual: (n,) f32, this rank's residual for an all-reduce of n elements. It is added to the elements before
             they are encoded (for an average, after the division), and replaced by what the codec lost.
         padding: elements of the input that have no meaning; they are sent as zeros.
-        differences: for all-gathers whose output holds a copy of what was gathered before, by the output's address.
+        differences: for all-gathers whose output holds a copy of earlier values, by the output's address.
         seeds: numbers for stochastic rounding, one for each call, the same on all ranks. None: a counter of calls, so a
             restarted program rounds differently from one that continues.
     """
@@ -52,7 +52,7 @@ class Hint:
 
 
 NONE = Hint()
-# A hint must not reach collectives that other threads call meanwhile, so each thread has its own.
+# A hint must not reach simultaneous collectives of other threads, so each thread has its own.
 _thread = threading.local()
 
 

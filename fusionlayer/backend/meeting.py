@@ -17,12 +17,12 @@ from ..launch.stores import EndingStore
 
 __all__ = ["Meeting", "part"]
 
-# Seconds that ranks wait for each other before they part, and for which rank 0 may then end its server.
+# Seconds that ranks wait for each other at the end, and that rank 0 then keeps its server.
 _PATIENCE, _HEAD_START = 2.0, 0.3
 
 
 class Meeting(EndingStore):
-    """A store whose waits end at a deadline, and which forgets what this rank has written.
+    """A store whose waits end at a deadline, and which can delete this rank's values.
 
     gloo leaves its keys behind, and the next group of the same name would connect to addresses that are gone.
 
@@ -61,7 +61,7 @@ class Meeting(EndingStore):
         return self.get("token").decode(errors="replace")
 
     def forget(self) -> None:
-        """Delete what this rank has written. The ranks must meet once more before one of them uses the store again."""
+        """Delete this rank's values. The ranks must meet once more before one of them uses the store again."""
         for key in self.written:
             with suppress(RuntimeError):  # the store has gone; so have its keys
                 self.delete_key(key)

@@ -21,7 +21,7 @@ Native = Callable[[list[Tensor]], dist.Work]
 
 
 class PointToPoint:
-    """Compresses what one rank of a group sends to and receives from single ranks.
+    """Compresses messages between one rank of a group and single ranks.
 
     Args:
         seed: the seed of stochastic rounding, different on each rank.
@@ -48,7 +48,7 @@ class PointToPoint:
         return self.send_copy(message, send, [x])
 
     def send_copy(self, x: Tensor, send: Native, results: Sequence[Tensor]) -> dist.Work:
-        """Call ``send`` with a tensor that the caller does not keep; ``results`` are those of the returned work."""
+        """Call ``send`` with a tensor that the caller does not keep; ``results`` are the returned work's."""
         number = next(self._copies)
         self._leaving[number] = x  # native backends do not keep a tensor alive while it is being sent
         return self.after(send([x]), partial(self._leaving.pop, number, None), results)

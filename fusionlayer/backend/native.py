@@ -40,7 +40,7 @@ class Native:
         ranks: their ranks in the default group.
         timeout: the longest time that a call may wait.
         facts: text that must be equal on all ranks.
-        options: options of gloo or NCCL, of which the other takes no notice; None: torch's own.
+        options: options of gloo or NCCL, which the other library ignores; None: torch's own.
 
     Raises:
         TransportError: not all ranks came in time.
@@ -140,11 +140,11 @@ class Native:
         return torch.device("cpu") if self.serves[device.type] == "gloo" else device
 
     def between(self, device: torch.device, source: int, to: int) -> dist.ProcessGroup:
-        """Return the group by which a message is sent from one rank to another.
+        """Return the group that sends a message from one rank to another.
 
-        NCCL runs the messages between two ranks in the order in which each rank has called for them. If both ranks
-        send first, they wait for each other, unless torch informs NCCL that the calls are one batch; torch does so only
-        for its own class. Therefore messages to lower ranks have communicators of their own.
+        NCCL runs the messages between two ranks in the order of each rank's calls. If both ranks send first, they wait
+        for each other, unless torch informs NCCL that the calls are one batch; torch does so only for its own class.
+        Therefore messages to lower ranks have communicators of their own.
         """
         if device.type != "cuda" or self.serves["cuda"] != "nccl" or source == to:
             return self.group

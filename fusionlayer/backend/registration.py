@@ -91,14 +91,14 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
 def create_alone(
     store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device, **policy: Any
 ) -> dist.ProcessGroup:
-    """Make a group of which torch keeps no record; ``torch.distributed._dist2`` calls it.
+    """Make a group without torch's record of it; ``torch.distributed._dist2`` calls it.
 
     Args:
         store: the store of this group alone.
         rank: this process.
         size: number of processes.
         timeout: the longest time that a call may wait.
-        device: the device of the tensors; those of other devices are sent too.
+        device: the device of the tensors; tensors of other devices are sent too.
         policy: attributes of a ``CallPolicy``; without any, the policy that any new group has.
     """
     from .group import CompressingGroup

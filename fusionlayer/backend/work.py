@@ -53,7 +53,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has finished what was launched."""
+        """Whether the device has finished the launched work."""
         return self.done is None or self.done.query()
 
 
@@ -97,8 +97,8 @@ class BackgroundWork(dist.Work):
         Raises:
             FusionLayerError: the call has failed, or has not ended within ``timeout``.
         """
-        # Callbacks of the future run within the job, on the queue's thread. One that waits here for its own call must
-        # not wait for the job, which ends only after the callback.
+        # Callbacks of the future run within the job, on the queue's thread. A callback that waits here for its own call
+        # must not wait for the job, which ends only after the callback.
         if self._gate.done() and self.job.error is None:
             self.ticket.wait()
             return True
@@ -116,9 +116,9 @@ class BackgroundWork(dist.Work):
         """Return a future of the results.
 
         Within backward, it is mostly DDP that asks. DDP waits for the future at the end of backward, in C++, where an
-        error keeps its text and loses its type and ranks. Callbacks at the end of backward run in the order in which
-        they were queued, and DDP queues its own after its last call. So this one comes before and raises the error
-        itself; it waits no longer than DDP would.
+        error keeps its text and loses its type and ranks. Callbacks at the end of backward run in the order of
+        queueing, and DDP queues its own after its last call. So this one comes before and raises the error itself; it
+        waits no longer than DDP would.
         """
         if torch._C._current_graph_task_id() >= 0:
             Variable._execution_engine.queue_callback(self.job.wait)
@@ -183,7 +183,7 @@ class JoinedWork(dist.Work):
 
 
 class WrappedWork(dist.Work):
-    """A work around another one, which answers what a subclass does not."""
+    """A work around another one, which handles all methods that a subclass does not define."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class WrappedWork(dist.Work):
         return error
 
     def source_rank(self) -> int:
-        """Return the rank that has sent what was received."""
+        """Return the rank that has sent the received message."""
         return self._work.source_rank()
 
     def _source_rank(self) -> int:
@@ -231,7 +231,7 @@ class DecodedWork(WrappedWork):
         return arrived
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of what was decoded."""
+        """Return a future of the decoded values."""
 
         def outcome(future: Future[Any]) -> list[Tensor]:
             future.value()

@@ -176,14 +176,14 @@ REMOVED: Mapping[str, str] = {
     "autotune": "it did not make steps faster than the default planner; codec='auto' chooses codecs by measured costs",
     "autotune_options": "autotune did not make steps faster than the default planner",
 }
-"""Settings and arguments that were removed: why, or what to use instead."""
+"""Settings and arguments that were removed: the reason, or the replacement."""
 
 _PLANNING = tuple(f.name for f in fields(PlanningSettings))
 _HINTS = typing.get_type_hints(Config) | typing.get_type_hints(PlanningSettings)
 _FIELDS = [f for f in (*fields(Config), *fields(PlanningSettings)) if f.name != "planning"]
 _KEYS = {f"FUSIONLAYER_{f.name.upper()}": f.name for f in _FIELDS}
 VARIABLES: Mapping[str, str] = {**_OTHERS, **{f"FUSIONLAYER_{f.name.upper()}": f.metadata["help"] for f in _FIELDS}}
-"""The environment variables of fusionlayer, and what each does. Every setting has one."""
+"""The environment variables of fusionlayer, and their meanings. Every setting has one."""
 
 # A variable also replaces these keys of the file, which would not fit its value or would take precedence over it.
 _REPLACED = {
@@ -243,7 +243,7 @@ def _nested(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _value(variable: str, text: str, hint: Any) -> Any:
-    """Return what the ``text`` of a variable means for a setting of the type ``hint``."""
+    """Return the value of the ``text`` of a variable for a setting of the type ``hint``."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if text == "null" and type(None) in kinds:
         return None

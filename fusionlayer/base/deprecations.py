@@ -11,7 +11,7 @@ def deprecated(old: str, instead: str, *, gone: str | None = None, frames: int =
     """Warn the user whose code uses ``old``, by a ``DeprecationWarning`` at that line.
 
     Args:
-        old: what is deprecated, as users write it.
+        old: the deprecated name, as users write it.
         instead: the replacement, as an imperative: "give groups=<number>".
         gone: the first version that may lack it; None: it stays, since another library has this name too.
         frames: functions of fusionlayer between the user's line and this function.

@@ -30,7 +30,7 @@ class UsageError(FusionLayerError, AssertionError):
 
 
 class WireError(FusionLayerError):
-    """A payload is not what its receiver expects: length, header, index, width or checksum."""
+    """A payload differs from its receiver's expectation: length, header, index, width or checksum."""
 
 
 class PlanMismatch(FusionLayerError):
@@ -49,7 +49,7 @@ class ReplicaMismatch(FusionLayerError):
     """Parameters that all ranks should hold alike differ. All ranks raise it in the same step, before the update.
 
     Attributes:
-        ranks: the ranks whose parameters differ from those of most ranks; all ranks, if no more than half are alike.
+        ranks: the ranks whose parameters differ from those of most ranks; all ranks, if no majority is alike.
         tensors: names of the parameters.
     """
 
@@ -85,7 +85,7 @@ class TransportError(FusionLayerError, RuntimeError):
 
 
 def kind_of(value: object) -> str:
-    """Return in words what a value is, such as "None" or "an int"."""
+    """Return a value's kind in words, such as "None" or "an int"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
@@ -107,7 +107,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def require(value: object, kind: type | tuple[type, ...], name: str, expected: str) -> None:
-    """Raise ``ConfigError`` unless a user's ``value`` is of this kind; ``name`` says what it was given for."""
+    """Raise ``ConfigError`` unless a user's ``value`` is of this kind; ``name`` names its purpose."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name}: got {kind_of(value)}; expected {expected}")
 

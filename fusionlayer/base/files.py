@@ -25,7 +25,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Return whether this user owns what was found, and no other user can write to it."""
+    """Return whether this user owns the file or folder, and no other user can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 

@@ -1,4 +1,4 @@
-"""Fusion plans: which tensors are sent together, in what order and how. Plans are frozen data without torch types."""
+"""Fusion plans: which tensors are sent together, in which order, and how. Plans are frozen data without torch types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN_VERSION = 1
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what ``torch.compile`` puts before the names of each module it has compiled."""
+    """Return a parameter's name without the prefixes of modules compiled by ``torch.compile``."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -272,7 +272,7 @@ class FusionPlan:
 
 
 def _even_runs(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Return ``count`` runs of consecutive ``sizes``, none of them empty, whose largest sum is as small as can be."""
+    """Return ``count`` runs of consecutive ``sizes``, none of them empty, with the least possible largest sum."""
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         middle = (low + high) // 2

@@ -45,7 +45,7 @@ def offers(group: str) -> Mapping[str, tuple[Offer, ...]]:
     return _scan(tuple(sys.path)).get(group, {})
 
 
-# Python's path decides which packages there are, so what was found counts for as long as the path stays the same.
+# Python's path decides which packages there are, so the result counts as long as the path stays the same.
 @lru_cache(maxsize=4)
 def _scan(path: tuple[str, ...]) -> dict[str, dict[str, tuple[Offer, ...]]]:
     # Imported here: it takes longer than looking up a name that fusionlayer has itself.

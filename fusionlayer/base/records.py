@@ -49,7 +49,7 @@ class _Loader(_Base):  # type: ignore[misc]
     """Refuses a mapping that has a key twice: YAML forbids it, and PyYAML would keep the last value.
 
     It also refuses texts that look like a number or a date without being one, such as 2001-99-99, and numbers of more
-    than 64 bits: PyYAML would raise what its conversion does.
+    than 64 bits: PyYAML would raise the errors of its conversion.
     """
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -137,11 +137,11 @@ def load(kind: type[T], path: str | Path, what: str, version: int | None = None)
 def build(kind: type[T], data: object, where: str) -> T:
     """Return the dataclass ``kind`` made from a mapping. Errors begin with ``where``, which names its source.
 
-    Values that are dataclasses already are kept as they are.
+    Dataclasses are kept unchanged.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type. The message has ``where``, the key, its
-            value, what was expected, and for an unknown key the nearest known one.
+            value, the expectation, and for an unknown key the nearest known one.
     """
     try:
         return typing.cast(T, _record(kind, data, ""))

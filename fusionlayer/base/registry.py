@@ -176,7 +176,7 @@ class Registry(Generic[T]):
                     self._import_package(package, name)
 
     def _import_package(self, package: str, name: str = "") -> None:
-        """Import the modules of ``package`` with whose name ``name`` begins; all of them for an empty name."""
+        """Import the modules of ``package`` whose names are prefixes of ``name``; all of them for an empty name."""
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             if module.ispkg and module.name not in self._later:
                 self._import_package(module.name)

@@ -27,10 +27,10 @@ def make_nonce() -> bytes:
 
 
 def prove(secret: bytes, role: bytes, heard: bytes) -> bytes:
-    """Return what only a holder of the secret can say.
+    """Return a value that only a holder of the secret can compute.
 
     Args:
-        secret: what both ends know.
+        secret: the shared secret of both ends.
         role: the end that proves it, so that the other end's proof cannot be sent back.
         heard: all earlier messages of both ends, with both random numbers.
     """
@@ -65,7 +65,7 @@ class Keys(NamedTuple):
         """Return the keys of the connection that began with the messages ``heard``.
 
         Args:
-            secret: what both ends have proved to know.
+            secret: the secret that both ends have proved.
             heard: see ``prove``; it has the random numbers of both.
             purpose: the use of the keys; each use has other keys.
         """

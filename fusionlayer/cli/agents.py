@@ -1,4 +1,4 @@
-"""The processes by which ``fusionrun`` starts the ranks of each host, from their start to the end of the job."""
+"""The processes with which ``fusionrun`` starts the ranks of each host, from their start to the end of the job."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Agent:
 
     Attributes:
         host: its name, for messages.
-        command: what starts the agent.
+        command: the command that starts the agent.
         environment: the environment of that command.
         is_here: whether the host is this one.
         sent: names of the variables that go to another host.
-        opening: what is written to the command first: these variables. Every user can read a command, and not this.
+        opening: the first input of the command: these variables. Every user can read a command, and not this.
     """
 
     host: str

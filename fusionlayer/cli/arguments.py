@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{end} see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Read the arguments; refuse those that this command does not know, where argparse would ask its parent to."""
+        """Read the arguments; refuse unknown ones, which argparse would pass to its parent."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown argument {unknown[0]!r}{_meant(unknown[0], self._option_string_actions)}")
@@ -210,7 +210,7 @@ def _unwritable(path: str | Path, flag: str, error: OSError) -> ConfigError:
 
 
 def add_removed(parser: argparse.ArgumentParser, option: str, instead: str) -> None:
-    """Refuse an option that was removed; ``instead`` says what to do, as an imperative."""
+    """Refuse an option that was removed; ``instead`` is the remedy, as an imperative."""
 
     class Refuse(argparse.Action):
         def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:

@@ -112,7 +112,7 @@ def _sizes(smallest: int, largest: int, factor: float) -> Iterator[int]:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """Yield kind, algorithm and codec of what is measured."""
+    """Yield kind, algorithm and codec of each measurement."""
     for kind in options.collectives:
         algorithms = {"all_reduce": _algorithms(options), "reduce_scatter": [DEFAULT]}.get(kind, [DEFAULT])
         if kind == "reduce_scatter" and {"ring", "all"} & {*options.algorithms}:

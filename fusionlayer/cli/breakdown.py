@@ -32,7 +32,7 @@ PHASES = {
     "WAIT": "exposed communication",
     "UPDATE": "update",
 }
-"""Spans of the training thread, and what the breakdown calls them (SAFusion, figure 15)."""
+"""Spans of the training thread, and their names in the breakdown (SAFusion, figure 15)."""
 
 NETWORK, LATE, CODEC, PACKING, OTHER = KINDS = ("network", "stragglers", "codec", "packing", "other")
 """Activities of a communication thread. If two of them overlap, as in pipelines, the first one counts."""
@@ -96,7 +96,7 @@ class Breakdown:
         steps: number of steps in the means.
         step: from one step's beginning to the next one's.
         phases: the phases of the training thread, each without the phases nested in it; they add up to ``step``.
-        exposed: what communication threads did while the training thread waited, by ``KINDS``; these add up to the
+        exposed: the work of communication threads while the training thread waited, by ``KINDS``; these add up to the
             phase "exposed communication".
         exposed_by_bucket: the same by the bucket that they worked for.
         communication: how long at least one bucket was in flight, hidden or not.
@@ -204,7 +204,7 @@ def _begins(spans: Sequence[Span], *names: str) -> dict[int, float]:
 def _exclusive(spans: Sequence[Span]) -> list[tuple[str, float]]:
     """Return the name of each span, and its seconds without the spans nested in it.
 
-    The spans are those of one thread, or of threads that do not overlap.
+    The spans are of one thread, or of threads that do not overlap.
     """
     found: list[tuple[str, float]] = []
     open_spans: list[list[Any]] = []  # [end, name, seconds]
@@ -239,7 +239,7 @@ def _union(spans: Sequence[Span]) -> float:
 def _work(
     spans: Sequence[Span], jobs: Mapping[Job, Span], training: set[Any], latest: Mapping[tuple[int, int, int], float]
 ) -> dict[Job, list[Piece]]:
-    """Return what was done for each bucket: pieces that follow on each other, from its span's start to its end."""
+    """Return the work for each bucket: consecutive pieces from its span's start to its end."""
     parts: dict[Job, list[Piece]] = defaultdict(list)
     for key, span in exchanges(spans):
         start, end = span["ts"], span["ts"] + span["dur"]
@@ -272,7 +272,7 @@ def _in_turn(begin: float, end: float, parts: Sequence[Piece]) -> list[Piece]:
 def _exposed(
     waits: Sequence[Span], jobs: Mapping[Job, Span], work: Mapping[Job, list[Piece]]
 ) -> dict[int, dict[str, float]]:
-    """Return the seconds of ``waits`` by the bucket that delayed them and by what was done for it.
+    """Return the seconds of ``waits`` by the bucket that delayed them and by its work.
 
     A bucket may wait in line behind others of its communication thread; these delay it then.
     """

@@ -8,8 +8,8 @@
         drawing.name_lines(axes)
         drawing.save(figure, path)
 
-matplotlib is imported when something is drawn. A title says what the picture shows, as a sentence. Every axis names its
-unit. A picture has at most six colours; what is only there to compare with is ``GREY``.
+matplotlib is imported when something is drawn. A title states the message of the picture, as a sentence. Every axis
+names its unit. A picture has at most six colours; baselines are ``GREY``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PALETTE = ("#0072B2", "#C4500A", "#007A57", "#9C4A7C", "#8A6100", "#5C5CB8")
 """Like Okabe and Ito's colours for any kind of colour vision, but dark enough to be read as text on white."""
 
 GREY = "#6B6B6B"
-"""For what a picture only compares with."""
+"""For baselines of a picture."""
 
 SIZE = 9.0
 """Size of all text, in points."""

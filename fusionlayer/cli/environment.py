@@ -1,4 +1,4 @@
-"""The environment variables that fusionlayer knows, its own and Horovod's, and what each does."""
+"""The environment variables that fusionlayer knows, its own and Horovod's, and their meanings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HOROVOD_UNUSED = {
     "HOROVOD_CROSS_SIZE": "it follows from size and local size",
 }
 
-# Variables of other programs that change what fusionlayer does.
+# Variables of other programs that have an effect on fusionlayer.
 OTHERS = {
     "MASTER_ADDR": "host of rank 0, where the processes meet",
     "MASTER_PORT": "port there",

@@ -19,7 +19,7 @@ FORWARDED = (
     *("OPENBLAS_*", "NUMEXPR_*", "MALLOC_*", "PYTHON*", "CONDA_*", "VIRTUAL_ENV", "LC_*", "LANG", "TZ"),
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"),
 )
-"""Patterns of the variables that go to other hosts unasked, except those whose names look like secrets."""
+"""Patterns of the variables that go to other hosts by default, except those whose names look like secrets."""
 
 # Variables of this host or login: another host has its own, and no pattern sends them.
 _OWN = (

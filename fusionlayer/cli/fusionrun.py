@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _missing(command: Sequence[str]) -> tuple[int, str]:
-    """Return the status with which a shell would refuse a command, and why; 0 if it can be started."""
+    """Return a shell's status for an impossible command, and the reason; 0 if it can be started."""
     program = command[0]
     if shutil.which(program, path=_path(os.environ)) is None:
         if os.path.isdir(program):
@@ -163,7 +163,7 @@ def _key(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_parser() -> Parser:
-    """Return the parser of all flags, those of horovodrun that are refused too."""
+    """Return the parser of all flags, refused flags of horovodrun included."""
     parser = Parser(
         prog="fusionrun",
         usage="fusionrun -np N [-H host:slots,...] [FLAG ...] program [argument ...]",

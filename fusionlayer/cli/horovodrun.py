@@ -11,7 +11,7 @@ __all__ = ["add_flags", "refuse"]
 
 
 class _Flag(NamedTuple):
-    """A flag that is refused: how many values it takes, and what to do instead."""
+    """A refused flag: the number of its values, and a remedy."""
 
     values: int
     instead: str
@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for the first flag that means nothing here, with what to do instead."""
+    """Raise ``ConfigError`` for the first flag without meaning here, with a remedy."""
     for flag, (_, instead) in _REFUSED.items():
         if getattr(options, flag):
             raise ConfigError(f"{flag} means nothing here: {instead}")

@@ -163,14 +163,14 @@ def remote_command(
     *,
     new_hosts: bool = False,
 ) -> tuple[list[str], bytes]:
-    """Return the ssh command that runs ``command`` on another host, in this folder, and what to write to it first.
+    """Return the ssh command that runs ``command`` on another host, in this folder, and its first input.
 
     The program there ends when the standard input of the ssh command is closed.
 
     Args:
         host: where to; its name may be user@name.
         command: program and arguments.
-        variables: environment variables of the program, besides those of the other host.
+        variables: environment variables of the program, in addition to the other host's.
         port: the port of its ssh server; None: as ssh is configured.
         identity: file with the key; None: as ssh is configured.
         new_hosts: accept the key of a host that ssh does not know yet. A key that has changed is refused anyway.

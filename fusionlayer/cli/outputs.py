@@ -1,4 +1,4 @@
-"""Writes results: paths are checked before measuring, and a failed write keeps what was measured."""
+"""Writes results: paths are checked before measuring, and a failed write keeps the measurements."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def tell(text: str, name: str) -> None:
 
 
 def drop_output() -> None:
-    """Let what is still to be written go nowhere: Python flushes at its end, and would fail once more."""
+    """Discard the remaining output: Python flushes at its end, and would fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of what the commands print: speed-ups and bandwidths."""
+"""Pictures of the commands' results: speed-ups and bandwidths."""
 
 from __future__ import annotations
 

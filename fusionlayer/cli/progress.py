@@ -111,7 +111,7 @@ def follow(what: str, items: Collection[T], name: Callable[[T], object] = str) -
 
     Args:
         what: name of the work, such as "losses".
-        items: each of which takes about equally long.
+        items: parts that take about equally long.
         name: the name of an item, in a few words.
     """
     with ProgressLine(what, len(items), lines=True) as progress:

@@ -1,4 +1,4 @@
-"""Turns options that several subcommands share into what they name: codecs, devices and clusters."""
+"""Turns shared options of subcommands into objects: codecs, devices and clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of ``fusionlayer bench collectives``: as a table, CSV, JSON, and as what a picture shows."""
+"""Rows of ``fusionlayer bench collectives``: as a table, CSV, JSON, and for a picture."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FORMATS: dict[str, Callable[[Sequence[Row], Sequence[str] | None, int | None], s
 
 
 def title(rows: Sequence[Row]) -> str:
-    """Return what all rows have in common."""
+    """Return the common properties of all rows."""
     return f"{rows[0].ranks} ranks, {rows[0].dtype}" if rows else "no rows"
 
 
@@ -94,7 +94,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def bandwidths(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return by collective and by codec what is drawn: sizes in bytes, and effbw in bytes per second."""
+    """Return the curves by collective and by codec: sizes in bytes, and effbw in bytes per second."""
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     several = len({row.algorithm for row in rows}) > 1
     for row in rows:

@@ -184,7 +184,8 @@ class Projection:
         }
 
     def speedups(self) -> dict[str, list[tuple[int, float]]]:
-        """Return by method what ``draw_speedups`` draws: the number of workers, and the speed-up over the baseline."""
+        """Return the curves of ``draw_speedups`` by method: the number of workers, and the speed-up over the
+        baseline."""
         found: dict[str, list[tuple[int, float]]] = {name: [] for name in self.ahead}
         for cell in self.cells:
             if cell.method.name in found:
@@ -192,7 +193,8 @@ class Projection:
         return found
 
     def tables(self) -> list[Table]:
-        """Return the steps, where methods are faster than the baseline, and what the latency does."""
+        """Return the steps, the numbers of workers at which methods are faster than the baseline, and the effect of the
+        latency."""
         steps = [cell.step for cell in self.cells]
         bands = [cell.band for cell in self.cells]
         unit, (seconds, low, high, exposed) = in_one_unit(

@@ -1,4 +1,4 @@
-"""``fusionlayer status``: what the ranks of a running job do, which straggle, and why a failed job has failed."""
+"""``fusionlayer status``: the activity of a running job's ranks, stragglers, and the cause of a failure."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Recording:
     Attributes:
         path: its file.
         events: all events of the file, unchanged.
-        spans: those of them that took time.
+        spans: those of them with a duration.
         offset: microseconds by which rank 0's clock is ahead of this rank's; None: not measured.
         error: by how many microseconds that may be wrong.
         ranks: number of ranks in the job; None: unknown.
@@ -51,7 +51,7 @@ class Recording:
 
 
 def files(names: Sequence[str]) -> list[Path]:
-    """Return the files that ``names`` mean: timelines themselves, or what FUSIONLAYER_TIMELINE was, for all ranks."""
+    """Return the files of ``names``: timelines themselves, or the value of FUSIONLAYER_TIMELINE, for all ranks."""
     found = []
     for name in names:
         paths = [Path(name)] if Path(name).is_file() else [Path(path) for path in glob.glob(f"{glob.escape(name)}.*")]
@@ -144,7 +144,7 @@ def _read(path: Path) -> Recording:
 
 
 def _are_fit(values: Iterable[object]) -> bool:
-    """Return whether what is a number among these can be calculated with: it is finite, and has not many digits."""
+    """Return whether a number can be calculated with: it is finite, and has few digits."""
     return all(abs(each) < _MOST for each in values if isinstance(each, (int, float)))
 
 

@@ -51,7 +51,7 @@ def _say(text: str) -> None:
 
 
 def _notes(recordings: Sequence[Recording]) -> list[str]:
-    """Return what the reader must know of the files."""
+    """Return notes on the files for the reader."""
     notes = []
     cut = [recording.path.name for recording in recordings if recording.cut]
     if cut:

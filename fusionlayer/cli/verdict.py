@@ -55,7 +55,7 @@ def verdict(ranks: Sequence[Breakdown]) -> str:
 
 
 def predicted(rank: Breakdown, workers: int | None, device: str | None = None) -> list[Forecast] | str:
-    """Return what the rank's step would take with other codecs, or why that is unknown.
+    """Return the rank's predicted step with other codecs, or why it is unknown.
 
     Args:
         rank: the recorded step.

@@ -1,4 +1,4 @@
-"""Codecs: what the bytes of a message mean. ``get`` makes one, ``names`` lists them."""
+"""Codecs: the meaning of a message's bytes. ``get`` makes one, ``names`` lists them."""
 
 from .base import Codec, registry
 from .capabilities import (

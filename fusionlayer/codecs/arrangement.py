@@ -41,7 +41,7 @@ class Arrangement:
         return rows.view(-1)
 
     def restore(self, total: Tensor, out: Tensor, *, centred: bool = True) -> None:
-        """Fill ``out`` (numel,) from ``total`` (m * block,) f32, a sum over ranks in the order in which they are sent.
+        """Fill ``out`` (numel,) from ``total`` (m * block,) f32, a sum over ranks in wire order.
 
         If ``centred``, the means that the ranks subtracted are added back.
         """

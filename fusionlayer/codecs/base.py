@@ -40,7 +40,7 @@ class Codec(ABC):
     Tensors are flat and contiguous: elements are f32, bf16 or f16, payloads uint8 of exactly ``wire(...).capacity``.
 
     Attributes:
-        name: the name by which ``fusionlayer.codecs.get`` finds it.
+        name: the name for ``fusionlayer.codecs.get``.
         lossless: decoding gives back the same bits.
         zips: it is a ``ZippedCodec``: its messages lose no bit and take as many bytes as the data need.
         local: an element's code depends on its block alone, not on how a tensor is cut into messages.
@@ -115,7 +115,7 @@ class Codec(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option that decides what the bytes mean, with its value."""
+        """Every option that determines the meaning of the bytes, with its value."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare and f.name != "header"}
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class Codec(ABC):
     ) -> None:
         """Write ``x`` (n,) into ``payload`` (capacity,).
 
-        With a ``residual`` (n,) f32 this encodes ``x + residual``, and the residual becomes what encoding lost (error
+        With a ``residual`` (n,) f32 this encodes ``x + residual``, and the residual becomes the loss of encoding (error
         feedback). If the loss is not finite the residual stays unchanged, so an overflow does not persist.
         """
         self.encode_chunks(x, payload.unsqueeze(0), x.numel(), seed=seed, offset=offset, residual=residual)
@@ -158,7 +158,7 @@ class Codec(ABC):
         Args:
             x: the gradient; it is not changed.
             payload: the message, header included.
-            state: what is kept of this tensor; its residual is sent along and replaced as in ``encode``.
+            state: the kept state of this tensor; its residual is added and replaced as in ``encode``.
             scale: factor on ``x``.
             ranks: number of ranks whose gradients are summed.
             seed: see ``encode``.

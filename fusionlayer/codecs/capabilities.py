@@ -79,11 +79,12 @@ class ZippedCodec(VariableSizeCodec):
 
 
 class ChangeCodec(ZippedCodec):
-    """A lossless codec whose messages list what changed since a base, which sender and receivers have to the bit."""
+    """A lossless codec whose messages list changes since a base, which sender and receivers have to the bit."""
 
     @abstractmethod
     def encode_change(self, x: Tensor, base: Tensor, payload: Tensor) -> None:
-        """Write into ``payload`` (capacity,) what makes ``x`` (n,) of ``base`` (n,), of one type; no tensor changes."""
+        """Write into ``payload`` (capacity,) the change from ``base`` (n,) to ``x`` (n,), of one type; no tensor
+        changes."""
 
     @abstractmethod
     def apply_change(self, payload: Tensor, base: Tensor, out: Tensor) -> None:

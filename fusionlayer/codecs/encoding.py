@@ -15,7 +15,7 @@ class Encoding(NamedTuple):
     Attributes:
         seed: names a sequence of random numbers.
         offset: place of the first element in that sequence.
-        residual: (n,) f32, added to the values first; it becomes what encoding lost. None: no error feedback.
+        residual: (n,) f32, added to the values first; it becomes the loss of encoding. None: no error feedback.
     """
 
     seed: int = 0
@@ -30,5 +30,5 @@ class Encoding(NamedTuple):
 
 
 def piece(x: Tensor, start: int, stop: int) -> Tensor:
-    """Return ``x[start:stop]``, or ``x`` itself if that is all of it, which is faster than slicing."""
+    """Return ``x[start:stop]``, or for all of it ``x`` itself, which is faster than slicing."""
     return x if stop - start == x.size(0) else x[start:stop]

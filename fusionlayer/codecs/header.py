@@ -31,7 +31,7 @@ def seal(codec: Sender, payload: Tensor, form: WireFormat) -> None:
 
 
 def verify(codec: Sender, payload: Tensor, form: WireFormat) -> None:
-    """Compare the header of ``payload`` (capacity,) with what ``codec`` expects, and its checksum with the body.
+    """Compare the header of ``payload`` (capacity,) with the expectation of ``codec``, and its checksum with the body.
 
     Raises:
         WireError: they differ.

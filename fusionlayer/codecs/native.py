@@ -49,7 +49,8 @@ class NativeCodec(Codec):
         return self._params(encoded).spec(numel, dtype)
 
     def core_spec(self, numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> native.Spec:
-        """Return the core's spec to encode ``numel`` elements of ``dtype``; for what calls the core past the verbs."""
+        """Return the core's spec to encode ``numel`` elements of ``dtype``, for callers of the core other than the
+        verbs."""
         return native.seeded(self._spec(numel, dtype, dtype), seed, offset)
 
     # Codecs whose verbs are single calls of the core prepare each call once for each buffer, because its other

@@ -1,4 +1,4 @@
-"""Residuals in 8 bits: what error feedback keeps between two steps at a byte for each element."""
+"""Residuals in 8 bits: error feedback between two steps at a byte for each element."""
 
 from __future__ import annotations
 

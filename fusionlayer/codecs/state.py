@@ -28,7 +28,7 @@ class TensorState:
     """The state that a codec keeps of a tensor of n elements for its next step.
 
     Attributes:
-        residual: (n,) f32, what has not been sent yet; None if nothing is kept.
+        residual: (n,) f32, the unsent values; None if nothing is kept.
         tensors: other tensors that a codec keeps on the device of its gradients, flat f32, by name, such as DGC's
             "velocity", (n,), or numbers that the host need not know, such as a "threshold" and its age.
         numbers: numbers of the host that a codec keeps, by name.

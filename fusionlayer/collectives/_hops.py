@@ -95,7 +95,7 @@ def multi_hop(
     out: Tensor | None,
     piece: int | None,
 ) -> None:
-    """Run ``schedule``: this is the body of the collective ``name``; the other arguments are those of the collective.
+    """Run ``schedule`` as the body of the collective ``name``, whose arguments are the others.
 
     Received messages of a chunk wait until the chunk is encoded. One call decodes all of them, adds this rank's values
     and encodes the sum, so no partial sum is ever in memory. Each rank encodes each element at most once: one residual

@@ -134,7 +134,7 @@ def _node_grid(nodes: tuple[tuple[int, ...], ...], rank: int) -> Grid:
 
 
 def grid_of(rows: tuple[tuple[int, ...], ...], rank: int, members: tuple[int, ...] | None = None) -> Grid:
-    """Return the grid of ``rows``, of which one has ``rank``; without ``members`` chunks are in rank order."""
+    """Return the grid of ``rows`` with ``rank`` in one of them; without ``members`` chunks are in rank order."""
     for node, row in enumerate(rows):
         if rank in row:
             return Grid(rows, node, row.index(rank), members or tuple(sorted(chain(*rows))))
@@ -168,7 +168,7 @@ class TwoLevelHop:
     Attributes:
         transport: the ranks.
         levels: ``INSIDE``, ``BETWEEN`` or both.
-        messages: see ``Transport.exchange``; an empty one for this rank shows the device of those that have none.
+        messages: see ``Transport.exchange``; an empty one for this rank shows the device of ranks without messages.
     """
 
     transport: Transport
@@ -251,10 +251,10 @@ def scatter(
 
     Args:
         outgoing: (ranks, nbytes), messages in ``order``.
-        incoming: (ranks of this node, share, nbytes), takes what each rank of this node sends.
+        incoming: (ranks of this node, share, nbytes), receives the messages of each rank of this node.
         transport: the ranks.
         here: the grid of the ranks.
-        levels: of the hop; those of ``Grid.across`` are all between nodes.
+        levels: of the hop; with ``Grid.across`` all are between nodes.
     """
     sends = {peer: outgoing[block].view(-1) for peer, block in zip(here.node_ranks, here.blocks, strict=True)}
     recvs = dict(zip(here.node_ranks, incoming.flatten(1).unbind(0), strict=True))

@@ -141,7 +141,7 @@ class _StreamWorker(CommWorker):
 
 @cache
 def _beside(computing: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Return the stream for the calls of what ``computing`` computes: always the same one, and another one."""
+    """Return the stream for the calls of one ``computing`` stream: always the same one, and another one."""
     # torch deals out a few streams again and again, so a new one may be the computing one itself.
     while (network := torch.cuda.Stream(computing.device, priority=URGENT)) == computing:
         pass

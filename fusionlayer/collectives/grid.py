@@ -35,7 +35,7 @@ def grid(
     as ``two_shot``, and quantises three times instead of twice. Rows have neighbours in the order of nodes, and may
     differ by one rank in length. Both ways use the codec between nodes; up to two ranks this is ``two_shot``.
 
-    Arguments are those of ``two_level``.
+    Arguments are ``two_level``'s.
     """
     check_pair("grid", codec, transport.size)
     here = _grid(transport.nodes, transport.rank)

@@ -61,10 +61,10 @@ def all_gather(
         transport: the ranks.
         seed: the seed of stochastic rounding; the same on all ranks.
         piece: elements of a row that are sent at a time, while others are encoded or decoded; None: all.
-        differences: with a ``ChangeCodec``, send what makes ``x`` of this rank's row of ``out``; all ranks have the
+        differences: with a ``ChangeCodec``, send the change of this rank's row of ``out`` to ``x``; all ranks have the
             same rows. With a lossy codec, send ``x``, in f32, minus this rank's row of ``out``, and add the received
-            differences to the rows, rounded once. The next difference contains what this one lost (SDP4Bit,
-            Algorithm 2).
+            differences to the rows, rounded once. The next difference contains the loss of this one (SDP4Bit, Algorithm
+            2).
     """
     piece = _piece(piece, x, transport.size)
     if codec.zips and x.dtype in DTYPE_CODES:
@@ -126,8 +126,8 @@ def reduce_scatter(
 ) -> None:
     """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n), in rank order in f32.
 
-    One quantisation, or two on several nodes of several ranks. The arguments are those of ``all_gather``; rows are cut
-    into pieces. ``out`` may be f32 where ``x`` is not: then the sum is not rounded to the type of ``x``.
+    One quantisation, or two on several nodes of several ranks. The arguments are ``all_gather``'s; rows are cut into
+    pieces. ``out`` may be f32 where ``x`` is not: then the sum is not rounded to the type of ``x``.
 
     ``residual`` (size * n,) f32 is this rank's error feedback, as for ``AllReduce``; n is a multiple of the codec's
     block. With it there is one level, and this rank's own summand is not quantised.
@@ -181,9 +181,9 @@ def reduce_scatter(
 def ring_reduce_scatter(x: Tensor, out: Tensor, codec: Codec, transport: Transport, *, seed: int = 0) -> None:
     """Fill ``out`` (n,) with the sum over ranks of row ``rank`` of their ``x`` (size, n): the first phase of ``ring``.
 
-    Row r starts at rank r + 1. Each rank on its way decodes it, adds its own values and encodes the sum. Rank r decodes
+    Row r starts at rank r + 1. Each rank on the way decodes it, adds its own values and encodes the sum. Rank r decodes
     it and does not encode its sum (DynamiQ, section 7), so there are ``size`` - 1 quantisations. The arguments are
-    those of ``reduce_scatter``, without pieces. A codec that agrees over ranks gives each row its own budget.
+    ``reduce_scatter``'s, without pieces. A codec that agrees over ranks gives each row its own budget.
     """
     if codec.lossless:
         return reduce_scatter(x, out, codec, transport, seed=seed, piece=None)

@@ -186,7 +186,8 @@ def _sum(flat: Tensor, codec: PowerSGD, transport: Transport, seed: int, residua
 
 
 def _keep(residual: Tensor, wanted: Tensor, work: _FactorMessages, sent: Tensor) -> None:
-    """Set ``residual`` to ``wanted`` less what this rank has sent; ``sent`` was its part of the second message."""
+    """Set ``residual`` to ``wanted`` minus the values that this rank has sent; ``sent`` was its part of the second
+    message."""
     places = zip(work.matrices, _like(sent, [each.right for each in work.matrices]), strict=True)
     for each, right in places:
         each.matrix.addmm_(each.left.T, right, alpha=-1)

@@ -106,7 +106,7 @@ def oktopk(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, resi
     x.copy_(total)
 
 
-# ---- what is kept from sum to sum -----------------------------------------------------------------------------------
+# ---- state kept from sum to sum --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class _Agreed:
 
 
 def _recall(state: TensorState, numel: int, size: int) -> _Agreed | None:
-    """Return what ``_remember`` kept for ``numel`` elements and ``size`` ranks; None if it kept nothing for these."""
+    """Return the state that ``_remember`` kept for ``numel`` elements and ``size`` ranks; None if it kept nothing for
+    these."""
     kept = {key.removeprefix(_KEY): int(value) for key, value in state.numbers.items() if key.startswith(_KEY)}
     if (kept.get("numel"), kept.get("size")) != (numel, size):
         return None

@@ -202,7 +202,7 @@ class Switcher:
                 add in another order, so the last bits depend on measurements. None: rows are sent uncompressed and
                 summed in rank order, to the bits of the zipped form.
             wire: type to which values are rounded before they are sent zipped, such as bf16 for a sum in f32. Its bytes
-                over those of ``x`` are s of equation 7. None: values are not rounded, s is 1.
+                over the bytes of ``x`` are s of equation 7. None: values are not rounded, s is 1.
         """
         transport = self._transport
 
@@ -248,7 +248,7 @@ class Switcher:
         """Call ``native`` or ``zipped``; return True if it called ``zipped``.
 
         Args:
-            kind: name of the call, by which costs are kept.
+            kind: name of the call, the key of its costs.
             nbytes: bytes that a rank sends in the native form; the same on all ranks.
             native: makes the call in the native form.
             zipped: makes the call over this switcher's transport, by zipped collectives.

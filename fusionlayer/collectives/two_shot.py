@@ -36,8 +36,8 @@ def two_shot(
     4. All-gather: every rank gets every sum.
     5. Decode: all ranks, owners included, decode the same bytes.
 
-    Each rank sends 2 (size - 1) / size of a message of the whole tensor. The owner of a piece keeps in its ``residual``
-    what step 3 loses, so error feedback covers both quantisations. Without ``residual`` and headers, step 3 sums
+    Each rank sends 2 (size - 1) / size of a message of the whole tensor. The owner of a piece keeps the loss of step 3
+    in its ``residual``, so error feedback covers both quantisations. Without ``residual`` and headers, step 3 sums
     transformed values, so that no message is transformed back before step 5.
 
     If the setting ``peer_memory_mb`` allows it, GPUs of one host that reach each other's memory do all of it in one
@@ -99,7 +99,7 @@ def two_shot(
 
 
 def summing(codec: Codec) -> tuple[Codec, int]:
-    """Return the codec that sums messages of ``codec`` without error feedback, and what lengths are multiples of."""
+    """Return the codec that sums messages of ``codec`` without error feedback, and the unit of lengths."""
     if not codec.header and isinstance(codec, TransformCodec):
         return codec.untransformed, codec.transform_run
     return codec, 1

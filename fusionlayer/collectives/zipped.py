@@ -45,8 +45,8 @@ def all_gather(
         transport: the ranks; only the calling thread uses it.
         lengths: elements of each rank, the same list on all ranks; None: all ranks have equally many.
         piece: elements of a rank that are sent at a time, while others are encoded or decoded; None: 4 MiB.
-        changes: ``out`` has the same bits on every rank, and the codec, a ``ChangeCodec``, sends what changed since.
-            Then ``x`` is no part of ``out``.
+        changes: ``out`` has the same bits on every rank, and the codec, a ``ChangeCodec``, sends changes since. Then
+            ``x`` is no part of ``out``.
 
     Raises:
         ConfigError: the codec is not lossless and of variable size, or the lengths do not fit.
@@ -104,7 +104,7 @@ def all_to_all(
     *,
     design: int = 2,
 ) -> None:
-    """Send consecutive parts of ``x`` to the ranks in their order; fill ``out`` with what they send to this one.
+    """Send consecutive parts of ``x`` to the ranks in their order; fill ``out`` with the received parts.
 
     Args:
         x: (sum of sends,) f32, bf16 or f16, contiguous.

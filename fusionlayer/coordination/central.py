@@ -79,7 +79,7 @@ def hand_out(operations: Sequence[Operation | None], items: Sequence[Item], data
 
     Args:
         operations: this rank's operations; None where it has none.
-        items: what the response says of each operation.
+        items: the response's description of each operation.
         data: the results of all operations, concatenated.
     """
     mine = [(operation, item) for operation, item in zip(operations, items, strict=True) if operation is not None]

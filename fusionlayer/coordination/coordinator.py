@@ -1,4 +1,4 @@
-"""Rank 0's part: it collects the requests of all ranks and announces what runs next."""
+"""Rank 0's part: it collects the requests of all ranks and announces the next operations."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class OperationPart:
 
     Args:
         operation: this rank's operation; None if the rank has joined and takes part without tensors of its own.
-        item: what the coordinator's response says of the operation.
+        item: the description in the coordinator's response.
     """
 
     def __init__(self, operation: Operation | None, item: Item) -> None:

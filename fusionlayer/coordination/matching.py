@@ -247,7 +247,7 @@ class Matcher:
         return None
 
     def _end_deadlock(self) -> None:
-        """Let the operations fail in which ranks wait for each other, once no rank can request anything any more."""
+        """Let operations fail in which ranks wait for each other, once no rank can request anything any more."""
         waits: dict[int, _Waiting] = {}
         for waiting in self._waiting.values():
             for rank, request in waiting.requests.items():

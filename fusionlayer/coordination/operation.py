@@ -27,10 +27,10 @@ class Operation:
     """One rank's input to an operation, and its result.
 
     Attributes:
-        handle: number by which the caller knows it.
-        key: what the requests of all ranks for it have in common.
+        handle: the caller's number for it.
+        key: the common part of all ranks' requests for it.
         label: readable name, shown in timelines.
-        signature: what must be equal on all ranks.
+        signature: the part that must be equal on all ranks.
         tensors: this rank's input.
         outputs: tensors for the results; None until they are made, if the caller gave none.
         reduce: used instead of the reduction that the signature names.

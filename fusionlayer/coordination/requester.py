@@ -42,7 +42,7 @@ class Requester:
         self._writer = Writer(cache_capacity)
         # Guards _unsent, _awaits_answer and the writer. Callers, the thread below and the communication thread all
         # send. Messages must be sent in the order in which the writer made them, because the reader numbers names in
-        # that order. May be taken with the session's lock held, never the other way round.
+        # that order. May be acquired with the session's lock held, never the other way round.
         self._lock = threading.Lock()
         self._unsent: list[Request] = []
         self._awaits_answer = False

@@ -124,10 +124,10 @@ class Request(NamedTuple):
     """One rank's request to take part in an operation.
 
     Attributes:
-        handle: number by which this rank knows it. Below 0: the rank has refused it, and the others must be notified.
+        handle: this rank's number for it. Below 0: the rank has refused it, and the others must be notified.
         name: name of the operation, or a number if the user gave none.
-        signature: what must be equal on all ranks.
-        numbers: what may differ over ranks: first dimensions, rows for each rank, or steps that have begun.
+        signature: the part that must be equal on all ranks.
+        numbers: the part that may differ over ranks: first dimensions, rows for each rank, or steps that have begun.
         data: the bytes of the tensors, if they are sent with the request; else None.
     """
 

@@ -1,4 +1,4 @@
-"""The operations of a rank that are in flight, and those whose results have not been fetched yet."""
+"""The operations of a rank that are in flight, or whose results have not been fetched yet."""
 
 from __future__ import annotations
 

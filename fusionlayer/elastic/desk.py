@@ -112,5 +112,5 @@ def is_reachable(address: MemberAddress, patience: float) -> bool:
 
 
 def names(address: MemberAddress) -> tuple[str, ...]:
-    """Return by which names to try a store: where it is on this host and on all addresses, by loopback alone."""
+    """Return the names by which to try a store: its addresses on this host, loopback alone, or all."""
     return (_LOOPBACK,) if address.node == node_name() and len(address.names) > 1 else address.names

@@ -130,7 +130,8 @@ class Former:
     # ---- by another's lead ------------------------------------------------------------------------------------------
 
     def _follow(self, leader: Member, report: MemberReport, silent: Collection[str]) -> Generation | MemberReport:
-        """Report to ``leader`` and return what it forms; or a report of a newer one that has ended already.
+        """Report to ``leader`` and return the generation that it forms; or a report of a newer one that has ended
+        already.
 
         Raises:
             _Lost: the leader is lost, or does not answer.
@@ -219,7 +220,7 @@ class Former:
         return formed
 
     def _told(self, key: str) -> MemberReport | None:
-        """Return what a member reports; None if another value stands there, which is deleted."""
+        """Return a member's report; None if another value stands there, which is deleted."""
         try:
             return MemberReport.decode(self._desk.get(key))
         except TransportError as error:

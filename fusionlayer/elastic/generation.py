@@ -24,7 +24,7 @@ class MemberAddress:
         node: name of the host and its network.
         names: names and addresses of the host, the likeliest first.
         port: the port of the store.
-        token: what the store holds, so that no other program's is taken for it.
+        token: the store's mark, so that another program's store is not taken for it.
     """
 
     node: str
@@ -141,7 +141,7 @@ def encode_member(member: Member) -> str:
 
 
 def decode_member(text: bytes | str) -> Member:
-    """Return what ``encode_member`` has written.
+    """Return the value that ``encode_member`` has written.
 
     Raises:
         TransportError: it is something else.

@@ -230,7 +230,7 @@ class Members:
         self.change_due = self._awaited
 
     def agree_alone(self) -> None:
-        """Do what ``agree`` does for a member that is the only one."""
+        """Do the work of ``agree`` for a member that is the only one."""
         self.change_due = self._former.has_visitors()
 
     def change(self, done: int, *, between: bool, error: TransportError | None = None) -> None:
@@ -239,7 +239,7 @@ class Members:
         Args:
             done: number of steps whose results this member has, all of them; -1: it has no state yet.
             between: whether it is between two steps.
-            error: because of which it changes; None: others wait to join.
+            error: the cause of the change; None: others wait to join.
 
         Raises:
             TransportError: a member was lost meanwhile; ``can_go_on`` says whether to call it again.
@@ -346,7 +346,8 @@ def _is_dealing(sampler: object) -> bool:
 
 
 def _newest(address: str, timeout: float) -> tuple[Generation, MemberAddress]:
-    """Return the generation that a member knows, for what a newcomer's rank would be, and where its desk is.
+    """Return the generation that a member knows, the joining process's prospective rank, and the address of its store
+    replica.
 
     Raises:
         ConfigError: ``address`` is neither an address of members nor a path.

@@ -29,20 +29,20 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str | Codec | None = None) -> None:
-    """Compress what Megatron's distributed optimizer sends between data-parallel ranks.
+    """Compress the messages of Megatron's distributed optimizer between data-parallel ranks.
 
     Megatron reduce-scatters gradients in buckets and all-gathers the weights that each rank has updated. Its order,
     buckets and overlap stay. Call ``compress`` on all ranks alike, after ``get_megatron_optimizer``; a second call
-    replaces what the first has set.
+    replaces the first one's settings.
 
         dist.init_process_group("fusionlayer")  # before Megatron makes its groups
         ...
         optimizer = get_megatron_optimizer(config, [model])
         fl.megatron.compress(optimizer, "sdp4bit")
 
-    With weights="qwd" ranks send in int4 how their weights differ from those that all ranks hold (SDP4Bit, section
-    3.1). The f32 weights that the optimizer keeps stay exact, so the next difference contains what this one lost.
-    With weights="delta" the differences lose no bit.
+    With weights="qwd" ranks send the difference of their weights to those that all ranks hold, in int4 (SDP4Bit,
+    section 3.1). The f32 weights that the optimizer keeps stay exact, so the next difference contains the loss of this
+    one. With weights="delta" the differences lose no bit.
 
     Only bf16 and f16 weights are compressed. The optimizer keeps no weights besides the model's, so f32 weights are
     sent uncompressed. If gradients lose bits and the model is also tensor-parallel, its ranks average the gradients of
@@ -50,10 +50,10 @@ def compress(optimizer: Any, weights: str | Codec | None = None, gradients: str 
     ``average_gradients_across_tp_domain``, which ``compress`` sets.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned, with ``use_distributed_optimizer``.
+        optimizer: the result of ``get_megatron_optimizer``, with ``use_distributed_optimizer``.
         weights: "delta": differences that lose no bit. "qwd": differences in int4. "qw", "qwz": weights in int4 or
             int8. Or a codec. "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz". None: as before.
-        gradients: name or codec of what reduce-scatters carry; None: as the backend's policy says.
+        gradients: name or codec for reduce-scatters; None: as the backend's policy says.
 
     Raises:
         ConfigError: a name is unknown, a codec needs error feedback, the optimizer is not distributed or has no 16-bit
@@ -158,7 +158,7 @@ class _Sharded:
             each.start_param_sync = partial(self._start, turns, weights.codec, each)
 
     def _step(self, turns: _Turns, differences: bool) -> Any:
-        """Do a step of the optimizer, which overwrites this rank's part of the weights; keep what it was."""
+        """Do a step of the optimizer, which overwrites this rank's part of the weights; keep the former values."""
         self._before.clear()
         if differences:
             self._before.update((id(bucket), own.clone()) for bucket, own in self._own_parts())

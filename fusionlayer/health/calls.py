@@ -31,8 +31,8 @@ class Call:
         sends: bytes for each rank; empty if ``what`` describes the call completely. With a partner, only its bytes.
         recvs: bytes expected from each rank, by the same rules.
         partner: the other rank of a send or a receive; None for a collective call.
-        purpose: what the transport's user does with a collective call, if it has said so (``Transport.purpose``).
-        why: what led this rank to the call, for the errors of other ranks; it may differ between ranks.
+        purpose: the user's purpose of a collective call, if given (``Transport.purpose``).
+        why: this rank's reason for the call, for the errors of other ranks; it may differ between ranks.
         where: line of the program that has made it, such as "train.py:31"; "" if it was not looked up.
         balance: the balance of a call whose lengths were left out, a number. Their sum over all ranks is a multiple of
             ``MODULUS`` if each rank sends what the others expect, and hardly ever otherwise.

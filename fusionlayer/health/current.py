@@ -1,4 +1,4 @@
-"""The watcher of this process: ``fl.watch`` and what starts, moves and ends it."""
+"""The watcher of this process: ``fl.watch`` and the functions that start, move and end it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def begin(
     """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone.
 
     Args:
-        store: the store by which the ranks have met; the watcher ends with it.
+        store: the store in which the ranks have met; the watcher ends with it.
         rank: this rank.
         size: number of ranks.
         settings: the settings of the job.
@@ -70,7 +70,7 @@ def follow(store: dist.Store | None, rank: int, size: int, settings: config.Conf
     """Watch the present members of an elastic job, if this process is watched or its settings ask for it.
 
     Args:
-        store: the store by which they have met; None: this process is alone.
+        store: the store in which they have met; None: this process is alone.
         rank, size: of this process, and of the members.
         settings: the settings of the job.
     """

@@ -48,7 +48,8 @@ class Heartbeat:
     """Lets the other ranks know where this rank is in its transport, and finds out why a call does not end.
 
     The thread that makes calls uses ``position``, ``enter``, ``leave`` and ``diagnose``. After ``meet`` the monitor's
-    thread alone reads and writes the store, except in ``is_awaited``. ``monitor.lock`` guards what several threads use.
+    thread alone reads and writes the store, except in ``is_awaited``. ``monitor.lock`` guards the shared state of
+    several threads.
 
     Args:
         store: the store through which the ranks of the transport have met. A client of its own is used.
@@ -64,7 +65,7 @@ class Heartbeat:
 
     Attributes:
         processes: those of the ranks that have met.
-        keys: what the ranks write for each other.
+        keys: the status keys that ranks write for each other.
         position: where this rank is in its calls. The thread that makes calls assigns it before and after each call,
             under ``monitor.lock``.
     """
@@ -145,7 +146,7 @@ class Heartbeat:
         return store, finding
 
     def judge_here(self, is_silent: bool = False) -> Finding:
-        """Return what the processes of this host show, without the store; else that the store does not answer.
+        """Return findings on the processes of this host, without the store; else that the store does not answer.
 
         ``is_silent``: it does not, for certain. A rank that has gone explains that only if it keeps the store.
         """
@@ -342,7 +343,7 @@ class Heartbeat:
         self._has_left.wait(STORE_PATIENCE)
 
     def _hear(self, cause: Finding | None) -> None:
-        """Take over what the store has as the first cause."""
+        """Take over the store's first cause."""
         with monitor.lock:
             is_new = cause is not None and self._cause is None
             if is_new:
@@ -370,7 +371,7 @@ class Heartbeat:
             self._next_look = position.since + max(self._interval, 1.0)
         if position.call is None or now < self._next_look:
             return False
-        # The next look is after twice the time waited so far, but not after the warning is due.
+        # The next check is after twice the time waited so far, but not after the warning is due.
         warning = position.since + self._stall_warning
         self._next_look = min(2 * now - position.since, warning if warning > now else float("inf"))
         return True

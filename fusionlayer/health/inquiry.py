@@ -67,7 +67,7 @@ class Question:
 
 
 class Inquirer:
-    """Finds out why this rank's call does not end, by an inquiry of its own or by that of another rank.
+    """Finds out why this rank's call does not end, by its own inquiry or another rank's.
 
     One rank at a time asks. Without it, each rank sees processes of this host that are gone or stopped, and the state
     of the one rank with which it exchanges a message. The monitor's thread uses it.
@@ -118,7 +118,7 @@ class Inquirer:
 
         Args:
             position: where this rank is.
-            otherwise: what this rank has seen itself of a failure; None: none has been seen, but the call lasts.
+            otherwise: this rank's own observation of a failure; None: none has been seen, but the call lasts.
         """
         request, inquiry, now = StateRequest.parse(self._asked), self._inquiry, time.monotonic()
         if inquiry is not None and inquiry.position is not position:
@@ -171,13 +171,13 @@ class Inquiry:
         keys: where the ranks write it.
         processes: theirs.
         position: where this rank is.
-        request: what all ranks were asked, by this rank or by another one.
+        request: the question to all ranks, from this rank or another one.
         interval: seconds within which each rank looks whether it was asked.
 
     Attributes:
         position, request: as given.
-        evidence: what was found so far.
-        finding: what follows, once the inquiry is over; None if nothing speaks against any rank.
+        evidence: the findings so far.
+        finding: the conclusion, once the inquiry is over; None if nothing speaks against any rank.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Inquiry:
         return self.waited > self._patience + _MOST_POLL
 
     def step(self, otherwise: Finding, outcome: str | None = None) -> bool:
-        """Read what is new; return whether the inquiry is over. Does not wait: the monitor has other transports.
+        """Read new answers; return whether the inquiry is over. Does not wait: the monitor has other transports.
 
         Args:
             otherwise: what this rank has seen itself of the failure.
@@ -225,7 +225,7 @@ class Inquiry:
         return is_over
 
     def _follow(self, otherwise: Finding, outcome: str | None) -> bool:
-        """See what this rank sees by itself; return whether that is enough, or the asking rank has an outcome."""
+        """Check this rank's own observations; return whether they are enough, or the asking rank has an outcome."""
         ranks = {each.rank for each in self._processes.look_around()}
         if outcome is not None:
             ranks.update(self._open)
@@ -264,7 +264,8 @@ class Inquiry:
 
     @property
     def is_unbalanced(self) -> bool:
-        """Whether some rank does not send what another one expects, and their lengths, which show that, are missing."""
+        """Whether some rank does not send the bytes that another one expects, and the lengths that would show this are
+        missing."""
         if not self.is_own or self.request.whole or (self.finding and self.finding.kind in EVIDENT[:3]):
             return False
         calls = self._alike
@@ -296,7 +297,7 @@ class Inquiry:
 
         Args:
             rank: the other rank.
-            state: what the other rank has written last.
+            state: the last state of the other rank.
             waited: seconds since it was asked.
             otherwise: what this rank has seen itself of the failure.
         """

@@ -1,4 +1,4 @@
-"""``delta``: lossless messages of what changed since a base that all ranks have."""
+"""``delta``: lossless messages of changes since a base that all ranks have."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BLOCK = 16384
 
 @dataclass(frozen=True)
 class Delta(ChangeCodec, ExponentCodec, name="delta"):
-    """The same bits as what changed since a base that all ranks have: which elements, and by how many steps.
+    """The same bits as changes since a base that all ranks have: the changed elements, and the number of steps of each.
 
-    It is made for weights between two steps of an optimizer, most of which do not change in bf16. ``encode_change``
-    and ``apply_change`` take the base. Without one it is zeros, and values hardly get shorter. A message has at most 16
+    It is made for weights between two steps of an optimizer, most of which do not change in bf16. ``encode_change`` and
+    ``apply_change`` take the base. Without one it is zeros, and values hardly get shorter. A message has at most 16
     bytes more than its elements. It carries digests of base and result: another base, or a damaged message, is an error
-    and never gives other values. All bits are kept, those of a NaN too.
+    and never gives other values. All bits are kept, also those of a NaN.
 
     Each 16,384 elements are coded by themselves. An unchanged block takes 2 bytes. Otherwise gaps list the changed
     elements, and small numbers their changes in steps of their type. If a message is decoded on CUDA, the host waits

@@ -129,7 +129,7 @@ class ExponentCodec(ZippedCodec, NativeCodec):
 
 
 def rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-    """Return ``x + residual`` in ``dtype``, rounded as on the wire; the residual becomes what rounding lost."""
+    """Return ``x + residual`` in ``dtype``, rounded as on the wire; the residual becomes the loss of rounding."""
     if residual is None and x.dtype is dtype:
         return x
     out = torch.empty(x.numel(), dtype=dtype, device=x.device)

@@ -45,7 +45,7 @@ class Headroom:
         self._saturated = 0
 
     def count(self, saturated: int, sums: int) -> None:
-        """Count ``sums`` of this rank, of which ``saturated`` have the format's largest value."""
+        """Count ``sums`` of this rank, and ``saturated`` of them that have the format's largest value."""
         self._saturated += saturated
         self._sums += sums
 

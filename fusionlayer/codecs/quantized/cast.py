@@ -24,7 +24,7 @@ class Raw(NativeCodec, name="raw"):
 
     @property
     def feedback_pays(self) -> bool:
-        """Never: what a cast loses is far below the noise of a gradient."""
+        """Never: the loss of a cast is far below the noise of a gradient."""
         return False
 
     def _planes(self, numel: int, dtype: torch.dtype) -> Sequence[Plane]:

@@ -45,7 +45,7 @@ class FP8(BlockCodec, name="fp8"):
 
 @dataclass(frozen=True)
 class FP8Block(BlockCodec, name="fp8_block"):
-    """8-bit floats and an f32 scale for each ``block_size`` elements, not rotated: what ``taco`` is compared with.
+    """8-bit floats and an f32 scale for each ``block_size`` elements, not rotated: the baseline of ``taco``.
 
     8 + 32 / block_size bits per element are sent.
 

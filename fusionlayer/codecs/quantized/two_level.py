@@ -58,7 +58,7 @@ class QuantizedGradients(TwoLevelInt, name="qgz"):
     """``int_full`` of 4 bits on both levels, which ZeRO++ sends for gradients (Wang et al., 2023, section 3.3).
 
     Rounded to the nearest, values lose less than half of the loss with ``ulq``, which rounds stochastically, but
-    rounding is biased. Options are those of ``tlq``.
+    rounding is biased. Options are ``tlq``'s.
     """
 
     _full: ClassVar[bool] = True

@@ -70,7 +70,8 @@ def _slots(chunks: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _places(chunks: tuple[int, ...], rooms: tuple[int, ...], length: int, room: int) -> Tensor:
-    """Return (length,) int64, ascending: the turns in which the first message of this length and room is dealt to."""
+    """Return (length,) int64, ascending: the turns in which the first message of this length and capacity gets
+    super-groups."""
     first = list(zip(chunks, rooms, strict=True)).index((length, room))
     start = sum(chunks[:first])
     dealt = torch.empty(sum(chunks), dtype=torch.int64, device="cpu")

@@ -59,7 +59,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         centred: values are sent relative to the mean of their super-group.
         epsilon4: levels of 4 bits are f(r) = ((1 + 2 e^2)^r - 1) / ((1 + 2 e^2)^7 - 1), in steps of 1e-4; 0.05 to 0.33.
         epsilon8: levels of 8 bits, by the same formula with 127 for 7; 0.02 to 0.07.
-        given: (m,) uint8, the bits that ranks agreed on, in the order in which they are sent.
+        given: (m,) uint8, the bits that ranks agreed on, in wire order.
         agreed: the order and the means that ranks agreed on.
         shared: the seed that all ranks have.
         place: number of this rank's rounding interval, and the number of intervals.

@@ -30,7 +30,7 @@ class OkTopk(PartsCodec, ThresholdSparsifier, name="oktopk"):
     A threshold that finds less than k / 4 elements or more than k * slack is found again at once.
 
     Attributes:
-        slack: most elements that a rank sends, in multiples of k. Only those that a threshold finds are sent.
+        slack: most elements that a rank sends, in multiples of k. Only elements found by a threshold are sent.
         reuse: number of sums that use one threshold (the paper's tau').
         tau: number of sums that use the same regions.
         balance: if a rank has more than this many times the mean number of selected sums, ranks distribute them evenly

@@ -21,9 +21,9 @@ __all__ = ["QSDP"]
 class QSDP(NativeCodec, name="qsdp"):
     """Points of a grid from minimum to maximum of a group (Markov et al., "Quantized distributed training", ICML 2023).
 
-    The grid of each group is step * integer + origin; step and origin are f32 and are sent with the group: bits +
-    64 / group_size bits per element. Either rounding is unbiased. A group with a value that is not finite decodes to
-    NaN. A group whose values lie within 2^-100 decodes to their middle, so equal values come back.
+    The grid of each group is step * integer + origin; step and origin are f32 and are sent with the group: bits + 64 /
+    group_size bits per element. Either rounding is unbiased. A group with a value that is not finite decodes to NaN. A
+    group whose values lie within 2^-100 decodes to their middle, so equal values stay equal.
 
     Attributes:
         bits: 8 or 4.

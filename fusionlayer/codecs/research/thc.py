@@ -49,7 +49,7 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
 
     Attributes:
         levels: "normal", the table of THC for 4 bits and a grid of 31, or "uniform".
-        rounding: "stochastic", unbiased but for what is cut off, seeded and reproducible; or "nearest".
+        rounding: "stochastic", seeded and reproducible, unbiased except for cut-off values; or "nearest".
         block_size: elements that are rotated together; a power of two from 32 to 1024.
         clip: where values are cut off, in root mean squares, 2 to 4. THC's table is made for the default, outside of
             which 1/32 of normal values lie.
@@ -149,5 +149,5 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         super()._encode_rows(x, bodies, form, how)
 
     def _recode_rows(self, bodies: Tensor, body: Tensor, form: WireFormat, x: Tensor | None, how: Encoding) -> None:
-        # Agreed root mean squares are those of summands. A sum is larger, so it gets root mean squares of its own.
+        # Agreed root mean squares belong to summands. A sum is larger, so it gets root mean squares of its own.
         Codec._recode_rows(replace(self, rms=None), bodies, body, form, x, how)

@@ -97,7 +97,7 @@ class ChunkedTopK(NativeCodec, name="chunked_topk"):
         ]
 
     def _chunk_bytes(self, size: int, kept: int) -> tuple[int, int]:
-        """Return the bytes of positions and codes of a chunk of ``size`` elements, ``kept`` of which go."""
+        """Return the bytes of positions and codes of a chunk of ``size`` elements, of which ``kept`` are sent."""
         low = min(range(12, -1, -1), key=lambda low: kept * low + (size - 1 >> low))
         return -(-(kept + (size - 1 >> low)) // 8) + -(-kept * low // 8), -(-kept * self.bits // 8)
 

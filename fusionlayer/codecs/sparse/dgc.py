@@ -53,8 +53,7 @@ class DGC(ThresholdSparsifier, name="dgc"):
             is sent.
         nesterov: momentum in the form of Nesterov.
         clip_norm: largest norm of one tensor's summed gradient. Each rank clips its own gradient to clip_norm /
-            sqrt(ranks) before it accumulates it. None: no clipping. (The paper clips by the norm of all tensors
-            together.)
+            sqrt(ranks) before accumulation. None: no clipping. (The paper clips by the norm of all tensors together.)
         warmup_steps: steps in which the density falls from near 1 to ``density``; 0: no warm-up.
         warmup_stages: number of densities in the warm-up, each used equally long.
     """

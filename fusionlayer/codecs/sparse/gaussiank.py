@@ -27,7 +27,7 @@ class GaussianK(ThresholdSparsifier, name="gaussiank"):
         slack: as for all thresholds, but with more room, because the rule may end far from k: with 1.67 k on Laplace
             values.
         guarded: refine twice, and let the ladder and then the k-th magnitude replace a threshold that sends less than
-            0.8 k. It sends nearly what top-k sends, so a slack of 1.1 is enough.
+            0.8 k. It sends nearly as many elements as top-k, so a slack of 1.1 is enough.
     """
 
     slack: float = 2.0

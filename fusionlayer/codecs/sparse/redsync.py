@@ -27,7 +27,7 @@ class RedSync(ThresholdSparsifier, name="redsync"):
     Attributes:
         slack: as for all thresholds, but with room for the 2 k that the rule allows.
         guarded: let the ladder and then the k-th magnitude replace a threshold that sends less than 0.8 k. It sends
-            nearly what top-k sends, so a slack of 1.1 is enough.
+            nearly as many elements as top-k, so a slack of 1.1 is enough.
     """
 
     _estimator: ClassVar[int] = selection.BISECTED

@@ -228,9 +228,9 @@ class ThresholdSparsifier(Sparsifier):
     the tensor in every step. Codecs with the option ``guarded`` do all this only if it is True.
 
     Attributes:
-        slack: capacity is k * slack, rounded up. All of it is sent: slack costs bytes and makes room for what a
-            threshold finds. In training of a small network at density 0.01, estimate or ladder had such a count in 70
-            to 99 of 100 cases with a slack of 1.1, depending on the codec; in 57 to 85 with 1.0, in 78 to 100 with
+        slack: capacity is k * slack, rounded up. All of it is sent: slack costs bytes, and is the space for a
+            threshold's elements. In training of a small network at density 0.01, estimate or ladder had such a count in
+            70 to 99 of 100 cases with a slack of 1.1, depending on the codec; in 57 to 85 with 1.0, in 78 to 100 with
             1.25.
         reuse: number of steps that use one threshold; 1 finds a new one in every step. A reused threshold needs a
             single pass over the gradient, on a GPU a second one that counts. If it sends less than k / 4 or fills the
@@ -294,7 +294,7 @@ class ThresholdSparsifier(Sparsifier):
         self._send(wanted, body, self._select(wanted, state, derive_seed(seed, offset)), seed, offset)
 
     def _select(self, wanted: Tensor, state: TensorState, seed: int) -> Choice:
-        """Return what goes of ``wanted`` (n,)."""
+        """Return the elements of ``wanted`` (n,) to send."""
         k = self.target(wanted.numel())
         if k == wanted.numel():
             return 0, ALL
@@ -316,14 +316,14 @@ class ThresholdSparsifier(Sparsifier):
         return bits_of(float(memory[0]))
 
     def _is_sound(self, body: Tensor, n: int) -> bool:
-        """Return whether a reused threshold surely sent what the core would let it send."""
+        """Return whether a reused threshold surely sent all elements that the core permits."""
         ends, counts, _, values = self.wire(n).planes(body)
         pairs = int(ends[-1])
         cut = pairs >= self.capacity(n) or bool((counts == _MOST_COUNTED).any())
         return 4 * pairs >= self.target(n) and not cut and bool(values.isfinite().all())
 
     def _take_back(self, x: Tensor, wanted: Tensor, body: Tensor) -> None:
-        """Restore ``wanted`` to what it was before ``body`` was written, with ``x`` added."""
+        """Restore ``wanted`` to its state before ``body`` was written, with ``x`` added."""
         self._sum_rows(body.unsqueeze(0), wanted, self.wire(wanted.numel()), add=True)
         broken = ~x.isfinite()
         # The core drops a value that is not finite and has no space in the message: it is in neither of the two.

@@ -53,8 +53,8 @@ def initialize(
         args: parsed arguments with ``local_rank`` and ``deepspeed_config``.
         model: the module to train.
         optimizer: an optimizer, or a function that makes one of the parameters.
-        model_parameters: what to optimise: tensors, or groups of parameters.
-        training_data: for which DeepSpeed makes a data loader.
+        model_parameters: tensors to optimise, or groups of parameters.
+        training_data: data set for DeepSpeed's data loader.
         lr_scheduler: a schedule, or a function that makes one of the optimizer.
         distributed_port: the port of rank 0; None: DeepSpeed's own, 29500.
         mpu: an object that knows the groups of model parallelism.
@@ -141,7 +141,7 @@ def install(config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any)
 
 
 def read(config: object) -> dict[str, Any]:
-    """Return a DeepSpeed configuration: the mapping itself, or what DeepSpeed reads from a path.
+    """Return a DeepSpeed configuration: the mapping itself, or the content of a path.
 
     Raises:
         ConfigError: the file does not exist, or is not a DeepSpeed configuration.

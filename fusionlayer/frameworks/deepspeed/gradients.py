@@ -32,7 +32,7 @@ __all__ = ["Gradients", "padding_of"]
 
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3"
 _MOST_ELEMENTS = 1 << 28
-"""Of momenta that are sent together."""
+"""For momenta that are sent together."""
 
 
 class Gradients:
@@ -71,7 +71,7 @@ class Gradients:
         return {"rank": dist.get_rank(), "size": dist.get_world_size(), **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same rank returned.
+        """Restore the state that ``state_dict`` of the same rank returned.
 
         Raises:
             ConfigError: the state holds error feedback of another rank, or of another number of ranks.

@@ -103,7 +103,7 @@ def factory_of(options: Mapping[str, Any], model: nn.Module) -> Factory:
 class EngineOneBitAdam(OneBitAdam):
     """``OneBitAdam`` in a DeepSpeed engine: once the variance is frozen it averages momenta by itself, in its step.
 
-    Until then the engine averages gradients, uncompressed. After that it does not: gradients are those of the rank.
+    Until then the engine averages gradients, uncompressed. After that it does not: gradients are the rank's own.
     DeepSpeed scales and clips them, and then calls ``step``, in f32 regardless of the type of the model.
 
     Args:

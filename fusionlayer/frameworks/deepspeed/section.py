@@ -73,9 +73,9 @@ class DeepSpeedSection:
         enabled: if False, DeepSpeed runs as if there were no section.
         gradients: all-reduces and reduce-scatters.
         weights: all-gathers of ZeRO 1 to 3.
-        activations: what pipeline stages send each other, in both directions, and all-to-alls of experts.
+        activations: messages between pipeline stages, in both directions, and all-to-alls of experts.
         exempt: patterns of parameter names, in the style of file names; gradients of these are sent uncompressed.
-        error_feedback: add what the codec lost to the next step's gradient.
+        error_feedback: add the codec's loss to the next step's gradient.
         feedback_bits: bits that an element of it takes between two steps, 32 or 8.
         warmup_steps: number of first optimizer steps whose gradients are sent uncompressed.
     """
@@ -126,7 +126,7 @@ class DeepSpeedSection:
 
     @property
     def differences(self) -> Codec | None:
-        """The codec of the differences by which weights are sent; None: whole weights are sent."""
+        """The codec of differences of weights; None: whole weights are sent."""
         named = self.weights.codec in NAMES
         way = Weights.of(self.weights.codec if named else self.weights.make())
         return way.codec if way.differences else None

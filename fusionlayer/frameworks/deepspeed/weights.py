@@ -23,9 +23,9 @@ def send_differences(optimizer: Any, codec: Codec, min_bytes: int, seeds: Callab
     """Let the steps of ZeRO 1 and 2 send by ``codec`` how weights differ from the model's (SDP4Bit, section 3.1).
 
     The model's weights are the copy that every rank keeps, the same bits on all. A step does not put this rank's part
-    of the optimizer's own weights there: it adds what all ranks decode. The next difference has what a message lost.
-    So DeepSpeed's checkpoints have all that there is: the copy is the model's state, and the optimizer's weights are
-    the optimizer's.
+    of the optimizer's own weights there: it adds the values that all ranks decode. The next difference has the loss of
+    a message. So DeepSpeed's checkpoints have all that there is: the copy is the model's state, and the optimizer's
+    weights are the optimizer's.
 
     Args:
         optimizer: of ZeRO stage 1 or 2.
