@@ -58,7 +58,11 @@ def _draw(only: Sequence[str] | None) -> None:
     for name, draw in PICTURES.items():
         if only is None or name in only:
             with drawing.style():
-                drawing.save(draw(), FOLDER / f"{name}.svg")
+                figure = draw()
+                drawing.save(figure, FOLDER / f"{name}.svg")
+                if name == "headline":  # also the card of links to the site, 1200 x 630
+                    figure.set_size_inches(7.5, 3.9375)
+                    figure.savefig(ROOT / "docs/site/card.png", dpi=160)
 
 
 if __name__ == "__main__":

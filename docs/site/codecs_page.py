@@ -104,7 +104,7 @@ A line of the lists has:
   `two_shot`. Two ranks use `one_shot` instead of `two_shot`, `butterfly` and `integer_sum`. `butterfly` becomes
   `ring` if the number of ranks is no power of two. Sparse codecs without a collective of their own are encoded
   [ahead](glossary.md) and gathered.
-- the source, if it has another name. [Papers](papers.md) says what differs here, and what checks it.
+- the source, if it has another name. [Papers](papers.md) lists differences and tests.
 """
 
 

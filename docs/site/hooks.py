@@ -1,4 +1,4 @@
-"""What MkDocs does beside its plugins: it takes pages from the whole repository, each at its own path.
+"""What MkDocs does next to its plugins: it takes pages from the whole repository, each at its own path.
 
 So a relative link means the same on GitHub and on the site. A page or file that a page of the site links to is part of
 the site; a link to a folder leads to the README.md in it. Lists and tables are written as GitHub reads them, and
@@ -11,6 +11,7 @@ or in an item of a list, by its text.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-STYLE = "docs/site/site.css"
+STYLE, CARD = "docs/site/site.css", "docs/site/card.png"
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 _MARKER = re.compile(r"(\d+\.|[-*]) ")
@@ -50,9 +51,11 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out links for editing where the repository has no address."""
+    """Leave out links for editing if the repository has no address; let VERSIONS=mike add the selector of versions."""
     if not config.repo_url:
         config.edit_uri = None
+    if provider := os.environ.get("VERSIONS"):
+        config.extra["version"] = {"provider": provider}
     return config
 
 
@@ -71,7 +74,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [*files]:
         if file.src_dir == config.docs_dir:
             files.remove(file)
-    wanted = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / STYLE, *sorted(docs.rglob("*.md"))]
+    wanted = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / STYLE, ROOT / CARD, *sorted(docs.rglob("*.md"))]
     known = set(wanted)
     for path in wanted:  # which grows
         name = str(path.relative_to(ROOT))

@@ -71,8 +71,8 @@ def configuration() -> str:
                 ["`FUSIONLAYER_PLANNER`", "`planner_options`, `plan`"],
             ],
         ),
-        "A plan takes precedence over a codec, even over one named in code. Calls on single tensors take `auto` from\n"
-        "the settings as `raw`.",
+        "A plan takes precedence over a codec, even over one named in code. If the settings name `auto`, calls on\n"
+        "single tensors use `raw`.",
         "## Other variables of fusionlayer",
         _variables({name: meaning for name, meaning in more.items() if name not in builds}),
         f"When building: {as_code([*builds, *BUILD])} ([installing](install.md#what-is-built)).",

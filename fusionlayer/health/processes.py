@@ -94,7 +94,8 @@ class Processes:
 class Culprits:
     """Why a transport of this process has failed, for the others of the process.
 
-    The program soon leaves those too, and their peers must learn the same culprit, which may have another number there.
+    The program soon leaves its other transports too, and their peers must report the same culprit, which may have another
+    rank there.
 
     Attributes:
         finding: as the transport has it.

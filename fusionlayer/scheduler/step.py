@@ -120,7 +120,7 @@ class Usage:
         device: the device of ``exchange``: that of the gradients if the transport only queues work there, else the CPU.
 
     Attributes:
-        every: (size, n) uint8: the bits of each rank; after ``job`` some row has the others' bits.
+        every: (size, n) uint8: one row of bits for each rank; ``job`` fills the rows of the others.
         job: the exchange. It has to be awaited even if this rank has used all tensors, because other ranks need its
             message.
         uses_all: whether this rank has used all tensors; then no tensor is unused.

@@ -12,7 +12,7 @@ import torch
 __all__ = ["NO_BACKWARD", "at_end_of_backward", "current_node", "is_nested", "queue_callback", "running_backward"]
 
 NO_BACKWARD = -1
-"""The number of the running backward where none runs."""
+"""Stands for the number of the running backward while none runs."""
 
 
 running_backward: Callable[[], int] = torch._C._current_graph_task_id

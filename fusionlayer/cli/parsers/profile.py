@@ -36,8 +36,8 @@ def add_parser(commands: Any) -> None:
         "--model",
         default="gpt",
         metavar="NAME",
-        help="gpt, resnet, or module:function, which returns a model whose forward returns the loss, and the forward's "
-        "arguments (default gpt)",
+        help="gpt, resnet, or module:function; the function returns the model, whose forward returns the loss, and "
+        "its arguments (default gpt)",
     )
     parser.add_argument("--codec", type=names, metavar="NAME,NAME", help="codecs to measure (default: all)")
     add_device(parser, "place of the model")
@@ -57,5 +57,5 @@ def add_parser(commands: Any) -> None:
         type=positive,
         default=whole.elements[-1],
         metavar="N",
-        help=f"largest number of elements, and of a transfer's bytes (default {whole.elements[-1]})",
+        help=f"largest number of elements of a tensor, and of bytes of a transfer (default {whole.elements[-1]})",
     )

@@ -123,7 +123,7 @@ class Int(TransformCodec, NativeCodec, name="int"):
 
 @dataclass(frozen=True)
 class FullRangeInt(Int, name="int_full"):
-    """``int`` over the full range of 4 or 8 bits, which ZeRO++ sends: with 4 bits from -8 to 7 steps.
+    """``int`` over the full range of 4 or 8 bits, as in ZeRO++: with 4 bits, levels -8 to 7.
 
     A step is the largest magnitude over 8, or over 128, where ``int`` has 7 and 127. So steps are shorter, and a
     largest magnitude that is positive loses one step. Blocks are not rotated and values are rounded to the nearest.
