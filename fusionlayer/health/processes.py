@@ -92,10 +92,10 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class Culprits:
-    """Why a transport of this process has failed, for the others of the process.
+    """Why a transport of this process has failed, for its other transports.
 
-    The program soon leaves its other transports too, and their peers must report the same culprit, which may have another
-    rank there.
+    The program soon leaves its other transports too, and their peers must report the same culprit, which may have
+    another rank there.
 
     Attributes:
         finding: as the transport has it.

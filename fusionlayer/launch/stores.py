@@ -38,10 +38,10 @@ _BACKLOG = 1024
 
 
 class WrappedStore(dist.Store):
-    """A store whose values are those of another one; subclasses implement writing and reading.
+    """A store whose values are another store's; subclasses implement writing and reading.
 
-    torch sees only the methods that are written here, and C++ does not keep the Python part of a store: keep it as long
-    as a library has it.
+    torch sees only the methods written here, and C++ does not keep the Python part of a store: keep it as long as a
+    library has it.
 
     Args:
         store: where the values are.
@@ -130,7 +130,7 @@ class EndingStore(SealedStore):
 
     Attributes:
         written: the keys that this end has written.
-        awaited: those that it has waited for.
+        awaited: the keys that it has waited for.
     """
 
     def __init__(self, store: dist.Store, place: str, deadline: float, in_vain: threading.Event | None = None) -> None:

@@ -283,7 +283,8 @@ def dynamiq_widths(bits: Tensor, plane: Tensor) -> None:
 
 
 def workspace_for(verb: int, acc: Tensor, numel: int | None = None) -> Tensor:
-    """Return the memory that the core's function number ``verb`` needs for ``numel`` elements, or those of ``acc``."""
+    """Return the memory that the core's function number ``verb`` needs for ``numel`` elements, or for those of
+    ``acc``."""
     library = cuda() if acc.is_cuda else cpu()
     nbytes = library.fl_workspace_bytes(verb, acc.numel() if numel is None else numel)
     return torch.empty(max(16, nbytes), dtype=torch.uint8, device=acc.device)

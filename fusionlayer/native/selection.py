@@ -57,8 +57,8 @@ class MagnitudeStats:
 
     Attributes:
         count: elements whose magnitude bits were large enough, infinite and NaN included.
-        total: sum of their magnitudes, without those that are not finite.
-        squares: sum of their squares, without those that are not finite.
+        total: sum of their finite magnitudes.
+        squares: sum of their finite squares.
         largest: the largest magnitude's bits, 0 if there is none; at least 0x7f800000 if any is not finite.
     """
 
@@ -80,7 +80,7 @@ def magnitude_stats(acc: Tensor, above: int = 0) -> MagnitudeStats:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Return () f64: the root of the sum of squares of ``x`` (n,) f32, without those that are not finite.
+    """Return () f64: the root of the sum of squares of the finite values of ``x`` (n,) f32.
 
     On CUDA the host does not wait.
     """
@@ -134,8 +134,8 @@ def choose_threshold(how: Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
 
     Args:
         how: the way to find a threshold.
-        acc: (n,) f32, what a tensor has to send.
-        memory: (``THRESHOLD_NUMBERS``,) f32, what is kept from call to call; zeros to begin with.
+        acc: (n,) f32, the values of a tensor to send.
+        memory: (``THRESHOLD_NUMBERS``,) f32, the state from call to call; zeros at first.
         sample: (``how.sampled``,) f32, for ``SAMPLED``.
     """
     choice = torch.empty(2, dtype=torch.int64, device=acc.device)

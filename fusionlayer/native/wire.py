@@ -33,8 +33,8 @@ def aligned(nbytes: int, align: int = ALIGN) -> int:
 def digest(*facts: object) -> bytes:
     """Return 32 bytes that are equal on two ranks only if the wire version and ``facts`` are.
 
-    Facts are numbers, strings, bytes, dtypes, and objects whose text shows all that matters of them: dataclasses,
-    codecs, planners. Order counts in lists and tuples, but not in mappings and sets.
+    Facts are numbers, strings, bytes, dtypes, and objects with a complete text: dataclasses, codecs, planners. Order
+        counts in lists and tuples, but not in mappings and sets.
     """
     return hashlib.sha256(_rendered((WIRE_VERSION, *facts)).encode()).digest()
 
@@ -49,7 +49,7 @@ def _rendered(fact: object) -> str:
         return f"[{', '.join(map(_rendered, fact))}]"
     if is_dataclass(fact) and not isinstance(fact, type):
         return f"{type(fact).__name__}{_rendered({f.name: getattr(fact, f.name) for f in fields(fact) if f.compare})}"
-    # An object that defines neither str nor repr would show its address, which differs from rank to rank.
+    # An object without str and repr would show its address, which differs from rank to rank.
     if type(fact).__str__ is object.__str__ and type(fact).__repr__ is object.__repr__:
         raise TypeError(f"{fact!r} cannot be compared over ranks; expected a value that prints what it is")
     # Strings are quoted, so that two different lists of strings never look alike.

@@ -42,7 +42,7 @@ def register(part: Counted) -> None:
 
 
 def retire(part: Counted) -> None:
-    """Keep what a part has counted, which ends; a second call does nothing."""
+    """Keep the counts of an ending part; a second call does nothing."""
     with _lock:
         if part in _parts:
             _parts.discard(part)

@@ -167,7 +167,7 @@ class Closable(Protocol):
 
 
 class _Repeated:
-    """Calls a function again and again, on a thread of its own."""
+    """Calls a function repeatedly, on a thread of its own."""
 
     def __init__(self, seconds: float, work: Callable[[], object]) -> None:
         self._seconds, self._work = seconds, work

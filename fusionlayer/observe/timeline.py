@@ -1,4 +1,5 @@
-"""Records what the threads of a rank do, in Chrome's trace format (chrome://tracing, Perfetto) and in torch's profiler.
+"""Records the activity of a rank's threads, in Chrome's trace format (chrome://tracing, Perfetto) and in torch's
+profiler.
 
 Code that works for an unknown bucket, such as a codec, reports its activity by ``with here.doing(...)``. While nothing
 records, that makes one C object and calls nothing in Python.
@@ -141,8 +142,8 @@ def unhear(listener: Listener) -> None:
 class Timeline:
     """Writes one event for each span. Any thread may record.
 
-    After ``time_by`` with a device's clock the times of spans are those of the device. Such spans are written when the
-    device has reached them.
+    After ``time_by`` with a device's clock the times of spans are the device's. Such spans are written when the device
+    has reached them.
 
     All timelines of a process with the same path share one file. If the file can no longer be written, as on a full
     disk, one warning says so and recording ends; the timed code continues. While torch's profiler is active it gets the

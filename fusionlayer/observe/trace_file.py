@@ -110,7 +110,7 @@ class TraceFile:
 
     @classmethod
     def begin_child(cls) -> None:
-        """Leave the files to the parent: this process was forked, and would write once more what is buffered."""
+        """Leave the files to the parent: this process was forked, and would write the buffered text once more."""
         cls._lock = threading.Lock()
         for file in cls._all.values():
             forks.keep(file._text)

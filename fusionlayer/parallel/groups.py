@@ -15,8 +15,8 @@ def resolve(group: object, what: str, axis: str) -> dist.ProcessGroup | Transpor
     """Return a group in a form that ``context.transport`` takes.
 
     Args:
-        group: what the user gave: a process group, a one-dimensional mesh, a transport or None.
-        what: the feature that uses the group, as error messages name it.
+        group: the user's group: a process group, a one-dimensional mesh, a transport or None.
+        what: the feature that uses the group, for error messages.
         axis: usual name of the mesh dimension for this feature, for error messages.
 
     Raises:

@@ -135,11 +135,10 @@ class Dispatcher:
         """Send each result back to the rank of its token; return the results for this rank's tokens.
 
         Args:
-            rows: (m, ...) results, in the order in which ``dispatch`` returned m rows.
+            rows: (m, ...) results, in the order of the m rows of ``dispatch``.
             route: the route that ``dispatch`` returned with them.
 
-        Returns:
-            (n, ...) in the order in which n rows were dispatched.
+        Returns: (n, ...) in the order of the n dispatched rows.
 
         Raises:
             ConfigError: the number of rows is not m, or the codecs do not take the type of ``rows``.
@@ -233,7 +232,7 @@ class Experts(nn.Module):
     (r + 1) * e - 1. In each forward, an expert runs once on the rows of all ranks for it, (m, width); m may be 0.
 
     Args:
-        experts: those of this rank; all ranks have the same number.
+        experts: this rank's experts; all ranks have the same number.
         dispatcher: connects the ranks that share the layer.
         average: minimise the mean of the ranks' losses, as ``DistributedOptimizer`` and DDP do: gradients of experts
             are divided by the number of ranks. False minimises the sum.

@@ -36,7 +36,7 @@ class BucketCosts:
         algorithm: a key of ``ALGORITHMS``; if it gathers, gradients are encoded ahead, straight into their messages.
         cluster: the ranks.
         copy: CPU seconds of packing, and of unpacking, by elements.
-        disturbance: seconds by which each bucket delays the rest of backward, where threads have cores of their own.
+        disturbance: seconds by which each bucket delays the rest of backward, if threads have cores of their own.
         transfer: measured seconds of the collective by bytes of a rank's message; None: from the costs of the links.
     """
 

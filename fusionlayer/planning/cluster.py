@@ -30,8 +30,8 @@ class Cluster:
             the host's memory. A copy engine for each direction does it.
         connections: of a rank to each rank of another host, where they may carry less than the link; None: they fill
             it.
-        two_shot: bytes of a ``two_shot`` on the slowest link, as a part of what equal shares would be there.
-        own: forms of the transport's own all-reduce, of which the fastest counts: "ring", and "tree" over NCCL.
+        two_shot: bytes of a ``two_shot`` on the slowest link, relative to equal shares.
+        own: forms of the transport's own all-reduce, the fastest of which counts: "ring", and "tree" over NCCL.
     """
 
     workers: int
@@ -75,13 +75,13 @@ class Scenario:
         latency: seconds of a message; None: as measured.
         latency_factor: multiplies the latency, and the round trip.
         curves: take measured curves instead of alpha-beta costs if the rate was measured.
-        rtt: seconds of a round trip between hosts, beyond what was measured.
+        rtt: seconds of a round trip between hosts, in addition to the measured latency.
         loss: probability that a segment is dropped between hosts.
         congestion: control of TCP, a key of ``CONGESTION_CONTROLS``.
         connections: TCP connections to each other rank, of our own; None: gloo's one.
         rates: the rates of each host's link, where they differ. A ``two_shot`` has shares by them, as with the setting
             ``rates``.
-        nodes: number of ranks of each node of a running job, by which collectives are chosen; empty: ``per_host``.
+        nodes: number of ranks of each node of a running job, for the choice of collectives; empty: ``per_host``.
     """
 
     rate: str

@@ -92,8 +92,8 @@ class CodecRules:
 
     Attributes:
         rules: in order.
-        fidelity: which codecs "auto" may choose. "lossless": those that change no bit; "near_lossless": also those that
-            change at most 1e-4 of a Gaussian tensor's energy, as rounding to 8 or 16 bits does; "aggressive": all;
+        fidelity: which codecs "auto" may choose. "lossless": codecs that change no bit; "near_lossless": also codecs
+            that change at most 1e-4 of a Gaussian tensor's energy, as rounding to 8 or 16 bits does; "aggressive": all;
             "local": all, and `fusionlayer plan` prints how often to exchange.
     """
 

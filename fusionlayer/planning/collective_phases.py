@@ -111,7 +111,7 @@ def _relay(cluster: Cluster, nbytes: float, hops: int, transports_own: bool = Fa
 
 
 def _chain(cluster: Cluster, nbytes: float, near: float, far: float, transports_own: bool) -> list[Phase]:
-    """Return a transfer in messages of which ``near`` stay inside hosts and ``far`` cross, each after the other."""
+    """Return a transfer in consecutive messages, ``near`` of them inside hosts and ``far`` between hosts."""
     # A measured all-reduce of two ranks contains two hops, a measured exchange one.
     measured_hops = 2 if transports_own else 1
     seconds = latency = cpu = 0.0
@@ -329,7 +329,7 @@ ALGORITHMS: dict[str, Callable[[float, CodecCost, Cluster, Cost], list[Phase]]] 
 """Every collective by name: its phases for a bucket of this many elements.
 
 They are here and not with the collectives, which know nothing of links and measured costs. A test compares the names
-with those of ``collectives``.
+with the registered ones.
 """
 
 

@@ -94,7 +94,7 @@ class Connections:
     rested: bool = False
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds that ``nbytes`` keep the connections, beyond the time in which the first byte arrives.
+        """Return the seconds for which ``nbytes`` occupy the connections, beyond the arrival of the first byte.
 
         As many bytes are sent the other way meanwhile; the result is the time of the slower direction.
 

@@ -31,8 +31,8 @@ class Drift:
     so it may be off from the first step on, and planning again would not help.
 
     Args:
-        tolerance: share of the reference by which a time may change. A time below a tenth of backward and waiting
-            counts as such a tenth.
+        tolerance: the permitted change of a time, as a share of the reference. A time below a tenth of backward and
+            waiting counts as such a tenth.
         looks: number of consecutive deviating samples.
 
     Attributes:

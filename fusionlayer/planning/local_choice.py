@@ -33,7 +33,7 @@ class SyncChoice:
         sync: see ``LossCost``.
         every, fragments, delay: as in ``LossCost``.
         seconds: predicted mean step.
-        loss: what it costs in loss; None: that was not measured.
+        loss: its measured cost in loss; None: that was not measured.
     """
 
     codec: str

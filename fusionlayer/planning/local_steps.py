@@ -13,7 +13,7 @@ __all__ = ["MOST", "TOLERANCE", "EveryRules", "EveryState", "divergence"]
 MOST = 256
 """Longest period that is chosen."""
 TOLERANCE = 0.05
-"""Share of a step's computing by which a mean step may be longer while the network is no bottleneck."""
+"""Share of a step's computing by which a mean step may be longer with the network still no bottleneck."""
 
 
 def divergence(mean_norm: float, norms: Sequence[float]) -> float:
@@ -44,7 +44,7 @@ class EveryRules:
             above 1 replicas undo each other's progress.
         waiting: share of a step's time spent waiting for the network above which it is doubled.
         syncs: exchanges in a row that must say so.
-        rest: exchanges after a halving in which it is not doubled again.
+        rest: exchanges after a halving without another doubling.
     """
 
     least: int = 1
@@ -63,16 +63,16 @@ class EveryRules:
 
 @dataclass(frozen=True)
 class EveryState:
-    """A period that follows what is measured. All ranks compute the same number from the same inputs.
+    """A period that follows measurements. All ranks compute the same number from the same inputs.
 
     Divergence counts more than waiting: a period is halved even if the network is a bottleneck. It is doubled only as
     long as replicas do not drift apart, and not soon after it was halved.
 
     Attributes:
         every: steps of the period.
-        apart: exchanges in a row in which replicas had drifted apart.
-        waited: exchanges in a row in which the network was a bottleneck, and replicas had not drifted apart.
-        rest: exchanges in which the period is not doubled.
+        apart: consecutive exchanges with diverged replicas.
+        waited: consecutive exchanges in which the network was a bottleneck and replicas had not diverged.
+        rest: remaining exchanges without a doubling.
     """
 
     every: int
@@ -85,7 +85,7 @@ class EveryState:
 
         Args:
             divergence: as ``divergence`` returns it. NaN, as after an overflow, counts as drifted apart.
-            waiting: share of the time since the last exchange in which training waited for the network; the mean, or
+            waiting: share of the time since the last exchange for which training waited for the network; the mean, or
                 the largest, over ranks.
             rules: the bounds.
         """

@@ -22,7 +22,7 @@ class LossCost:
         codec: name of a codec or preset, which had its default options.
         percent: by how much the final loss was higher, in percent of that of f32; means over the same seeds. Below 0,
             it was lower.
-        source: what says so: a file of benchmarks/results, without its ending.
+        source: a file of benchmarks/results, without its ending.
         seeds: number of trainings.
         sync: method of ``fusionlayer.Local`` and its arguments, as "averaging(every=4)"; None: gradients in each step.
         every, fragments, delay: of that ``Local``.
@@ -78,7 +78,8 @@ class LossCosts:
         return LossCosts(tuple(sorted(kept, key=lambda cost: -abs(cost.workers - workers))))
 
     def of(self, codec: str, sync: str | None = None) -> LossCost | None:
-        """Return what is known of a codec with gradients in each step, or with local steps; None: it was not measured.
+        """Return the known losses of a codec with gradients in each step, or with local steps; None: it was not
+        measured.
 
         Of several entries the last counts. ``codec`` is a name that ``short_name`` gives.
 
@@ -88,7 +89,7 @@ class LossCosts:
         return next((cost for cost in reversed(self.costs) if (_short(cost.codec), cost.sync) == (codec, sync)), None)
 
     def local(self, codec: str) -> list[LossCost]:
-        """Return what is known of a codec with local steps."""
+        """Return the known losses of a codec with local steps."""
         syncs = dict.fromkeys(cost.sync for cost in self.costs if _short(cost.codec) == codec and cost.sync)
         return [cost for cost in (self.of(codec, sync) for sync in syncs) if cost is not None]
 

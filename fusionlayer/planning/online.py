@@ -46,7 +46,7 @@ class ReplanSchedule:
     Attributes:
         warm_up: steps that do not count, after the first step and after each switch.
         measured: steps whose medians are the costs of backward.
-        between_looks: steps whose medians each look takes; doubled with every new plan.
+        between_looks: steps of each sample's medians; doubled with every new plan.
         looks: number of consecutive deviating samples before the planner measures again.
         tolerance: share by which a time may change.
         gain: share of the predicted step that a new plan must save to replace one that drifted.
@@ -78,7 +78,7 @@ class OnlinePlanner(PlanController):
         rank: this rank; rank 0 plans and writes to the log.
         nodes: number of ranks of each node.
         algorithm: collective; None chooses. With rules it is ignored: each codec has its own.
-        ahead: encode gradients one by one as they arrive; None: as the codec does by default.
+        ahead: encode gradients one by one as they arrive; None: the codec's default.
         replan: look for drift.
         local_size: ranks of this host, which share its cores.
         clock: the clock of the gradients' device.
@@ -163,7 +163,7 @@ class OnlinePlanner(PlanController):
     # ---- PlanController ----------------------------------------------------------------------------------------------
 
     def note_step(self, plan: FusionPlan | None, step: int, seconds: StepSeconds | None) -> None:
-        """Keep the seconds of a step, as far as the next plan or look needs them."""
+        """Keep the seconds of a step for the next plan or sample."""
         self._present = plan
         if self._skip:
             self._skip -= 1

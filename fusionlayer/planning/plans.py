@@ -38,7 +38,7 @@ def make_plan(
         scenario: the cluster.
         workers: number of ranks.
         algorithm: collective of all gradients, or of each by its name; None chooses.
-        ahead: encode gradients one by one as they arrive; None: as the codec does by default.
+        ahead: encode gradients one by one as they arrive; None: the codec's default.
         measured: see ``costs_of``.
         tensors: with the user's groups, which a profile does not have.
 

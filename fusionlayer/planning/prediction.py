@@ -1,7 +1,7 @@
 """Predicts steps: ``predict``, which every prediction comes from, and ``predict_plan``, which calls it for a plan.
 
-``explain``, ``plan``, codec selection and online planning assume what planners assume: one lane, and a core for each
-thread. ``simulate`` has as many lanes as an engine, and cores and links that they share (``projection.py``).
+``explain``, ``plan``, codec selection and online planning assume one lane and a core for each thread, like planners.
+``simulate`` has as many lanes as an engine, and cores and links that they share (``projection.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def predict(
 
     Args:
         model: its step without communication.
-        buckets: in the order in which they are sent; every gradient of the model is in one.
+        buckets: in sending order; every gradient of the model is in one.
         resources: cores and threads of the rank.
         whole: predict update and next forward too; otherwise the step ends with the last result, and backward with the
             last gradient.
@@ -82,7 +82,7 @@ def predict_local_steps(
     resources: Resources = OWN_CORES,
     measured: bool = False,
 ) -> SimulatedStep:
-    """Return the mean step of training whose buckets leave once in ``every`` steps; it has no spans.
+    """Return the mean step of training whose buckets are sent once in ``every`` steps; it has no spans.
 
     Differences of parameters are sent, which exist at the end of a step. Steps between do not wait.
 

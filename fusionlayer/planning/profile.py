@@ -50,13 +50,13 @@ class Machine:
 
     @classmethod
     def here(cls, workers: int, device: torch.device, per_host: int = 1) -> Machine:
-        """Return this machine, which ``workers`` ranks share, with what computes on ``device``."""
+        """Return this machine, shared by ``workers`` ranks, with the processor of ``device``."""
         threads = torch.get_num_threads() if device.type == "cpu" else 1
         return cls(len(os.sched_getaffinity(0)), workers, threads, device.type, per_host)
 
     @property
     def on_device(self) -> bool:
-        """Whether times are those of a device, and not of cores."""
+        """Whether times are a device's, not the cores'."""
         return self.device != "cpu"
 
     @property
@@ -175,7 +175,7 @@ class Profile:
 
     Attributes:
         version: the version of this schema.
-        title: what was measured, in words.
+        title: the measured subject, in words.
         machine: where it was measured.
         model: step of the model.
         copy: CPU seconds of packing, and of unpacking, by elements of a bucket; on a device, like all CPU seconds of a
@@ -247,7 +247,7 @@ class Profile:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Profile:
-        """Read a profile from a file; a ``ConfigError`` says what is wrong with it, and where."""
+        """Read a profile from a file; a ``ConfigError`` names the defect and its place."""
         return records.load(cls, path, "profile", PROFILE_VERSION)
 
     def to_yaml(self, path: str | Path, comment: str = "") -> None:

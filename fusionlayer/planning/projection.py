@@ -35,7 +35,7 @@ class Fuse(Protocol):
     """A function that cuts gradients, in order of arrival, into buckets; every planner is one."""
 
     def __call__(self, tensors: Sequence[TensorInfo], costs: StepCosts | None = None) -> list[list[TensorInfo]]:
-        """Return the buckets in the order in which they are sent."""
+        """Return the buckets in sending order."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def least_time(rates: Sequence[float]) -> float:
 
 
 def shares_of(rates: Sequence[float]) -> tuple[int, ...]:
-    """Return the shares with which a sum takes ``least_time``, as whole numbers; empty: equal ones.
+    """Return the shares, as whole numbers, with which a sum takes ``least_time``; empty: equal ones.
 
     In that time T a rank of rate r can have the share (T r - 1) / (n - 2). If a slow rank decides T, the shares of the
     others are scaled down in proportion. Two ranks send equally much whatever the shares. A pure function: ranks that
@@ -82,7 +82,7 @@ def measure_rates(transport: Transport) -> list[float]:
 
     One host after the other exchanges messages with all others, so the sum of their rates limits the measured rate of
     the fastest link. Messages are in the host's memory. They grow until they take a quarter of a second. Ranks of one
-    host have equal parts of its link. The rates are the same on all ranks; those that are about equal are made equal.
+    host have equal parts of its link. The rates are the same on all ranks; nearly equal ones are made equal.
     """
     nodes = transport.nodes
     rates = [1.0] * transport.size

@@ -21,7 +21,7 @@ from .simulation import Resources
 __all__ = ["MODELLED", "Forecast", "RecordedBucket", "RecordedStep", "forecast"]
 
 MODELLED = ("dense", "one_shot", "two_shot", "ring", "butterfly")
-"""Collectives whose transfers follow from one link between equal ranks, which is all that a timeline shows of it."""
+"""Collectives whose transfers follow from one link between equal ranks, because a timeline shows no more."""
 
 # Measurements of each codec, on the largest bucket and on as few elements as this.
 _REPEATS, _SMALL = 3, 1 << 12
@@ -63,7 +63,7 @@ class RecordedStep:
         forward, backward, rest: times of the training thread without waiting; ``rest`` comes after the last result.
         workers: number of ranks.
         lanes: number of communication threads.
-        buckets: in the order in which they are sent.
+        buckets: in sending order.
     """
 
     seconds: float
@@ -81,7 +81,7 @@ class Forecast:
 
     Attributes:
         codec: name of the codec that all buckets have instead.
-        seconds: what the step would take.
+        seconds: of the predicted step.
         saved: seconds that this is less than the recorded step.
         modelled: seconds that the same model gives for the recorded step.
         rate: bytes per second that the recorded step sent.
@@ -95,11 +95,11 @@ class Forecast:
 
 
 def forecast(step: RecordedStep, names: Sequence[str], clock: Clock = HOST) -> list[Forecast]:
-    """Return what the step would take with each of the codecs ``names``, the fastest first.
+    """Return the predicted step with each of the codecs ``names``, the fastest first.
 
-    A codec that all buckets have already is left out. The network's latency and rate are those of the recorded
-    exchanges. Codecs are measured now, on the device of ``clock``; if the recorded codec took twice as long as here,
-    the others are expected to take twice as long, too.
+    A codec that all buckets have already is left out. The network has the latency and rate of the recorded exchanges.
+    Codecs are measured now, on the device of ``clock``; if the recorded codec took twice as long as here, the others
+    are expected to take twice as long, too.
     """
     buckets = step.buckets
     others = [name for name in names if any(codecs.get(name).bare != bucket.codec.bare for bucket in buckets)]

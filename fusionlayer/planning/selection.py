@@ -103,7 +103,7 @@ def ways(
     """Return the candidates: the fastest way for each tensor alone, and each codec for all "auto" tensors.
 
     Each codec, by name, has the collective with which the predicted step is the shortest. Without an "auto" tensor
-    there is no other way than the first. Arguments and errors are those of ``select``.
+    there is no other way than the first. Arguments and errors are ``select``'s.
     """
     known = list(tensors)
 
@@ -145,7 +145,7 @@ def select(
     measured: bool = False,
     tensors: Iterable[TensorInfo] = (),
 ) -> Selection:
-    """Return the plan with the shortest predicted step of those that the policy allows, by and large.
+    """Return the permitted plan with approximately the shortest predicted step.
 
     A codec is compared with each collective that may send its messages. The fastest way for each tensor alone can lose
     to one for all: tensors of different codecs or collectives share no bucket and pay more startups. So this compares

@@ -100,7 +100,7 @@ class SimulatedStep:
         alone: of the same step without communication; equal for all plans of one codec.
         communication: the seconds of all phases, if each had cores and link for itself.
         sent: bytes that leave a host over its link.
-        spans: the spans of the buckets, in the order in which they are sent.
+        spans: the spans of the buckets, in sending order.
     """
 
     seconds: float
@@ -111,7 +111,7 @@ class SimulatedStep:
 
     @property
     def waiting(self) -> float:
-        """Seconds by which communication makes the step longer: because it is exposed or disturbs computing."""
+        """Seconds by which communication lengthens the step: because it is exposed or disturbs computing."""
         return self.seconds - self.alone
 
     @property
@@ -121,7 +121,7 @@ class SimulatedStep:
 
     @property
     def score(self) -> tuple[float, float]:
-        """The score by which plans of the same tensors are compared; a smaller one is better.
+        """The score of a plan, compared with other plans of the same tensors; a smaller one is better.
 
         First come the seconds of the step, to the nanosecond, then the seconds for which buckets keep their lanes busy.
         """
@@ -202,7 +202,7 @@ def run_step(
     """Return the simulated step; the buckets ``loads`` are sent in the given order.
 
     The computing thread goes through backward, update and forward. A bucket can be sent when its gradients and those of
-    all buckets before it are there. The lanes take buckets in turn; each sends one after the other. Transfers that use
+    all earlier buckets are complete. The lanes take buckets in turn; each sends one after the other. Transfers that use
     a link at once get fair shares of it. Threads that want more cores than the rank has get fair shares of them. All
     buckets have arrived when the next backward begins, so all steps are alike.
 

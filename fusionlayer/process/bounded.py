@@ -1,4 +1,4 @@
-"""Calls that may block forever: into a store whose server is stopped, or a library that nothing can interrupt.
+"""Calls that may block forever: into a store whose server is stopped, or an uninterruptible library.
 
 An exit waits for the threads that make these calls, and for those of gloo: a thread that returns later aborts the
     process.
@@ -44,9 +44,9 @@ class Overdue(RuntimeError):
 def bounded(
     call: Callable[[], Result], deadline: float, is_in_vain: Callable[[], object] = lambda: None, name: str = "call"
 ) -> Result:
-    """Return ``call()``, or raise what it raises. It runs on a thread of its own.
+    """Return ``call()``, or raise its exception. It runs on a thread of its own.
 
-    The thread of a call that is given up continues alone, and what the call returns is dropped there.
+    The thread of an abandoned call continues alone, and drops the call's result.
 
     Args:
         call: it may block for ever.

@@ -25,8 +25,8 @@ class Clock(ABC):
     """Marks moments and computes the seconds between them.
 
     Attributes:
-        device: the device whose time it measures; what is measured by this clock lies there.
-        lags: whether the host runs ahead of what is timed. Seconds are then read later, and may be missing.
+        device: the measured device, which holds the tensors.
+        lags: whether the host runs ahead of the timed work. Seconds are then read later, and may be missing.
         replays: calls between two stamps when a single call is measured. Launches of a device take about as long as
             short kernels, so several follow on each other.
     """
@@ -55,7 +55,7 @@ class Clock(ABC):
         """Wait until every stamp that was taken has come. Only measurements between steps call this."""
 
     def replayed(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Return what makes the device do the work of ``call`` once more; on the host that is ``call`` itself.
+        """Return a function that makes the device repeat the work of ``call``; on the host ``call`` itself.
 
         ``call`` has been made before. On a device its kernels are launched by one call, however many they are.
         """

@@ -29,8 +29,7 @@ def refuse(what: str) -> UsageError:
 def at_exit(call: Callable[[], object], *, last: bool = False) -> None:
     """Let ``call`` run at the exit of this process, and not at that of its children, unless ``last`` is set.
 
-    The calls run in the opposite order of these, as those of ``atexit`` do. The last ones come after all others, also
-    in children.
+    The calls run in reverse order, like those of ``atexit``. The last ones come after all others, also in children.
     """
     if last:
         _last.append(call)

@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and the addresses by which other hosts may reach it."""
+"""The network interfaces of this host, and its addresses for other hosts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
-    """Return the IPv6 addresses of each interface that has any, those first that reach farthest and last longest."""
+    """Return the IPv6 addresses of each interface that has any, the farthest-reaching and longest-lived first."""
     found: dict[str, list[tuple[bool, bool, str]]] = {}
     with suppress(OSError):  # this host has no IPv6
         for line in _IF_INET6.read_text().splitlines():

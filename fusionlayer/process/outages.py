@@ -20,7 +20,7 @@ class Outage(NamedTuple):
     """A failure.
 
     Attributes:
-        text: that, and what to do.
+        text: its text, with a remedy.
         here: whether it is in this process or its settings, so that no other rank is at fault.
     """
 
@@ -29,7 +29,7 @@ class Outage(NamedTuple):
 
 
 def explain(error: BaseException, host: str | None = None, port: int | None = None) -> Outage:
-    """Return what an error of torch, gloo or the system means.
+    """Return the meaning of an error of torch, gloo or the system.
 
     Args:
         error: the error.
@@ -62,7 +62,7 @@ def first_line(error: BaseException) -> str:
 
 
 def between_hosts() -> str:
-    """Return what to do where ranks of several hosts have met, and cannot connect."""
+    """Return a remedy for ranks of several hosts that have met but cannot connect."""
     return (
         "if ranks are on several hosts, set GLOO_SOCKET_IFNAME on each to the interface that joins them (here: "
         f"{_interfaces()}) and let firewalls pass all TCP ports between them"

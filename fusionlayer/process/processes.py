@@ -75,7 +75,7 @@ class Identity:
 
 
 def return_free_memory() -> None:
-    """Give the system the memory that malloc keeps free between what is in use; do nothing where libc cannot.
+    """Give the system the free memory between used blocks of malloc; do nothing if libc cannot.
 
     After much was freed that lay between smaller things, malloc keeps it, and a process seems to grow without end.
     """

@@ -21,12 +21,12 @@ __all__ = ["TcpSource"]
 
 
 class TcpSource(Source):
-    """Asks a publisher for what is newer, and reconnects after a broken connection.
+    """Asks a publisher for newer versions, and reconnects after a broken connection.
 
     Args:
         place: host and port of the publisher.
         name: the name of this follower; None: as the file with its secret, or its host, says.
-        keyring: what it proves itself by; None: nothing.
+        keyring: the follower's proof; None: nothing.
         tls: encrypts the connection; None: no encryption.
         timeout: seconds without a byte after which the publisher counts as lost.
 

@@ -46,7 +46,7 @@ class ConnectionLimits:
 
 
 def share() -> ConnectionLimits:
-    """Return a publisher's share of what ``ulimit -n`` allows now."""
+    """Return a publisher's share of the limit of ``ulimit -n``."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limit = 1 << 30 if limit == resource.RLIM_INFINITY else limit
     strangers = max(1, min(_MOST_STRANGERS, limit // 16))

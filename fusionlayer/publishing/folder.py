@@ -241,7 +241,7 @@ class FolderSource(Source):
 
     Args:
         place: of the folder.
-        secret: only what is signed with it is taken; None: only unsigned versions.
+        secret: only versions signed with it are accepted; None: only unsigned versions.
     """
 
     def __init__(self, place: Endpoint, secret: bytes | None = None) -> None:

@@ -54,7 +54,7 @@ def subscribe(
         secret: the publisher's secret, or a Path of its file. None: the content of the file in
             FUSIONLAYER_PUBLISH_SECRET_FILE, if that is set. Versions in a folder are taken only if they are signed with
             it.
-        name: the name by which the publisher's log calls this follower, and finds its secret if it has one for each.
+        name: this follower's name in the publisher's log, and the key of its secret if each follower has one.
             None: that in the file with the secret, or the host's.
         tls: how the connection is encrypted, ``fl.TLS(authorities=...)``; over TCP alone. None: it is not.
         timeout: seconds after which a publisher that does not say a word counts as lost, at least 2. The follower then
@@ -104,7 +104,7 @@ class Follower:
         self._latest: Snapshot | None = None
         self._fatal: FusionLayerError | None = None
         self._closed = False
-        # Guards what the thread sets: _latest, trouble, ended, _fatal.
+        # Guards the state that the thread sets: _latest, trouble, ended, _fatal.
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._generation = forks.generation
@@ -248,7 +248,7 @@ class Follower:
                 self._changed.wait(left)
 
     def _check(self) -> None:
-        """Raise what ends the use of this follower. The lock is held."""
+        """Raise the error that ends the use of this follower. The lock is held."""
         if self._generation != forks.generation:
             raise forks.refuse("its follower belongs to its parent")
         if self._closed:

@@ -49,7 +49,7 @@ _live: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def guard(end: socket.socket) -> socket.socket:
-    """Return ``end``, of which a forked child closes its copy: the connection is the parent's."""
+    """Return ``end`` after arranging that a forked child closes its copy: the connection is the parent's."""
     _live.add(end)
     return end
 
@@ -176,7 +176,7 @@ class FrameChannel:
         self._piece = memoryview(b"")
 
     def ask(self, digest: bytes) -> None:
-        """Say which version is here, and ask for what is newer."""
+        """Send the present version, and request a newer one."""
         said = frame(HAVE, len(digest), self._mine) + digest
         if self._mine and digest:
             said += self._mine.tag(sha256(digest).digest())
@@ -192,7 +192,7 @@ class FrameChannel:
         return kind, self._to_come
 
     def take(self, nbytes: int) -> bytearray:
-        """Return the next ``nbytes`` of what follows the frame's prefix.
+        """Return the next ``nbytes`` after the frame's prefix.
 
         Raises:
             WireError: they were changed.

@@ -26,13 +26,13 @@ class Greeting:
     Each proof is made of all earlier messages of both ends, so it is invalid on another connection.
 
     Args:
-        keyring: what followers must have; None: they need not prove anything.
+        keyring: the required proof of followers; None: they need not prove anything.
 
     Attributes:
-        opening: what to send first.
+        opening: the first message.
         name: the name that the follower gives, after its hello.
-        secret: by which it has proved itself; None: it needs none.
-        keys: the keys of what follows; None without a secret.
+        secret: the secret of its proof; None: it needs none.
+        keys: the keys of later data; None without a secret.
     """
 
     def __init__(self, keyring: Keyring | None) -> None:
@@ -44,7 +44,7 @@ class Greeting:
         self.keys: Keys | None = None
 
     def answer(self, hello: bytes, certified: str | None) -> tuple[str | None, bytes]:
-        """Return why this is no follower, or None; and what to answer to its ``hello``.
+        """Return why this is no follower, or None; and the answer to its ``hello``.
 
         Args:
             hello: its first message.
@@ -67,7 +67,7 @@ class Greeting:
 
 
 def greet(end: socket.socket, name: str, secret: bytes | None) -> Keys | None:
-    """Make the follower's end of the beginning of a connection; return the keys of what follows, None without secret.
+    """Do the follower's part of the handshake; return the keys of later data, None without secret.
 
     Raises:
         ConfigError: the ends do not have one secret.

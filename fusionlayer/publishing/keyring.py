@@ -23,7 +23,8 @@ _MOST_FILE_BYTES = 1 << 20
 
 
 def keyring_of(secret: str | bytes | os.PathLike[str] | None) -> Keyring | None:
-    """Return what ``publish`` and ``subscribe`` were given as ``secret``; None: the file that the environment names.
+    """Return the keyring for the ``secret`` of ``publish`` and ``subscribe``; None: the file that the environment
+    names.
 
     Raises:
         ConfigError: it is too short, or neither a text nor a Path.
@@ -62,8 +63,8 @@ def _checked(what: str, secret: str | bytes) -> bytes:
 class Keyring:
     """The secrets that a publisher accepts, or that a follower has.
 
-    A file has one secret a line: ``SECRET`` for all followers, ``NAME:SECRET`` for those of one name, which need no
-    other then. Empty lines, and those that begin with ``#``, say nothing. A publisher accepts every line, a follower
+    A file has one secret a line: ``SECRET`` for all followers, ``NAME:SECRET`` for followers of one name, which then
+    need no other. Empty lines, and lines that begin with ``#``, are ignored. A publisher accepts every line, a follower
     uses the first that fits it. So a secret is replaced without a restart: add the new line to the publisher's file,
     give it to followers, then remove the old line.
 
@@ -121,7 +122,7 @@ class Keyring:
         return self._entries != before
 
     def accepted(self, name: str) -> list[bytes]:
-        """Return the secrets by which a follower of this name may prove itself."""
+        """Return the valid secrets of a follower of this name."""
         own = [secret for whose, secret in self._entries if whose == name]
         return own or [secret for whose, secret in self._entries if not whose]
 

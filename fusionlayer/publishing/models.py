@@ -24,7 +24,7 @@ def check_model(what: str, model: object) -> None:
 
 
 def named_tensors(source: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a version holds of a model's state, or of a mapping, by name.
+    """Return the tensors of a model's state, or of a mapping, that a version holds, by name.
 
     Names are without the prefixes of DistributedDataParallel around the model, and of torch.compile at any depth.
 
@@ -80,7 +80,7 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
 
 
 def _holds(kind: torch.dtype, x: Tensor) -> bool:
-    """Return whether ``x`` can be converted to ``kind``: floats may be rounded, integers stay what they are."""
+    """Return whether ``x`` can be converted to ``kind``: floats may be rounded, integers keep their value."""
     if kind == x.dtype or kind.is_complex:
         return True
     if kind.is_floating_point:

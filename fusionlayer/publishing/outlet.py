@@ -34,7 +34,7 @@ class Outlet(ABC):
         self._threads: list[threading.Thread] = []
 
     def _start(self, **work: Callable[[], None]) -> None:
-        """Start a thread for each function, by the name of what it is; they end at the exit of the process."""
+        """Start a thread for each function, named after its purpose; they end at the exit of the process."""
         self._threads = [
             threading.Thread(target=target, name=f"fusionlayer {name}", daemon=True) for name, target in work.items()
         ]

@@ -107,7 +107,7 @@ class Peer:
         return now > self._until
 
     def write(self) -> None:
-        """Send what the socket takes.
+        """Send as much as the socket accepts.
 
         Raises:
             OSError: the follower is gone.
@@ -129,7 +129,7 @@ class Peer:
 
         Raises:
             OSError: the follower is gone.
-            WireError: it says what no follower says.
+            WireError: no follower sends this.
         """
         self._holds = False
         try:
@@ -181,7 +181,7 @@ class Peer:
         return True
 
     def _frame(self, kind: bytes) -> Iterator[memoryview]:
-        """Yield a frame that is only a prefix. Tags count in the order in which frames are sent."""
+        """Yield a frame that is only a prefix. Tags count frames in sending order."""
         yield memoryview(frame(kind, 0, self._mine))
 
     def _put(self, records: Iterator[memoryview]) -> None:

@@ -47,7 +47,7 @@ class TcpOutlet(Outlet):
     Args:
         place: where to listen.
         keep: as above.
-        keyring: what followers must have; None: nothing.
+        keyring: the required proof of followers; None: nothing.
         tls: encrypts connections; None: no encryption.
         timeout: seconds in which a follower must take some of the data sent to it.
     """
@@ -127,7 +127,7 @@ class TcpOutlet(Outlet):
         try:
             while (job := self._jobs.get()) is not None and not self._closed:
                 target, base, has = job
-                # A publisher that was restarted from a checkpoint may begin with what its followers have.
+                # A publisher restarted from a checkpoint may begin with the version of its followers.
                 self._made.put(Parcel(make(target, target if target.digest == has else base)))
                 self._wake()
         except Exception as error:
@@ -289,7 +289,7 @@ class TcpOutlet(Outlet):
                 peer.send(update)
 
     def _order(self, newest: Snapshot) -> None:
-        """Have the update made for which a follower has waited longest."""
+        """Make the update that a follower has awaited longest."""
         waiting = [peer for peer in self._peers.values() if peer.since is not None and peer.announced != newest.version]
         on_their_way = {id(peer.update) for peer in self._peers.values() if peer.update is not None}
         # Each one in flight takes memory: if all are slow, the next one waits for one of them.
@@ -299,7 +299,7 @@ class TcpOutlet(Outlet):
             self._jobs.put((newest, self._kept.get(first.has or ""), first.has))
 
     def _forget(self) -> None:
-        """Free the versions that no follower has, and those beyond the number that is kept."""
+        """Free the versions that no follower has, and those beyond the limit."""
         now = time.monotonic()
         self._missed = {digest: until for digest, until in self._missed.items() if until > now}
         wanted = {*self._missed}

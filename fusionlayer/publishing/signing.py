@@ -31,7 +31,7 @@ def seal(secret: bytes, front: bytes | memoryview) -> bytes:
 
 
 def checks(secret: bytes, mark: bytes) -> Callable[[bytes], None]:
-    """Return a function that raises ``WireError`` unless ``mark`` is what ``seal`` returns for its argument.
+    """Return a function that raises ``WireError`` unless ``mark`` is the result of ``seal`` for its argument.
 
     Raises:
         WireError: ``mark`` is no signature.

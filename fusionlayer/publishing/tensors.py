@@ -1,4 +1,4 @@
-"""A tensor as a message without loss: whole, or as what changed since the same tensor of another version."""
+"""A tensor as a lossless message: whole, or as changes since the same tensor of another version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_ELEMENTS = 1 << 48
 
 
 class Message(NamedTuple):
-    """A tensor's bytes, and by what they are decoded.
+    """A tensor's bytes, and their codec.
 
     Attributes:
         codec: "zip", "delta", or "raw" for types that these do not take.
@@ -55,7 +55,7 @@ def encode(x: Tensor, base: Tensor | None = None, *, header: bool = False) -> Me
 
 
 def decode(message: Message, base: Tensor | None, out: Tensor, *, header: bool = False) -> None:
-    """Fill ``out`` (n,) with what ``encode`` was given.
+    """Fill ``out`` (n,) with the values that ``encode`` was given.
 
     Raises:
         WireError: the message was damaged, or is of another base.
@@ -113,7 +113,7 @@ def _raw_bytes(x: Tensor) -> Tensor:
 
 
 def memory(x: Tensor) -> memoryview:
-    """Return the bytes of ``x`` (n,), on the CPU, for what takes no tensors; they share its memory."""
+    """Return the bytes of ``x`` (n,), on the CPU, for callers without tensors; they share its memory."""
     array: Any = _raw_bytes(x).numpy()  # for mypy NumPy's arrays are no buffers before Python 3.12
     return memoryview(array)
 

@@ -21,8 +21,8 @@ _SALT = b"TLS"
 class TLS:
     """Encrypts connections of ``fl.publish`` and ``fl.subscribe`` by TLS 1.3. Both ends need it.
 
-    A publisher has a certificate. With ``authorities`` it takes only followers whose certificate is signed by one of
-    them, and calls them by its common name. A follower accepts only a publisher whose certificate is signed by one of
+    A publisher has a certificate. With ``authorities`` it accepts only followers whose certificate is signed by one of
+    them, and names them by their common name. A follower accepts only a publisher whose certificate is signed by one of
     its ``authorities``, and names the host that it connects to. ``fl.TLS()`` at both ends needs no certificates: the
     secret proves the identity. That takes Python 3.13.
 

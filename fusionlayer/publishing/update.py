@@ -107,7 +107,7 @@ def read(
 ) -> Snapshot:
     """Return the version that an update of ``nbytes`` makes; every tensor has the digest that the publisher gave it.
 
-    Memory is taken for what the bytes can hold at most. Tensors that have not changed are those of ``base`` itself.
+    Memory is allocated up to the number of received bytes. Unchanged tensors are those of ``base`` itself.
 
     Args:
         source: where the bytes come from.

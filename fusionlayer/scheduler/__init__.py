@@ -1,4 +1,4 @@
-"""The scheduler: when gradients are sent, and in which buckets."""
+"""The scheduler: decides when gradients are sent, and in which buckets."""
 
 from ..collectives import Scaling
 from .ahead import AheadBuffer

@@ -27,7 +27,7 @@ _MOST_LIST_BYTES = 64 << 20
 
 @dataclass
 class Agreement:
-    """The tensors and options of an engine, and what it makes its first plan with. All ranks must have the same.
+    """The tensors and options of an engine, and the inputs of its first plan. All ranks must have the same.
 
     Its methods send, so they run on a lane, on all ranks together.
 
@@ -35,7 +35,7 @@ class Agreement:
         tensors: every tensor of a step, by name; ``leave_out`` removes some.
         codec: the codec of all gradients, or of each by its name.
         algorithm: collective; None chooses.
-        ahead: encode each tensor by itself as it arrives; None as the codec does.
+        ahead: encode each tensor by itself as it arrives; None: the codec's default.
         planner: makes the plan.
         options: further options, as texts.
         plan_controller: changes plans while training runs; None: nothing does.
@@ -91,7 +91,7 @@ class Agreement:
 
         Args:
             step: the present one.
-            arrived: names of all tensors, in the order in which they arrived on this rank.
+            arrived: names of all tensors, in order of arrival on this rank.
             transport: the transport of the lane.
         """
         self.compare(step, None, transport)
@@ -131,7 +131,7 @@ def _tensors_that_differ(tensors: Iterable[TensorInfo], transport: Transport) ->
     """Return a clause that names the tensors which not all ranks have, or have with the same size and type.
 
     All ranks call it together, after their digests have been found to differ. It is empty if all tensors are equal, or
-    if a rank does not know its own.
+    if a rank does not know its own order.
     """
     mine = json.dumps([(t.name, t.numel, t.dtype) for t in tensors]).encode()
     try:

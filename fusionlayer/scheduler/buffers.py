@@ -56,7 +56,7 @@ class Buffer(ABC):
         done: called on the lane's thread and stream when the next ``run`` has ended or failed; None: nothing is.
         encloses: the messages of ``run`` can carry ``enclosed``.
         enclosed: (size, n) uint8, for the next ``run``: its row of this rank is sent, the others are filled; or None.
-        probe: measures what the codec loses; None: nothing does.
+        probe: measures the codec's loss; None: nothing does.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Buffer(ABC):
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def _note_work(self) -> None:
-        """Let ``join`` wait for what the current stream holds. A constructor calls it when it has filled its memory."""
+        """Let ``join`` wait for the current stream's work. A constructor calls it when it has filled its memory."""
         if self._device.type == "cuda":
             self._done = torch.cuda.current_stream(self._device).record_event()
 
@@ -284,7 +284,7 @@ class FlatBuffer(Buffer):
     def _pack(self, flat: Tensor, slots: list[Tensor], given: list[Tensor]) -> None:
         """Copy gradients times prescale into the slots of ``flat``, with zeros between them."""
         # On a device a launch for each tensor would take the host longer than a second pass over the memory takes the
-        # device. On the CPU it is the other way round. A conversion between the two would round twice.
+        # device. On the CPU the reverse holds. A conversion between the two would round twice.
         at_once = self._device.type != "cpu" and all(gradient.dtype == self._dtype for gradient in given)
         if self._prescale == 1 or at_once:
             torch._foreach_copy_(slots, given)

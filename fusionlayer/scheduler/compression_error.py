@@ -26,7 +26,7 @@ _logger = logging.getLogger("fusionlayer")
 EVERY, FIRST = 100, 20
 """The error is measured in steps 20, 120, 220, and so on."""
 MEASURING = (FIRST, FIRST + 1)
-"""The steps of ``EVERY`` in which ``ErrorProbe.begin`` and ``end`` are to be called."""
+"""The number of steps of ``EVERY`` with calls of ``ErrorProbe.begin`` and ``end``."""
 LIMIT = 0.8
 """The error above which a warning is logged. On gradients with heavy tails (Student's t, 3 degrees of freedom) codecs
 that train without error feedback lose at most 0.7. They lose 1 and more where one value of each group is huge."""
@@ -35,7 +35,7 @@ _LEFT_OUT = 100
 
 
 def relative_error(sent: Tensor, lost: Tensor) -> Tensor:
-    """Return the error of ``sent`` (n,), of which a codec has lost ``lost`` (n,): a tensor of one number."""
+    """Return the error of ``sent`` (n,) after a codec's loss ``lost`` (n,): a tensor of one number."""
     magnitude, count = sent.abs(), sent.numel()
     counts_on = magnitude <= magnitude.kthvalue(max(1, count - -(-count // _LEFT_OUT))).values
     norm = torch.linalg.vector_norm
@@ -72,7 +72,7 @@ class ErrorProbe:
             _probes.add(self)
 
     def begin(self, x: Tensor, residual: Tensor | None, seed: int, step: int) -> None:
-        """Note what is to be sent: ``x`` (n,), and (n,) f32 error feedback, before the collective changes both.
+        """Note the values to send: ``x`` (n,), and (n,) f32 error feedback, before the collective changes both.
 
         In the step after that it only reports: by then a device has measured, and nothing waits for it.
         """

@@ -33,16 +33,16 @@ _CPU = torch.device("cpu")
 
 
 class Engine(Lifecycle):
-    """Sums gradients over ranks while backward continues: on threads of its own, or, over NCCL, on streams of its own.
+    """Sums gradients over ranks while backward continues: on its own threads, or, over NCCL, on its own streams.
 
     In each step the caller submits every tensor that is ``due`` once, in any order, with ``submit``. Then it calls
-    ``synchronize`` once, or ``end_step`` and ``take`` for each bucket. If no plan is given, the first step learns the
-    order in which gradients arrive and makes the plan. From the second step on, a bucket is launched as soon as it and
+    ``synchronize`` once, or ``end_step`` and ``take`` for each bucket. If no plan is given, the first step records the
+    order of arrival of gradients and makes the plan. From the second step on, a bucket is launched as soon as it and
     all buckets before it are complete. Before the first payload the ranks compare plan and options.
 
     A caller that fuses gradients itself, as DDP does, calls ``submit_bucket`` instead of ``submit``. The plan then
-    consists of these buckets. A plan may launch a bucket once in several steps (``Bucket.every``); a step in which
-    nothing is due sends nothing.
+    consists of these buckets. A plan may launch a bucket once in several steps (``Bucket.every``); a step without a due
+    bucket sends nothing.
 
     Args:
         tensors: every tensor of a step, in any order.
@@ -56,7 +56,7 @@ class Engine(Lifecycle):
         plan: fixed plan; ``codec``, ``algorithm``, ``ahead`` and ``planner`` are then ignored.
         device: the device of all gradients.
         memory: keeps error feedback; a new one, of 32 bits, by default.
-        error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
+        error_feedback: add the codec's loss to the next gradient; None: where the codec says that it pays.
         scaling: factors before and after the sum.
         timeline: record of the threads' work.
         lanes: buckets in flight at once; while one is encoded or decoded, another is sent. Over NCCL always one, whose
@@ -66,7 +66,7 @@ class Engine(Lifecycle):
         overlap_forward: hold results, which the caller takes one by one while the next forward runs. After some steps
             buckets are launched in the order in which forward needs them: of the complete ones, the one that backward
             completed last.
-        undoable: keep what error feedback was before the present step, for ``Memory.state_before``, until
+        undoable: keep the error feedback from before the present step, for ``Memory.state_before``, until
             ``Memory.forget``. It costs a copy of each residual in each step, on the lanes.
         shares: the part of a sum that each rank computes, in buckets that can have shares and whose plan gives none: a
             whole number for each rank. Empty: equally much.
@@ -124,7 +124,7 @@ class Engine(Lifecycle):
         # ``failure`` is set once, with the lock held or on the training thread. ``submit`` reads it before it takes the
         # lock: if it comes too early for that, the closed lanes refuse the bucket instead.
         self.failure: BaseException | None = None
-        # Guards the step, the plan with its buffers, and the jobs of ``lanes``: what ``submit`` and ``submit_bucket``
+        # Guards the step, the plan with its buffers, and the jobs of ``lanes``, which ``submit`` and ``submit_bucket``
         # change. Hooks call these, on several threads of backward at once. The end of a step takes no lock, as no hook
         # runs then: backward has ended, which orders its threads before the training thread. Lanes never take it, so a
         # thread that holds it may wait for a lane.
@@ -162,7 +162,7 @@ class Engine(Lifecycle):
         return self._results.bucket_of.get(name) in self._results.untaken
 
     def bucket_of(self, name: str) -> int:
-        """Return the number of the bucket in which a tensor was sent last."""
+        """Return the number of the bucket that last sent a tensor."""
         return self._results.bucket_of[name]
 
     # ---- within a step ----------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Engine(Lifecycle):
                 self.fail(error)
 
     def submit_unused(self, name: str, zeros: Tensor) -> None:
-        """Take zeros, or what counts as such, for a tensor that this rank has not used; else as ``submit``.
+        """Take zeros, or their equivalent, for a tensor that this rank has not used; otherwise like ``submit``.
 
         Only with ``finds_unused``: ranks then find out at the end of the step whether any of them has used it.
         """
@@ -250,7 +250,7 @@ class Engine(Lifecycle):
     def unused(self) -> frozenset[str]:
         """Return the tensors of the last step that no rank has used, with ``finds_unused``.
 
-        Their results mean nothing. Once those are taken, ``memory.restore`` gives them their error feedback back.
+        Their results mean nothing. Once those are taken, ``memory.restore`` restores their error feedback.
 
         Raises:
             TransportError: a peer failed, stopped or timed out.

@@ -31,12 +31,12 @@ def fuse(
 
     Args:
         tensors: the tensors of the step, in order of arrival.
-        planner: cuts them into buckets; those of different codecs or collectives never share one.
+        planner: cuts them into buckets, each of one codec and one collective.
         codec: the codec of all gradients, or of each by its name.
         nodes: number of ranks of each node.
         algorithm: collective of all gradients, or of each by its name; None chooses.
-        ahead: encode gradients one by one as they arrive. None: as ``algorithm`` needs it; without an ``algorithm``, as
-            the codec does by default.
+        ahead: encode gradients one by one as they arrive. None: as ``algorithm`` needs; without an ``algorithm``, the
+            codec's default.
         costs: returns the costs of a step in which all buckets have this codec and this collective; for planners that
             need costs.
         on_device: whether gradients are on a device.

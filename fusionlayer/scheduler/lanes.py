@@ -65,7 +65,7 @@ class Job:
         return self.is_done
 
     def wait(self) -> None:
-        """Wait until the job has ended; raise what it raised."""
+        """Wait until the job has ended; raise its exception."""
         if self._generation != forks.generation:
             raise forks.refuse("this work is done by a thread of its parent")
         with self.ended:
@@ -75,7 +75,7 @@ class Job:
 
 
 class Worker:
-    """Runs jobs in the order in which they were put, on a daemon thread that the first job starts.
+    """Runs jobs in the order of ``put``, on a daemon thread that the first job starts.
 
     After a job has failed, no other job runs: the peers of the transport are out of step by then. Every later job fails
     with the same error. The exit of the process waits 2 s for the jobs that were put before.
@@ -137,7 +137,7 @@ class Worker:
                 self._queue.put(None)
 
     def join(self) -> None:
-        """Wait until no job runs any more, and release what a failed one has held; call ``close`` before."""
+        """Wait until no job runs any more, and release the objects of a failed one; call ``close`` before."""
         if self._thread is not None:
             self._thread.join()
         forget(self.error)
@@ -269,7 +269,7 @@ class Lanes:
         all: the lanes; they take the buckets in turn.
         are_at_once: whether they only queue work on the device and never block.
         jobs: the jobs of the buckets that were launched in the present step, by number.
-        order: the order in which buckets are launched.
+        order: the launch order of buckets.
         watch: gets the times of the buckets; None: they are not measured.
         steps: the steps that have ended.
         nbytes: the bytes of the gradients sent so far, uncompressed.
@@ -384,7 +384,7 @@ class Lanes:
         return self.all[0].put(work)
 
     def close(self) -> None:
-        """Close the transports at once: what is in flight fails here and on the other ranks."""
+        """Close the transports at once: operations in flight fail here and on the other ranks."""
         counts.retire(self)
         for lane in self.all:
             lane.close()

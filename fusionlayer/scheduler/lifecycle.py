@@ -168,7 +168,7 @@ class Lifecycle:
         plan, so the plan must be known by then.
 
         Raises:
-            ConfigError: the results are not those of whole buckets of the plan.
+            ConfigError: the results do not belong to whole buckets of the plan.
             UsageError: the present step has gradients already.
             FusionLayerError: a step has failed.
         """
@@ -183,7 +183,7 @@ class Lifecycle:
         self._plans.settle()
 
     def put(self, work: Callable[[Transport], None]) -> Callable[[], None]:
-        """Queue ``work`` on the first lane, and return a function that waits for its end and raises what it raised.
+        """Queue ``work`` on the first lane, and return a function that waits for its end and raises its exception.
 
         All ranks call it in the same place: when a step's gradients are all submitted, or before the first step.
         """
@@ -239,7 +239,7 @@ class Lifecycle:
             self.give_up()
 
     def give_up(self) -> None:
-        """Close the transports at once: what is in flight fails here and on the other ranks."""
+        """Close the transports at once: operations in flight fail here and on the other ranks."""
         self.lanes.close()
         self._timeline.close()
 

@@ -159,7 +159,7 @@ class Memory:
         }
 
     def remember(self, names: Iterable[str]) -> None:
-        """Keep what these tensors have now, for ``state_before``, until ``forget``.
+        """Keep the present state of these tensors, for ``state_before``, until ``forget``.
 
         Each tensor is encoded by one thread at a time, which calls it before it does so.
         """
@@ -206,11 +206,11 @@ class Memory:
             state.numbers.update(before["own"])
 
     def forget(self) -> None:
-        """End a step whose results count: ``state_before`` would return what there is now."""
+        """End a step whose results count: ``state_before`` would return the present state."""
         self._before.clear()
 
     def state_before(self) -> dict[str, dict[str, Any]]:
-        """Return what ``state_dict`` would have returned before the present step; no thread may encode any more."""
+        """Return the result of ``state_dict`` from before the present step; no thread may encode any more."""
         state = self.state_dict()
         for name, before in self._before.items():
             for key, kept in state.items():
@@ -220,7 +220,7 @@ class Memory:
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned, of a memory of 32 or 8 bits.
+        """Load the result of ``state_dict``, of a memory of 32 or 8 bits.
 
         Parameters that it does not name start again; other keys are ignored.
         """

@@ -1,4 +1,4 @@
-"""The order in which buckets are launched when the next forward takes their results one by one."""
+"""The launch order of buckets when the next forward takes their results one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEASURED = 3
 
 
 def send_order(ready: Sequence[float], cost: Sequence[float]) -> list[int]:
-    """Return bucket numbers in the order in which they should be launched.
+    """Return bucket numbers in launch order.
 
     Buckets are numbered in the order in which backward completes them, so the next forward wants the last one first.
     Whenever the network is free, of the complete buckets the one that forward wants first is launched. This is priority
@@ -52,7 +52,7 @@ class SendOrder:
         clock: the clock of the gradients' device.
 
     Attributes:
-        sequence: bucket numbers in the order in which they are launched; the same on all ranks.
+        sequence: bucket numbers in launch order; the same on all ranks.
     """
 
     def __init__(self, buckets: int, lanes: int, clock: Clock = HOST) -> None:

@@ -71,7 +71,7 @@ class PlanController(ABC):
             plan: the plan of the step.
             step: its number.
             seconds: the seconds of step ``step - seconds.late``. None: a device has finished no other step since the
-                last call. Ranks may differ in that, so what they do together must not depend on it.
+                last call. Ranks may differ in that, so their common actions must not depend on it.
         """
 
     @abstractmethod
@@ -85,7 +85,7 @@ class PlanController(ABC):
     def note_errors(  # noqa: B027 - most plan by time alone
         self, plan: FusionPlan, probes: Sequence[ErrorProbe | None]
     ) -> None:
-        """Take note, just before ``next_plan``, of the present plan and of what measures the error of its buckets."""
+        """Note, just before ``next_plan``, the present plan and the probe of its buckets' errors."""
 
     @abstractmethod
     def next_plan(self, transport: Transport) -> FusionPlan | None:
@@ -102,7 +102,7 @@ _UNREAD = 8
 
 @dataclass
 class _Stamps:
-    """The moments of a step, as its clock marks them; those of pairs are its beginning and its end."""
+    """The moments of a step by its clock; pairs are beginning and end."""
 
     step: int
     began: Stamp
@@ -116,7 +116,7 @@ class _Stamps:
 class StepTimer:
     """Measures the seconds of an engine's steps, without ever waiting for the device that works on them.
 
-    The host only marks moments. ``read`` turns those of a step into seconds when the device has reached them, which is
+    The host only marks moments. ``read`` turns a step's moments into seconds when the device has reached them, which is
     a step later or more. By the host's clock it is complete at once.
 
     Calls about submitting, ending and taking never overlap: the engine's lock and the order of a step see to that.

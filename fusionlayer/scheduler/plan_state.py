@@ -187,7 +187,7 @@ class PlanState:
         self.settle()
 
     def _compare(self, plan: FusionPlan) -> Job:
-        """Compare a plan with the other ranks' before any lane sends what is put later; return the job."""
+        """Compare a plan with the other ranks' before any lane sends later work; return the job."""
         return self._queue_first(partial(self.agreement.compare, self._step.number, plan))
 
     def _queue_first(self, work: Callable[[Transport], None]) -> Job:
@@ -247,12 +247,12 @@ class BufferMaker:
         device: the device of all gradients.
         scaling: factors before and after the sum.
         timeline: record of the buffers' work.
-        error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
+        error_feedback: add the codec's loss to the next gradient; None: where the codec says that it pays.
         in_place: results replace the gradients, in buffers that are made from now on.
         rank: this rank.
         size: number of ranks.
         at_once: jobs run on the thread of the hooks, so a wait for the device holds up backward.
-        undoable: ``Memory`` keeps what error feedback was before the present step.
+        undoable: ``Memory`` keeps the error feedback from before the present step.
     """
 
     memory: Memory

@@ -19,7 +19,7 @@ __all__ = ["Results"]
 
 
 class Results:
-    """The buckets that were launched in steps that have ended, and whose results have not been taken yet.
+    """The launched buckets of ended steps whose results have not been taken yet.
 
     Only the thread that ends steps changes them: ``Engine.end_step`` adds to ``untaken``, ``Engine.take`` removes.
 
@@ -52,7 +52,7 @@ class Results:
             )
 
     def wait_for(self, index: int) -> Buffer | _Loaded:
-        """Return what holds the results of a bucket, when they are there; record how long that takes."""
+        """Return the holder of a bucket's results, when they are there; record how long that takes."""
         job, holder, step = self.untaken[index]
         start = None if self.watch is None else self._clock.stamp()
         with self._timeline.span("WAIT", step=step, bucket=index):
@@ -109,7 +109,7 @@ class Results:
 
 
 class _Loaded:
-    """Holds results that were loaded, as a ``Buffer`` holds those of its last ``run``."""
+    """Holds loaded results, as a ``Buffer`` holds those of its last ``run``."""
 
     def __init__(self, results: dict[str, Tensor]) -> None:
         self._results = results

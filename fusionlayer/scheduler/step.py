@@ -50,7 +50,7 @@ class Step:
         self.buckets: Sequence[int] = ()
 
     def settle(self, plan: FusionPlan | None, tensors: Mapping[str, TensorInfo]) -> None:
-        """Find out what is due in the step, before its first gradient.
+        """Determine the due buckets of the step, before its first gradient.
 
         Args:
             plan: the plan of the step; None: it makes one, and all tensors are due.
@@ -115,7 +115,7 @@ class Usage:
 
     Args:
         names: the names of all tensors of the step, in the same order on all ranks.
-        unused: those that this rank has not used.
+        unused: tensors that this rank has not used.
         size: number of ranks.
         device: the device of ``exchange``: that of the gradients if the transport only queues work there, else the CPU.
 
@@ -162,6 +162,6 @@ def all_used(tensors: int) -> Tensor:
 
 
 def _padded(used: Sequence[bool]) -> Tensor:
-    """Return a bit for each tensor, (n,) uint8, as long as what messages of gradients can carry."""
+    """Return a bit for each tensor, (n,) uint8, of a length that messages of gradients can carry."""
     packed = np.packbits(np.array(used, np.bool_))
     return torch.from_numpy(np.pad(packed, (0, aligned(packed.size) - packed.size)))

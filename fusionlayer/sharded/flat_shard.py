@@ -29,8 +29,8 @@ class FlatShard:
         params: the parameters, whose ``data`` become views of the flat tensor.
         transport: the ranks.
         layout: the places of the parameters in the flat tensor.
-        feedback: keep in ``residual``, laid out as the flat tensor, what encoding gradients has lost; add it to the
-            next ones.
+        feedback: keep the loss of encoding gradients in ``residual``, laid out as the flat tensor; add it to the next
+            ones.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class FlatShard:
         return [flat[place].view_as(p) for place, p in zip(self.layout.slices, self.params, strict=True)]
 
     def take_written(self) -> None:
-        """Let ``main`` have what a user has written into the model since ``gather``, as by ``load_state_dict``.
+        """Give ``main`` the values that a user has written into the model since ``gather``, as by ``load_state_dict``.
 
-        Not after ``load``, where the model's values are those that belong to the loaded weights.
+        Not after ``load``, when the model's values belong to the loaded weights.
         """
         for p, view, version in zip(self.params, self._views, self._versions):  # noqa: B905 - none after ``load``
             if p._version != version:
@@ -147,7 +147,7 @@ class FlatShard:
         return [(view, view.clone()) for p, view in zip(self.params, self._views, strict=True) if p in unused]
 
     def check(self, params: Sequence[Tensor]) -> None:
-        """Take what was written into the model.
+        """Take the values written into the model.
 
         Raises:
             UsageError: the group has other parameters now, or their memory is no longer the flat tensor.
@@ -173,7 +173,7 @@ def put_back(held: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def copy_options(source: Optimizer, to: Optimizer) -> None:
-    """Give the groups of ``to`` the options of those of ``source``."""
+    """Give the groups of ``to`` the options of the groups of ``source``."""
     for given, group in zip(source.param_groups, to.param_groups, strict=True):
         group.update({key: value for key, value in given.items() if key != "params"})
 

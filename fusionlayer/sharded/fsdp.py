@@ -27,7 +27,7 @@ __all__ = ["FSDPCompression", "compress"]
 
 
 class _LeftOut(Enum):
-    """Marks an argument that the user left out, since None has a meaning of its own."""
+    """Marks an omitted argument, because None has a meaning of its own."""
 
     NOT = "not given"
 
@@ -67,27 +67,27 @@ def compress(
 
     Args:
         model: contains modules to which ``fully_shard`` was applied, or is one.
-        weights: name or codec of what all-gathers carry. "auto" changes no bit: weights are sent uncompressed, or by
-            ``zip`` if measured faster (see ``fusionlayer.switcher`` of the group). None keeps torch's all-gather.
-            "delta": differences that lose no bit. "qwd": differences in int4. "qw", "qwz": weights in int4 or int8.
-            "sdp4bit" is "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz", "qsdp" is that codec with
-            gradients "qsdp_gradients", unless ``gradients`` names another.
-        gradients: name or codec of what reduce-scatters carry, as for ``weights``. Lossless codecs send values in bf16
-            that were widened to f32 only for the sum, as gradients of a bf16 model are.
+        weights: name or codec for all-gathers. "auto" changes no bit: weights are sent uncompressed, or by ``zip`` if
+            measured faster (see ``fusionlayer.switcher`` of the group). None keeps torch's all-gather. "delta":
+            differences that lose no bit. "qwd": differences in int4. "qw", "qwz": weights in int4 or int8. "sdp4bit" is
+            "qwd" with gradients "tlq_hs", "zero++" is "qwz" with "qgz", "qsdp" is that codec with gradients
+            "qsdp_gradients", unless ``gradients`` names another.
+        gradients: name or codec for reduce-scatters, as for ``weights``. Lossless codecs send values in bf16 that were
+            widened to f32 only for the sum, as gradients of a bf16 model are.
         nodes: ranks of each node, in the order of ranks, for two-level codecs and two-level collectives. None: as
             configured, or found by host and network.
         all_gather: another name of ``weights``.
         reduce_scatter: another name of ``gradients``.
         broadcast: with HSDP, give all replicas the weights of the first now; torch does not, and averages gradients of
             replicas that differ. Equal weights are not sent. False leaves weights unchanged.
-        baseline: what zipped gradients have to beat with "auto". "exact": rows that are sent uncompressed and summed in
-            rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has it. With
-            more than two ranks torch adds in another order, so last bits depend on what was measured.
+        baseline: the form that zipped gradients have to beat with "auto". "exact": rows that are sent uncompressed and
+            summed in rank order, to the bits of the zipped form. "native": torch's own reduce-scatter, as ZipCCL has
+            it. With more than two ranks torch adds in another order, so last bits depend on measurements.
         replicas: with HSDP, name or codec for the all-reduces between replicas, as for ``weights``; codecs that need
             error feedback are allowed. All replicas get the same bits.
         algorithm: collective between replicas; None chooses by codec and nodes.
-        error_feedback: add what ``replicas`` lost to the shard's next gradient. None: as configured, else do so if the
-            codec is biased and coarse.
+        error_feedback: add the loss of ``replicas`` to the shard's next gradient. None: as configured, else do so if
+            the codec is biased and coarse.
 
     Raises:
         ConfigError: unknown names, a sparsifier for weights or gradients, both names of one argument, a model without
@@ -154,7 +154,7 @@ def compress(
 def _between(
     replicas: str | Codec | None, algorithm: str | None, error_feedback: bool | None, nodes: int | None
 ) -> Direction | None:
-    """Return what all-reduces between replicas share, or None if they stay torch's."""
+    """Return the common state of all-reduces between replicas, or None if they stay torch's."""
     if replicas is None:
         return None
     choice = CodecOrAuto.of(replicas, {})

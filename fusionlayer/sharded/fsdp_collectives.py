@@ -46,7 +46,7 @@ class Direction:
         ranks_per_node: as ``context.transport`` takes it.
         native: whether zipping has to beat torch's own collective, and not one with the bits of the zipped form.
         algorithm: name of the collective, where there is a choice; None chooses by codec and nodes.
-        error_feedback: send what the codec lost with the next gradient; None: where the codec says that it pays.
+        error_feedback: add the codec's loss to the next gradient; None: where the codec says that it pays.
         parameters: name, shape and type of each parameter that is sent. Ranks compare them with the codec.
         bytes_sent: payload bytes that this rank has sent.
     """
@@ -149,7 +149,7 @@ class ReplicaGather(_Collective):
         return self.replica.version, self._shards.cut(self.replica.own)
 
     def load(self, version: int, parts: Mapping[str, Tensor]) -> None:
-        """Continue from what ``state`` has returned."""
+        """Continue from the result of ``state``."""
         self.forget()
         if version >= 0:
             self._loaded = version, {name: parts[name].detach().clone() for name in self._shards.names}

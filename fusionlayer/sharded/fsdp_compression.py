@@ -40,9 +40,9 @@ class FSDPCompression:
     after all three are loaded, training continues bit for bit.
 
     Attributes:
-        weights: description of what all-gathers of weights carry; None: torch's own all-gather.
-        gradients: description of what reduce-scatters of gradients carry; None: torch's own reduce-scatter.
-        replicas: description of what all-reduces between replicas carry; None: torch's own all-reduce, or no replicas.
+        weights: description of all-gathers of weights; None: torch's own all-gather.
+        gradients: description of reduce-scatters of gradients; None: torch's own reduce-scatter.
+        replicas: description of all-reduces between replicas; None: torch's own all-reduce, or no replicas.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class FSDPCompression:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that determines messages and is saved neither by the model nor by the optimizer.
 
-        It holds this rank's shard of the weights' copies, sharded as the weights are. It also holds counters for seeds,
-        which are the same on all ranks.
+        It holds this rank's shard of the weights' copies. It also holds counters for seeds, which are the same on all
+        ranks.
 
         With error feedback between replicas all ranks call it together. It holds the sum of the replicas' feedback, and
         each replica continues with a share of it. Other state of codecs, such as the factors of PowerSGD, is not saved.
@@ -142,7 +142,7 @@ class FSDPCompression:
         return max(found, key=len, default=None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` has returned in a job of the same size, before or after the weights are loaded.
+        """Restore the result of ``state_dict`` in a job of the same size, before or after the weights are loaded.
 
         Raises:
             ConfigError: the state belongs to another model, of other codecs, or of another rank.

@@ -167,7 +167,7 @@ class ReplicaGroup(_ProcessGroup):  # type: ignore[misc]
         return {name: sharded_like(trained[name][0], row.clone()) for name, row in rows.items()}
 
     def load(self, parts: Mapping[str, Tensor]) -> None:
-        """Continue from what ``state`` has returned, also with another number of replicas."""
+        """Continue from the result of ``state``, also with another number of replicas."""
         self._share({name: local(parts[name]).flatten() for name in self.shards.trained})
 
     def _share(self, sums: Mapping[str, Tensor]) -> None:

@@ -59,7 +59,7 @@ class Shards:
 
     @property
     def parameters(self) -> list[DTensor]:
-        """The sharded parameters, in the order in which they are gathered."""
+        """The sharded parameters, in gathering order."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
     @property
@@ -188,7 +188,7 @@ def sharded_like(p: DTensor, row: Tensor) -> DTensor:
 
 
 def _listen() -> None:
-    """Register a global hook, once, by which every optimizer's step notifies the shards of its parameters."""
+    """Register a global hook, once, with which every optimizer's step notifies the shards of its parameters."""
     global _listening
     if _listening:
         return

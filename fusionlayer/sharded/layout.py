@@ -84,7 +84,7 @@ class Layout:
 def state_for(saved: Mapping[str, Any], rank: int, layouts: Sequence[Layout]) -> dict[str, Any]:
     """Return the state of ``rank``: its own, or its part of the states of all ranks of a job of another size.
 
-    Error feedback is shared out: what all ranks together owe stays the same.
+    Error feedback is redistributed: its sum over all ranks stays the same.
 
     Raises:
         ConfigError: ``saved`` has neither.

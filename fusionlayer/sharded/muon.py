@@ -44,7 +44,7 @@ def Muon(  # noqa: N802 - torch's name
 
     - **Replicas** (every rank has the whole model): the result is a ``ShardedOptimizer``. ``step`` sums gradients on
       their owners, by ``codec`` with error feedback. Owners keep momentum and f32 weights. All ranks add the difference
-      between an owner's weights and theirs; the next difference contains what coding lost. So weights have the same
+      between an owner's weights and theirs; the next difference contains the loss of coding. So weights have the same
       bits on every rank. Other parameters are cut evenly over ranks. The notes of ``ShardedOptimizer`` on ranks, unused
       parameters, clipping and ``GradScaler`` hold here too.
     - **FSDP2** (parameters are DTensors, sharded by rows over one dimension of a mesh): FSDP averages the gradients.
@@ -70,7 +70,7 @@ def Muon(  # noqa: N802 - torch's name
         options: more options of ``torch.optim.Muon``, such as ``momentum`` and ``adjust_lr_fn``.
 
     Raises:
-        ConfigError: no parameter is a matrix, or an argument is invalid; the message says what is expected.
+        ConfigError: no parameter is a matrix, or an argument is invalid; the message names the expected value.
         PlanMismatch: ranks disagree on parameters or codecs.
         ReplicaMismatch: from ``step``, weights differ over ranks; it names the first.
         TransportError: a peer failed, stopped or timed out.

@@ -29,7 +29,7 @@ class MuonOfShards(Optimizer):
 
     Args:
         groups: groups of matrices with all options of ``torch.optim.Muon``, and groups with those of AdamW.
-        gradients: codec of what goes to owners.
+        gradients: codec of gradients to owners.
         updates: codec of the returned updates.
     """
 
@@ -162,7 +162,7 @@ class MuonOfShards(Optimizer):
 
 
 def _update(direction: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return what ``torch.optim.Muon`` adds to a matrix for this direction, without weight decay."""
+    """Return the update of ``torch.optim.Muon`` for this direction, without weight decay."""
     matrix = nn.Parameter(torch.zeros_like(direction))
     matrix.grad = direction
     how = {**known(torch.optim.Muon, group), "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}

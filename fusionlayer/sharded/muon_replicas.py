@@ -96,5 +96,5 @@ class _Owner(Optimizer):
 
 
 def known(kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of a group that an optimizer has: schedulers add others."""
+    """Return the options of a group that an optimizer has: schedulers add others."""
     return {key: group[key] for key in inspect.signature(kind).parameters if key in group and key != "params"}

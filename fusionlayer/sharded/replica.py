@@ -18,7 +18,7 @@ class Replica:
     """A copy of all weights, the same bits on every rank (SDP4Bit, section 3.1 and Algorithm 2).
 
     Whole weights are sent once. After that, each rank sends its own weights minus the replica's, quantised. Every rank,
-    the sender too, adds what it decodes to its replica. The next difference contains what a message lost. With a
+    the sender too, adds the decoded values to its replica. The next difference contains the loss of a message. With a
     ``ChangeCodec`` messages are exact, and the replica has the bits of all weights.
 
     Args:

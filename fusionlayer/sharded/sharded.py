@@ -175,7 +175,7 @@ class ShardedOptimizer(Optimizer):
         self.__dict__["param_groups"] = groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and forget what ``clip_grad_norm_`` has averaged."""
+        """Clear the gradients, and the averages of ``clip_grad_norm_``."""
         self._forget_gradients()
         super().zero_grad(set_to_none)
 
@@ -213,7 +213,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Average gradients, update this rank's part of the weights, and gather all; return what ``closure`` returns.
+        """Average gradients, update this rank's part of the weights, and gather all; return the result of ``closure``.
 
         A parameter without a gradient counts as zeros if another rank has a gradient of it. If no rank has one, or if
         the parameter is frozen now, its values and its optimizer state do not change.
@@ -273,7 +273,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned on the same rank of a job of the same size.
+        """Restore the result of ``state_dict`` on the same rank of a job of the same size.
 
         For another number of ranks, give one mapping with the states of all ranks of the saved job.
 

@@ -1,4 +1,4 @@
-"""An optimizer with which each rank takes its own step; Adasum then combines the steps of all ranks."""
+"""An optimizer whose ranks take their own steps; Adasum then combines the steps of all ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _AdasumSteps:
 
     Args:
         roster: the parameters.
-        names: the names of those that have ever required gradients, in the same order on all ranks.
+        names: the names of parameters that have ever required gradients, in the same order on all ranks.
         compression: pair of functions that the changes are sent by.
     """
 

@@ -1,4 +1,4 @@
-"""Start and end of a job, ranks and sizes, what this build offers, and the session that runs all operations."""
+"""Start and end of a job, ranks and sizes, features of this build, and the session that runs all operations."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what this process's operations do from now on, in Chrome's trace format.
+    """Record the following operations of this process, in Chrome's trace format.
 
     Args:
         file_path: ``.<rank>`` is appended, so every rank has its own file.

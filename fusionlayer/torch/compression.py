@@ -16,7 +16,7 @@ __all__ = ["CodecCompressor", "Compression", "Compressor", "codec_of"]
 
 
 class Compressor:
-    """Base of what ``compression=`` takes: one function before the sum over ranks and one after it.
+    """Base of ``compression=``: one function before the sum over ranks and one after it.
 
     Attributes:
         codec: used instead of the two functions, unless None. A collective then sums messages of this codec.
@@ -26,12 +26,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return a tensor to sum instead of ``tensor``, and what ``decompress`` needs."""
+        """Return a tensor to sum instead of ``tensor``, and the context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the sum as the caller gets it."""
+        """Return the caller's form of the sum."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Finds what averages the gradients of parameters already, so that no gradient is averaged twice."""
+"""Finds other objects that average the gradients of parameters, so that no gradient is averaged twice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def refuse_averaged(
     """Raise ``ConfigError`` if something else that is alive averages gradients of these parameters.
 
     Args:
-        names: the parameters, and what messages call them.
+        names: the parameters, and their names in messages.
         model: a module that may average, or hold one that does; others are found among the objects of this process.
         group: ranks over which the caller averages.
         gradients: whether the caller averages gradients, in the same hooks as others. False: it averages parameters
@@ -151,7 +151,7 @@ def _below(cls: type) -> Iterator[type]:
 
 
 def _is_horovods(cls: type) -> bool:
-    # Horovod makes a class for each class of optimizers, and gives it the methods of its own.
+    # Horovod makes a class for each class of optimizers, with its own methods.
     return "_allreduce_grad_async" in vars(cls)
 
 

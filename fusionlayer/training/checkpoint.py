@@ -1,4 +1,4 @@
-"""Checkpoints as differences: each version holds what changed since the one before, to the bit.
+"""Checkpoints as differences: each version holds changes since the previous one, to the bit.
 
     fl.checkpoint.save_delta({"model": model.state_dict(), "step": step}, "checkpoints")
     state = fl.checkpoint.load("checkpoints")
@@ -36,14 +36,14 @@ _MESSAGE = {"codec", "dtype", "shape", "data"}
 def save_delta(state: Mapping[str, Any], folder: str | os.PathLike[str], *, every: int = 10) -> int:
     """Save ``state`` as the next version in ``folder``, and return the version's number: 0, 1, 2, ...
 
-    Tensors of f32, bf16 and f16 are saved as what changed since the version before, by ``delta``. In every version
-    whose number is a multiple of ``every``, and where the version before has no such tensor, they are saved whole, by
-    ``zip``. The rest of the state is saved unchanged. The version before is read for this, and so are those back to the
-    last one that is whole. A file is complete once it has its name.
+    Tensors of f32, bf16 and f16 are saved as changes since the previous version, by ``delta``. They are saved whole, by
+    ``zip``, in every version whose number is a multiple of ``every``, and if the previous version has no such tensor.
+    The rest of the state is saved unchanged. The version before is read for this, and so are those back to the last one
+    that is whole. A file is complete once it has its name.
 
     Args:
-        state: tensors, numbers and texts, in mappings and lists; what ``torch.load`` takes with ``weights_only``. No
-            ``DTensor``: save what ``to_local`` returns.
+        state: tensors, numbers and texts, in mappings and lists, as for ``torch.load`` with ``weights_only``. No
+            ``DTensor``: save the result of ``to_local``.
         folder: is made if it is missing. Only this user can read the files, unless it is set-group-ID.
         every: how many versions share one that is whole.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["CommHook", "registered"]
 
 
-# The hook of each model, and the arguments with which it was registered.
+# The hook of each model, and the arguments of its registration.
 registered: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[object, ...], CommHook]] = (
     weakref.WeakKeyDictionary()
 )
@@ -184,7 +184,7 @@ class CommHook:
         return {**place, "buckets": buckets, "sent": self._sent, "step": engine.step, **engine.memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` of the same rank returned.
+        """Restore the result of ``state_dict`` of the same rank.
 
         The next step sums the buckets of the last saved one, so training continues bit for bit, unless it was the first
             step of a model: DDP lays its buckets out again after that.
@@ -291,7 +291,7 @@ class CommHook:
             )
 
     def _end_step(self, present: bool = True) -> None:
-        """End the step, after DDP has waited for its results, or raise what has failed in it.
+        """End the step, after DDP has waited for its results, or raise its failure.
 
         Args:
             present: False: this rank has joined, so its parameters may differ, and DDP shows only later which
@@ -351,7 +351,7 @@ class CommHook:
 
 
 def _refuse_first_no_sync(model: nn.Module, _: object) -> None:
-    """Refuse what torch answers with an internal error in backward. Like a hook, it keeps nothing alive."""
+    """Refuse features for which torch raises an internal error in backward. Like a hook, it keeps nothing alive."""
     assert isinstance(model, DistributedDataParallel)
     _, hook = registered.get(model, (None, None))
     if hook is None or hook._engine.step or model.require_backward_grad_sync or not torch.is_grad_enabled():

@@ -26,14 +26,13 @@ __all__ = ["Connection"]
 
 @dataclass(frozen=True)
 class Connection:
-    """The arguments by which an optimizer's engines are made, and made again when ranks or parameters have changed.
+    """The arguments for an optimizer's engines, also after a change of ranks or parameters.
 
     Attributes:
         options: how to fuse and encode.
         policy: may change the options and the values that are sent.
         roster: the parameters.
-        replicas: what all ranks hold alike.
-        op, predivide: how gradients are scaled.
+        replicas: the tensors that must be equal on all ranks. op, predivide: how gradients are scaled.
         groups: buckets that the user gives.
         group: process group or transport; None: all ranks.
         overlapped: the model whose forward overlaps the step's end; None: none does.
@@ -63,7 +62,7 @@ class Connection:
             rejoining: this rank had a part in an earlier job, so no parameters are replaced.
 
         Raises:
-            ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
+            ConfigError: an option is invalid, or two are incompatible; the message names the expected value.
             PlanMismatch, TransportError: as ``Replicas.unite``.
         """
         transport = context.transport(self.group)

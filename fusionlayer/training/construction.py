@@ -85,7 +85,7 @@ def make_engine(
 ) -> Engine:
     """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
 
-    ``arrange`` may change its planning, and ``more`` tensors are sent than those that are planned.
+    ``arrange`` may change its planning, and ``more`` tensors are sent than planned.
 
     Raises:
         ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
@@ -162,7 +162,7 @@ def make_planning(
     idle: Collection[str] = (),
     changed: bool = False,
 ) -> EnginePlanning:
-    """Return by what ``options`` and the job's settings plan the steps of these tensors.
+    """Return the planning of these tensors' steps, from ``options`` and the job's settings.
 
     Args:
         options: the options of the optimizer.

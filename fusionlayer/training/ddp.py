@@ -56,8 +56,7 @@ def register(
         model: wrapped by DistributedDataParallel, without another communication hook.
         codec: name or codec of the gradients; None takes the configured one.
         algorithm: name of a collective; None chooses by codec and nodes.
-        error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
-            coarse.
+        error_feedback: add the codec's loss to the next step's gradient. None: do so if the codec is biased and coarse.
         feedback_bits: bits that an element of the error feedback takes between two steps, 32 or 8; None takes the
             configured number.
         ahead: encode the gradients of a bucket one by one; False encodes the bucket as a whole. None does what

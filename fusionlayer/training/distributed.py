@@ -60,7 +60,7 @@ class Distributed(Optimizer):
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Let parameters be those that all ranks had after the last sync within the block, the same bits.
+        """Within the block, set parameters to their values after the last sync, which are equal on all ranks.
 
         For evaluation and checkpoints between two syncs of local steps, without an exchange. Afterwards the rank's own
         values are back; what the block writes to parameters is lost. Without ``sync`` parameters always are the same.
@@ -76,9 +76,9 @@ class Distributed(Optimizer):
         gradients, for instance to clip them; then call ``step`` within ``skip_synchronize``. With ``overlap_forward``,
         between ``step`` and the next backward, it waits until every parameter is updated.
 
-        With ``sync``, if a local step was made since the last sync: what is in flight arrives first. Then all fragments
-        sync, parameters become the anchors, regardless of ``alpha`` and ``carry``, and the next round begins. Call it
-        before all ranks evaluate or save the same model, and after the last step.
+        With ``sync``, if a local step was made since the last sync: fragments in flight arrive first. Then all
+        fragments sync, parameters become the anchors, regardless of ``alpha`` and ``carry``, and the next round begins.
+        Call it before all ranks evaluate or save the same model, and after the last step.
 
         Raises:
             PlanMismatch: ranks disagree on model, plan or options.
@@ -210,7 +210,7 @@ class Distributed(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under "fusionlayer" this rank's step, error feedback and codec state.
 
-        With ``sync`` also anchors, outer momentum and what is in flight. Between two syncs the states, parameters and
+        With ``sync`` also anchors, outer momentum and fragments in flight. Between two syncs the states, parameters and
         buffers of ranks differ: each rank saves and loads its own. The state holds this rank's parameters and buffers
         too, also within ``anchored``.
 
@@ -229,7 +229,7 @@ class Distributed(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned on the same rank, in the middle of a round parameters and buffers too.
+        """Restore the result of ``state_dict`` on the same rank, in the middle of a round parameters and buffers too.
 
         A broadcast state holds only the step; error feedback then stays unchanged. It is so after this rank has loaded
         its own state of the same step, as before a framework loads rank 0's on all ranks.
@@ -298,7 +298,7 @@ class Distributed(Optimizer):
         All ranks call it together. The call changes nothing in a job of one rank, or if a plan controller makes plans
         while training runs. It also changes nothing if the plan has other parameters of this optimizer than those now
         reduced: some may be frozen or unfrozen since, or gradients may have been sparse. Then the next step makes a
-        plan. With ``sync``, what is in flight arrives first.
+        plan. With ``sync``, fragments in flight arrive first.
 
         Raises:
             ConfigError: the plan is for other parameters, or names an unknown codec or collective.

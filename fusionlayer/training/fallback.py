@@ -1,4 +1,4 @@
-"""Another codec for buckets of which theirs loses too much, on all ranks from the same step on."""
+"""Another codec for buckets whose own loses too much, on all ranks from the same step on."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def refuse_twice(names: Mapping[Tensor, str], but: Live | None = None) -> None:
 
 
 def _leave_all() -> None:
-    """Let what optimizers have in flight end: to get results, other ranks need this rank's part."""
+    """Let operations of optimizers in flight end: to get results, other ranks need this rank's part."""
     for reducer in _all():
         optimizer = reducer.optimizer()  # kept alive meanwhile
         if optimizer is not None:
@@ -68,7 +68,7 @@ def _leave_all() -> None:
 
 
 def release(engine: Engine, hooks: Sequence[RemovableHandle]) -> None:
-    """Remove the hooks of what averaged gradients, and close its engine."""
+    """Remove the hooks of the averaging, and close its engine."""
     for hook in hooks:
         hook.remove()
     engine.close()

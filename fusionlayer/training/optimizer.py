@@ -94,8 +94,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             each, by the predicted time of the step; the log has the reason.
         algorithm: name of a collective; None chooses by codec and nodes.
         planning: ``fusionlayer.Planning(...)``: how gradients are fused and get their codecs; or only a planner.
-        error_feedback: add what the codec lost to the next step's gradient. None: do so if the codec is biased and
-            coarse. ``state_dict()`` keeps it, separately on each rank.
+        error_feedback: add the codec's loss to the next step's gradient. None: do so if the codec is biased and coarse.
+            ``state_dict()`` keeps it, separately on each rank.
         feedback_bits: bits of each element of the error feedback between two steps: 32; or 8, which is a byte and 1/32
             of one, rounded at random without bias. None takes the configured number, 32 by default.
         op: ``Average`` or ``Sum``.
@@ -122,7 +122,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
             ``planner="wfbp"``; and Horovod's ``num_groups``, a deprecated name for an integer ``groups``.
 
     Raises:
-        ConfigError: an argument is invalid, or two do not fit each other; the message says what is expected.
+        ConfigError: an argument is invalid, or two are incompatible; the message names the expected value.
         UsageError: from ``step``, ``zero_grad`` or ``backward`` in an invalid order; from ``step`` and ``synchronize``
             for a gradient that no rank reduces, because its parameter was unfrozen within the step.
         PlanMismatch: ranks have other parameters or options; also from ``step`` and ``synchronize``.
@@ -203,7 +203,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
 
 
 def _policy(own: SendsItsOwn | None, sync: Local | None, elastic: bool, roster: Roster) -> StepPolicy:
-    """Return what makes the steps that these arguments ask for."""
+    """Return the policy of the steps that these arguments ask for."""
     averaging = StepPolicy() if own is None else OwnSends(own)
     if sync is None:
         return ElasticStepPolicy() if elastic else averaging

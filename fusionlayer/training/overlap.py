@@ -166,7 +166,7 @@ class ForwardOverlap:
                 parameter.grad = result.clone()  # the buffer keeps its memory
 
     def _take(self, index: int) -> dict[Tensor, Tensor]:
-        """Return the results of one bucket by parameter, but of those that no rank has used."""
+        """Return the results of one bucket by parameter, except for parameters that no rank has used."""
         results = self._engine.take(index)
         unused = self._engine.unused() & results.keys()
         self._engine.memory.restore(unused)

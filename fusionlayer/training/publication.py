@@ -214,7 +214,7 @@ class Publisher:
         for name, x in named.items():
             sharded = type(x).__name__ == "DTensor"
             local = x.to_local() if sharded else x
-            # Tied tensors are copied once. An empty one has no memory by which that could be known.
+            # Tied tensors are copied once. An empty one has no memory that would reveal it.
             key: object = (identity(local), x.shape) if local.numel() else name
             if sharded:  # on all ranks, whatever each of them thinks is tied
                 x = x.full_tensor()

@@ -50,8 +50,8 @@ class Reducer:
 
     Attributes:
         optimizer: returns the optimizer.
-        base: its class, whose methods ``Distributed`` overrides.
-        connection, policy, roster, replicas, names: as given, or those of the connection.
+        base: its class, whose methods ``Distributed`` overrides. connection, policy, roster, replicas, names: the given
+            ones, or the connection's.
         engine: sums gradients; None in a job of one rank, and after ``close``.
         timeline: record of phases and updates.
         state: the progress of the step.
@@ -211,7 +211,8 @@ class Reducer:
         self.learns = True
 
     def _enrol(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Reduce from this step on what requires gradients now, by a new plan on which the ranks agree."""
+        """From this step on reduce the parameters that now require gradients, by a new plan on which the ranks
+        agree."""
         sparse, before = self.sparse, self.names
         assert sparse is not None
         names = self.roster.reduced(groups, self.policy.is_in_flight)
@@ -323,9 +324,9 @@ class Reducer:
         return changed
 
     def refuse_changed(self) -> dict[Tensor, Snapshot]:
-        """Fail if a gradient is not what was submitted, but for the result that may have replaced its values.
+        """Fail if a gradient differs from the submitted one, except for the result that may have replaced its values.
 
-        Returns what was submitted, by parameter.
+        Returns the submitted gradients, by parameter.
         """
         given, self.given = self.given, {}
         for parameter, (gradient, version, address) in given.items():

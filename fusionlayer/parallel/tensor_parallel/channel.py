@@ -79,7 +79,7 @@ class Channel:
         rank: this process in the group.
         size: number of ranks of the group.
         codec: the codec of the activations.
-        name: the name by which graphs refer to the channel.
+        name: the name of the channel in graphs.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Channel:
         """Return this rank's part along ``dim`` of ``x``, which is the same on all ranks; backward gathers gradients.
 
         Call it where sequence parallelism begins, for instance after an embedding. Nothing is sent forward. Shapes and
-        errors are those of ``reduce_scatter``.
+        errors are ``reduce_scatter``'s.
         """
         if self.size == 1:
             return x
@@ -187,7 +187,7 @@ class Channel:
     def __repr__(self) -> str:
         return f"Channel({self.name}, rank {self.rank} of {self.size})"
 
-    # ---- what the operators below do with values ------------------------------------------------------------------
+    # ---- the values of the operators below -----------------------------------------------------------------------
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         self._check(x)

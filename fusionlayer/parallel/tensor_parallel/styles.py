@@ -1,4 +1,4 @@
-"""Styles for ``parallelize_module``: those of torch, with compressed communication between layers."""
+"""Styles for ``parallelize_module``: torch's, with compressed communication between layers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ColwiseParallel(_Compressed, stock.ColwiseParallel):
     sequence, its all-gather and backward's reduce-scatter are compressed. Communication for ``output_layouts``, usually
     of logits, is torch's.
 
-    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are those of torch.
+    ``input_layouts``, ``output_layouts`` and ``use_local_output`` are torch's.
 
     Args:
         codec: see ``Channel``.
@@ -81,7 +81,7 @@ class RowwiseParallel(_Compressed, stock.RowwiseParallel):
     If the output is replicated, its all-reduce is compressed. If the output is sharded by sequence, its reduce-scatter
     and backward's all-gather are compressed. The output of an embedding cut by rows is sent as in torch.
 
-    The arguments and errors are those of ``ColwiseParallel``.
+    The arguments and errors are ``ColwiseParallel``'s.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -113,7 +113,7 @@ def measure_profile(
 
 
 def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes, clock: Clock) -> dict[str, Any]:
-    """Return on all ranks the link's costs: the mean of what the two ranks of ``pair`` have measured."""
+    """Return on all ranks the link's costs: the mean of the measurements of the two ranks of ``pair``."""
     empty = [[size, 0.0] for size in sizes.nbytes]
     link: dict[str, Any] = {"latency": 0.0, "cpu": 0.0, "cpu_per_byte": 0.0, "exchange": empty, "all_reduce": empty}
     if pair is not None:

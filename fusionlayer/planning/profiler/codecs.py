@@ -104,7 +104,7 @@ def _there_and_back(near: torch.Tensor, far: torch.Tensor) -> None:
 
 
 def busy_seconds(call: Callable[[], object], repeats: int, clock: Clock = HOST) -> float:
-    """Return the median seconds for which a call keeps cores or the clock's device busy; a first call does not count.
+    """Return the median seconds for which a call occupies cores or the clock's device; a first call does not count.
 
     On the CPU these are CPU seconds, of all threads together. On a device they are the time between two events around
     consecutive replays of the call, so that the host's launches are not counted.

@@ -51,7 +51,7 @@ def measure_costs(
         dtype: the type of the values that codecs encode.
         limit: seconds for all transfers, as for ``measure_collectives``.
         staged: a link carries the host's memory, so it is measured with that, and the copies there by themselves.
-        more: what else to measure before, by name.
+        more: further measurements to make first, by name.
         note: as ``Note`` says.
     """
     elements, repeats, carried = sizes.elements, sizes.repeats, HOST if staged else clock
@@ -96,10 +96,10 @@ def make_profile(
     clock: Clock = HOST,
     environment: Mapping[str, str],
 ) -> Profile:
-    """Return the profile of what ``measure_costs`` has ``found``; it is the same on all ranks.
+    """Return the profile of the costs ``found`` by ``measure_costs``; it is the same on all ranks.
 
     Args:
-        title: what was measured, in words; hardware and number of ranks are added.
+        title: the measured subject, in words; hardware and number of ranks are added.
         found: means over ranks.
         model: its step.
         transport: all ranks.

@@ -61,8 +61,8 @@ def measure_call(
 def measure_link(transport: Transport, sizes: Sequence[int], repeats: int, clock: Clock = HOST) -> dict[str, Any]:
     """Return the costs of the link between two ranks, by bytes that each of them sends. Both call it together.
 
-    ``latency`` and ``cpu`` are those of an exchange of one byte. For other sizes CPU seconds are those of the process
-    plus each rank's equal part of the kernel's for the network.
+    ``latency`` and ``cpu`` belong to an exchange of one byte. For other sizes CPU seconds are the process's plus each
+    rank's equal part of the kernel's for the network.
     """
     call = measure_call(transport, repeats, clock)
     curves: dict[str, Points] = {"exchange": [], "all_reduce": []}

@@ -53,7 +53,7 @@ class Planner(ABC):
         """Return ``tensors`` as consecutive runs; they have one element type and are in order of arrival."""
 
     def __call__(self, tensors: Sequence[TensorInfo], costs: StepCosts | None = None) -> list[list[TensorInfo]]:
-        """Return the runs in the order in which they become complete; every tensor is in one run.
+        """Return the runs in order of completion; every tensor is in one run.
 
         A run never mixes element types, and each of the user's groups is a run of its own.
 

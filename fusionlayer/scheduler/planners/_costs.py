@@ -1,4 +1,4 @@
-"""The costs of a step that planners get, and the recurrence by which they search."""
+"""The costs of a step for planners, and the recurrence of their search."""
 
 from __future__ import annotations
 

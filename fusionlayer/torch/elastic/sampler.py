@@ -44,7 +44,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``, of which nothing has been processed."""
+        """Begin ``epoch``, without processed indices."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()

@@ -116,7 +116,7 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -127,7 +127,7 @@ class State:
         """Adapt to a job that has begun again; for subclasses."""
 
     def export(self) -> tuple[Any, Any] | None:
-        """Return what was saved last: the part that is the same on all ranks, and this rank's own. Both are pickled.
+        """Return the last saved state: the common part of all ranks, and this rank's own. Both are pickled.
 
         None: the state cannot be handed out.
         """
@@ -178,7 +178,7 @@ class ObjectState(State):
         return {"objects": self._saved_state}, {}
 
     def adopt(self, shared: Any, own: list[Any]) -> None:
-        """Take in what ``export`` has returned."""
+        """Import the result of ``export``."""
         self._saved_state = {**self._saved_state, **shared["objects"]}
         self._set_attributes()
 

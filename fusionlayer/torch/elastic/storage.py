@@ -105,7 +105,7 @@ class Storage:
                     torch.save(value, file)
                     file.flush()
         except Exception as error:
-            # torch's writer may raise an error of its own while it handles that of the file.
+            # torch's writer may raise an error of its own while it handles the file's error.
             why = error if isinstance(error, OSError) else error.__context__
             if not isinstance(why, OSError):
                 raise

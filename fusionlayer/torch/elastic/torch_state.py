@@ -56,7 +56,7 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -74,13 +74,13 @@ class TorchState(ObjectState):
             handler.reset()
 
     def export(self) -> tuple[Any, Any] | None:
-        """Return what was saved last: the part that is the same on all ranks, and this rank's error feedback."""
+        """Return the last saved state: the common part of all ranks, and this rank's error feedback."""
         parts = {name: handler.export() for name, handler in self._handlers.items()}
         shared = {"objects": self._saved_state, "handled": {name: part for name, (part, _) in parts.items()}}
         return shared, {name: part for name, (_, part) in parts.items() if part is not None}
 
     def adopt(self, shared: Any, own: list[Any]) -> None:
-        """Take in what ``export`` has returned."""
+        """Import the result of ``export``."""
         for name, handler in self._handlers.items():
             if name in shared["handled"]:
                 handler.adopt(shared["handled"][name], [part[name] for part in own if name in part])
@@ -107,7 +107,7 @@ class StateHandler:
         self.saved = copy_to_host(self.value.state_dict())
 
     def restore(self) -> None:
-        """Bring the object back to what was saved last."""
+        """Restore the object's last saved state."""
         # Optimizers keep the tensors that they are given.
         self.value.load_state_dict(copy_to_host(self.saved))
 
@@ -124,11 +124,11 @@ class StateHandler:
         """Adapt the object to a job that has restarted."""
 
     def export(self) -> tuple[Any, Any]:
-        """Return what was saved last: the part that is the same on all ranks, and this rank's own or None."""
+        """Return the last saved state: the common part of all ranks, and this rank's own or None."""
         return self.saved, None
 
     def adopt(self, shared: Any, own: list[Any]) -> None:
-        """Take in what ``export`` has returned, and restore it. ``own`` is a list: the own parts of several ranks."""
+        """Import the result of ``export``, and restore it. ``own`` is a list: the own parts of several ranks."""
         self.saved = shared
         self.restore()
 
@@ -263,7 +263,7 @@ def merge_feedback(parts: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _shared(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Return what codecs keep that all ranks must hold alike, by parameter."""
+    """Return the codec states that must be equal on all ranks, by parameter."""
     kept = {name: _without(each, each.keys() - TensorState.SHARED) for name, each in tensors.items()}
     return {name: copy_to_host(each) for name, each in kept.items() if each}
 

@@ -91,7 +91,7 @@ class ElasticStepPolicy(StepPolicy):
         members: the members of the job.
         facts: state that a newcomer needs besides parameters and settings.
         is_attached: whether the optimizer is not closed.
-        at: the engine's step with which a generation of several members continues.
+        at: the engine's step from which a generation of several members continues.
     """
 
     # A step may have to be made once more, with gradients as they were: ``step`` waits for it and not backward.
@@ -176,7 +176,7 @@ class ElasticStepPolicy(StepPolicy):
         reducer.state = StepState.REDUCED
 
     def _transact(self, exchange: Callable[[Engine], dict[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Return what ``exchange`` does, or the same results from another member; none where this is the only one.
+        """Return the results of ``exchange``, its own or another member's; none for a single member.
 
         If a rank fails before any remaining member has all results, the rest forms the next generation, and
         ``exchange`` is called again.
@@ -260,7 +260,7 @@ class ElasticStepPolicy(StepPolicy):
         """Form the next generation; return the results of the present step, if another member has them, or None.
 
         Args:
-            error: because of which the present step has failed; None: it is between two steps, and newcomers wait.
+            error: the failure of the present step; None: it is between two steps, and newcomers wait.
         """
         members, engine, at = self.members, self.reducer.engine, self.at
         fresh, between = not members.has_joined, error is None
@@ -329,11 +329,11 @@ class ElasticStepPolicy(StepPolicy):
         members.all_have_state()
 
     def more(self) -> dict[str, Any]:
-        """Return what else a newcomer needs."""
+        """Return the rest of a joining process's state."""
         return {}
 
     def begin_with(self, more: Mapping[str, Any]) -> None:
-        """Begin with what a member has returned from ``more``."""
+        """Begin with the result of a member's ``more``."""
 
     def _connect_anew(self) -> None:
         """Reduce gradients over the present members, from the step and the error feedback that are to continue."""

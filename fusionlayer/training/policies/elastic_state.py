@@ -39,7 +39,7 @@ class Elastic(Protocol):
 
 
 def own_fingerprints(policy: Elastic) -> dict[str, Fingerprint]:
-    """Return the fingerprints of what a newcomer has already, for ``receive_state``."""
+    """Return the fingerprints of the tensors that a joining process has already, for ``receive_state``."""
     return handover.fingerprints(handover.parted(state_of(policy))[1])
 
 
@@ -64,7 +64,7 @@ _COMPLETE_WHEN_SENT = ("one_shot", "two_shot", "two_level", "grid")
 
 
 def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[str, Any]:
-    """Return a memory's state after a step whose results this rank lacked, without what may be of before the step.
+    """Return a memory's state after a step whose results this rank lacked, without possibly older state.
 
     All messages of this rank have arrived, or no rank would have results. So its error feedback is right if it is
     complete before the last message is sent. Otherwise error feedback restarts, so that nothing is sent twice.
@@ -104,7 +104,7 @@ def state_of(policy: Elastic) -> dict[str, Any]:
 
 
 def send_state(policy: Elastic, transport: Transport, to: int) -> None:
-    """Send a newcomer the state, as far as it has another one."""
+    """Send a joining process the state, as far as it differs from its own."""
     transport.send(facts_of(policy), to)
     theirs = json.loads(handover.receive_bytes(transport, to))
     known = {name: Fingerprint(*each) for name, each in theirs.items()}

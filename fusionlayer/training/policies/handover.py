@@ -30,7 +30,7 @@ __all__ = ["Fingerprint", "fingerprints", "joined", "parted", "receive", "send"]
 _CODECS = ("same", "raw", "zip")
 _MOST_BYTES = 1 << 40
 _LEAST_BYTES = 1 << 14
-"""A smaller tensor is sent with what is no tensor: a message of its own would cost more than it saves."""
+"""A smaller tensor is sent with the other objects: a message of its own would cost more than it saves."""
 
 _AHEAD = 2
 """Tensors that are encoded, or received, before the one that is sent, or decoded, is done."""
@@ -76,7 +76,7 @@ def parted(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def joined(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state of which ``parted`` has made ``rest`` and ``tensors``; it changes ``rest``."""
+    """Return the state that ``parted`` has divided into ``rest`` and ``tensors``; it changes ``rest``."""
     for name, x in tensors.items():
         *path, last = json.loads(name)
         place = rest
@@ -173,7 +173,7 @@ def send_bytes(data: bytes, transport: Transport, to: int) -> None:
 
 
 def receive_bytes(transport: Transport, source: int) -> bytes:
-    """Return what rank ``source`` sends.
+    """Return the message of rank ``source``.
 
     Raises:
         WireError: it was damaged.

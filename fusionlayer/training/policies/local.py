@@ -44,9 +44,9 @@ class Local:
             syncs: ``{"exp_avg": 3}``. They are sent uncompressed. Not with fragments or a delay.
         codec: name of the codec of the differences, where ``DistributedOptimizer`` is given none; None: as configured.
         codec_options: the options of ``codec``.
-        error_feedback: add what the codec lost to the next sync's difference; None: as the codec needs it.
-        feedback_decay: factor on what the codec lost, above 0, at most 1. With a sparse codec and a factor below 1,
-            error feedback acts as the momentum of the outer optimizer.
+        error_feedback: add the codec's loss to the next sync's difference; None: as the codec needs it.
+        feedback_decay: factor on the codec's loss, above 0, at most 1. With a sparse codec and a factor below 1, error
+            feedback acts as the momentum of the outer optimizer.
         carry: add a rank's progress while a fragment was in flight to the new anchor, so that none of it is lost. For a
             ``delay``, without ``alpha``.
         after: steps at the beginning in which ranks average gradients, as without local steps (post-local SGD, arXiv
@@ -107,7 +107,8 @@ class Local:
 
     @classmethod
     def overlapped(cls, every: int = 4, fragments: int | None = None, delay: int = 1, **options: Any) -> Local:
-        """Return averaging whose messages are sent under the next step, and lose nothing of it (CoCoD-SGD, IJCAI 2019).
+        """Return averaging whose messages are sent during the next step, without losing its progress (CoCoD-SGD, IJCAI
+        2019).
 
         By default a fragment is sent after each step, so that the link is used evenly.
         """
@@ -150,7 +151,7 @@ class Local:
 
     @property
     def adapts(self) -> bool:
-        """Whether the number of local steps between two syncs follows what ranks measure."""
+        """Whether the number of local steps between two syncs follows measurements."""
         return self.every == "auto"
 
     @property
@@ -170,12 +171,12 @@ class Local:
 
 
 def state_name(state: str, name: str) -> str:
-    """Return the name by which the engine knows a state of the parameter ``name``."""
+    """Return the engine's name for a state of the parameter ``name``."""
     return f"{state} of {name}"
 
 
 def state_tensors(sync: Local | None, tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:
-    """Return what is sent of the wrapped optimizer's states, by their keys; ``tensors`` describe the parameters."""
+    """Return the sent states of the wrapped optimizer, by their keys; ``tensors`` describe the parameters."""
     states = () if sync is None else sync.states
     return {state: [replace(t, name=state_name(state, t.name), group=None) for t in tensors] for state in states}
 

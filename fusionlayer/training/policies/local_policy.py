@@ -57,7 +57,7 @@ class LocalStepPolicy(StepPolicy):
         self.before_step, self.contribution = averaging.before_step, averaging.contribution
 
     def options(self, options: GradientOptions) -> GradientOptions:
-        """Return the options of the averaging steps' policy, which knows what the optimizer sends."""
+        """Return the options of the averaging steps' policy, which knows the values that the optimizer sends."""
         return self._averaging.options(options)
 
     def more_tensors(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
@@ -147,13 +147,13 @@ class LocalStepPolicy(StepPolicy):
                 part.copy_(own[parameter])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchors, outer momentum and what is in flight, and within a round parameters and buffers."""
+        """Return anchors, outer momentum and fragments in flight, and within a round parameters and buffers."""
         steps = self.local.state_dict(self.reducer.roster.names)
         buffers = self.reducer.replicas.buffers if steps["parameters"] else {}
         return {"local": {**steps, "buffers": {name: buffer.clone() for name, buffer in buffers.items()}}}
 
     def before_load(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a state of another rank; let what is in flight end, and average or not as the state's step says."""
+        """Refuse a state of another rank; let fragments in flight end, and average or not by the state's step."""
         engine = self.reducer.engine
         if engine is None:
             return
@@ -184,7 +184,7 @@ class LocalStepPolicy(StepPolicy):
             go_on(self.reducer.engine)
 
     def adopt_plan(self, plan: FusionPlan) -> None:
-        """Let what is in flight arrive, then fuse by ``plan``."""
+        """Let fragments in flight arrive, then fuse by ``plan``."""
         self._land_all()
         super().adopt_plan(plan)
 
@@ -195,7 +195,7 @@ class LocalStepPolicy(StepPolicy):
     ) -> Any:
         """Take a step by averaged gradients. After the last one of these, steps are local.
 
-        ``GradScaler`` has looked at this rank's gradients alone. If those of any rank are not finite, averages are not
+        ``GradScaler`` has looked at this rank's gradients alone. If a rank's values are not finite, averages are not
         either, and all ranks skip the update.
         """
         result, reducer = None, self.reducer
@@ -354,7 +354,8 @@ class LocalStepPolicy(StepPolicy):
     # ---- without this rank's training thread ------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Wait for what is in flight, and drop it: an interpreter that ends under its threads aborts the process."""
+        """Wait for fragments in flight, and drop them: an interpreter that ends under its threads aborts the
+        process."""
         super().leave()
         if self.reducer.engine is not None and self.reducer.engine.failure is None:
             for flight in self.local.flights:

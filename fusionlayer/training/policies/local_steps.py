@@ -116,7 +116,7 @@ class LocalSteps:
         return [*torch._foreach_sub(*self._pairs(parameters))] if parameters else []
 
     def parts(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Return copies of ``parameters``, by name, if what is learned from now on will be carried; else None."""
+        """Return copies of ``parameters``, by name, if later progress will be carried; else None."""
         if not self.sync.carry:
             return None
         return {name: local_part(parameter.detach()).clone() for name, parameter in parameters.items()}
@@ -144,7 +144,7 @@ class LocalSteps:
                 torch._foreach_add_(parts, learned)
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """Return copies of everything that the next steps depend on; tensors by name. Waits for what is in flight."""
+        """Return copies of everything that the next steps depend on; tensors by name. Waits for fragments in flight."""
         momenta = {names[p]: kept for p, kept in self._carried.items()}
         momenta |= {names[p]: self._outer.state.get(anchor, {}).get(_MOMENTUM) for p, anchor in self.anchors.items()}
         flights = []
@@ -165,7 +165,7 @@ class LocalSteps:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, named: Mapping[str, Tensor]) -> None:
-        """Continue from what ``state_dict`` returned; from None, begin again.
+        """Continue from the result of ``state_dict``; from None, restart.
 
         In the middle of a round, parameters get the values that they had. Otherwise they are the caller's to load.
         """

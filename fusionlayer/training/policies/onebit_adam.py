@@ -29,14 +29,14 @@ class OneBitAdam(Optimizer):
     This is algorithm 1 of 1-bit Adam. During the warm-up, gradients are sent uncompressed, and each step is that of
     ``torch.optim.AdamW``. Then each rank adds its gradient to the momentum that all ranks have. The ranks average these
     momenta by the codec of ``DistributedOptimizer``, and the average is the new momentum. A step divides it by the
-    square root of the frozen variance. Any codec will do; its error feedback keeps what it loses.
+    square root of the frozen variance. Any codec works; its error feedback keeps its loss.
 
     Adam itself cannot have its gradients compressed so coarsely: the variance would be that of the codec's errors.
 
     With ``sync=fl.Local.overlapped(every=4)`` ranks take local steps once the variance is frozen. A sync derives the
     momentum from the move since the last average: 0/1 Adam (Lu et al., ICLR 2023) without its updates of the variance.
 
-    It sends its own by the hook ``SendsItsOwn``, which any other optimizer may have too.
+    It sends its own values by the hook ``SendsItsOwn``, which any other optimizer may have too.
 
     Both moments have AdamW's bias correction, that of the variance as of its freeze, unless ``bias_correction`` is
     False. An element whose gradient was zero in all steps until then has no variance, and does not move any more.
@@ -111,7 +111,7 @@ class OneBitAdam(Optimizer):
         return {**super().__getstate__(), "warmup_codec": self.warmup_codec}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what was saved, in a new optimizer, as copies and pickles are, or in this one."""
+        """Restore the saved state, in a new optimizer, as for copies and pickles, or in this one."""
         super().__setstate__(state)
         self._begin()
         for group in self.__dict__["param_groups"]:
@@ -337,7 +337,7 @@ class OneBitAdam(Optimizer):
                 self.state[parameter]["exp_avg"].copy_(momentum)
 
     def _widths(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        """Return what momenta are divided by. For a frozen variance it is made once, and kept next to it."""
+        """Return the divisors of momenta. For a frozen variance it is made once, and kept next to it."""
         beta2, eps = group["betas"][1], group["eps"]
         corrected = group.get("bias_correction", True)
         states = [self.state[p] for p in parameters]

@@ -31,7 +31,7 @@ class OwnSends(StepPolicy):
         return replace(options, codec=codec, codec_options={}, algorithm=None, planning=planning)
 
     def attach(self, reducer: Reducer) -> None:
-        """Begin with what the optimizer sends now."""
+        """Begin with the values that the optimizer sends now."""
         super().attach(reducer)
         self._sent = _sent_by(reducer.optimizer())
 
@@ -47,7 +47,7 @@ class OwnSends(StepPolicy):
             reducer.plan_anew(reducer.names, f"{type(optimizer).__name__} now sends {sent[0]}")
 
     def contribution(self, parameter: Tensor) -> None:
-        """Have the optimizer put what it sends into ``parameter.grad``."""
+        """Let the optimizer put its values into ``parameter.grad``."""
         optimizer: SendsItsOwn = self.reducer.optimizer()
         optimizer.exchanged(parameter)
 

@@ -23,7 +23,7 @@ _logger = logging.getLogger("fusionlayer")
 class Pace:
     """The number of local steps between two syncs, for ``Local(every="auto")``.
 
-    At each sync ranks exchange what they measured at the sync before. Nothing else counts, so all ranks compute the
+    At each sync ranks exchange their measurements of the previous sync. Nothing else counts, so all ranks compute the
     same number.
 
     Args:
@@ -48,7 +48,7 @@ class Pace:
         self._norms: list[Tensor] = []
 
     def leave(self, differences: Iterable[Tensor], joined: bool) -> list[float]:
-        """Note that a sync sends these differences; return what this rank reports of the sync before.
+        """Note that a sync sends these differences; return this rank's report of the previous sync.
 
         That is the share of the time that it waited, the norm of its differences, and the norm of their average. A rank
         that has ``joined`` only waits, so it reports nothing, and the number stays unchanged.
@@ -95,7 +95,7 @@ class Pace:
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all together, () f64, on their device, for which the host does not wait."""
+    """Return the 2-norm of all together, () f64, on their device, without a wait of the host."""
     each = [*tensors]
     if not each:  # all parameters are frozen
         return torch.zeros((), dtype=torch.float64, device="cpu")
