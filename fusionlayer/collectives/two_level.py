@@ -239,7 +239,7 @@ class _LevelSum:
     def reduce(
         self, encode: Callable[[Tensor], None], chunks: _Chunks, slot: int, across: Grid | None = None
     ) -> Generator[TwoLevelHop, None, Tensor]:
-        """Yield the hops that bring chunks to their owners; return every node's sum for this rank, (nodes, nbytes).
+        """Yield the hops that send chunks to their owners; return every node's sum for this rank, (nodes, nbytes).
 
         Args:
             encode: writes this rank's message for each of the grid's ``members`` into a row of a tensor.

@@ -298,7 +298,7 @@ class FlatBuffer(Buffer):
 
 
 def _plain_sum(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:
-    """Sum values of a type that codecs do not encode, in the place of every collective."""
+    """Replaces every collective for types that codecs do not encode."""
     transport.all_reduce(x)
 
 

@@ -49,7 +49,7 @@ class Connection:
     overlapped: nn.Module | None
 
     def check_later(self, names: Mapping[Tensor, str], arrange: Arrange) -> None:
-        """Raise ``ConfigError`` if options are wrong that only later steps use, whose planning ``arrange`` returns."""
+        """Raise ``ConfigError`` for wrong options of later steps, whose planning ``arrange`` returns."""
         place, tensors = context.transport(self.group), self._describe(names)
         planning = make_planning(self.options, tensors, place.rank, place.node_sizes, self.roster.device, False)
         arrange(planning, tensors, place.node_sizes)

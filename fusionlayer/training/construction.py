@@ -88,7 +88,7 @@ def make_engine(
     ``arrange`` may change its planning, and ``more`` tensors are sent than planned.
 
     Raises:
-        ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
+        ConfigError: an option is invalid, or two are incompatible; the message names the expected value.
     """
     settings = context.settings()
     switches = {
@@ -175,7 +175,7 @@ def make_planning(
         changed: the tensors are others than at first. A profile was of those, so costs are measured again.
 
     Raises:
-        ConfigError: an option is invalid, or two do not fit each other; the message says what is expected.
+        ConfigError: an option is invalid, or two are incompatible; the message names the expected value.
     """
     settings = context.settings()
     codec = _codec(options, settings)

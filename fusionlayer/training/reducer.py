@@ -60,7 +60,7 @@ class Reducer:
         given: gradients as they were submitted, by parameter, until their results have arrived.
         results: gradients after a backward that has waited for results, until ``step``.
         unused: of parameters without a gradient, zeros, or the sum of other ranks.
-        settled: parameters into whose gradients an earlier backward of this step has put results.
+        settled: parameters whose gradients are results of an earlier backward of this step.
         awaited: the backward at whose end the step ends.
         learns: ranks had no plan when the last step began, so hooks learn how often a backward computes each gradient.
         ends_with_backward: the end of ``backward`` waits for results. False: ``step`` does.
