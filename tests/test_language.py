@@ -1,4 +1,4 @@
-"""Words that readers need twice: docstrings, comments and messages of the package keep to the field's terms."""
+"""Words that readers need twice: the package's docstrings, comments and messages, and pages, use the field's terms."""
 
 import io
 import re
@@ -6,6 +6,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.pages import PAGES, ROOT
 
 PACKAGE = Path(__file__).parents[1] / "fusionlayer"
 
@@ -65,4 +67,14 @@ def test_texts_of_the_package_use_the_terms_of_the_field() -> None:
                 for match in re.finditer(word.pattern, text):
                     at = line + text[: match.start()].count("\n")
                     found.append(f"{place}:{at}: {match.group()!r}; write {word.instead}")
+    assert not found, "\n".join(sorted(found))
+
+
+def test_pages_use_the_terms_of_the_field() -> None:
+    found = []
+    for page in (ROOT / name for name in PAGES if not name.startswith(("benchmarks/", "tests/"))):
+        text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+        found += [
+            f"{page.name}: {match[0]!r}; write {w.instead}" for w in WORDS for match in re.finditer(w.pattern, text)
+        ]
     assert not found, "\n".join(sorted(found))

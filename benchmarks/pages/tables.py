@@ -56,7 +56,7 @@ _NOTES = {"ddp-powersgd": "ddp-powersgd, rank 4", "topk": "topk, density 0.01"}
 
 
 def training() -> Lines:
-    """Speed-ups of methods over DDP, beside what computing and sending would allow."""
+    """Speed-ups of methods over DDP, next to what computing and sending would allow."""
     yield "method", "over DDP at 100 Mbit/s", "bound", "over DDP at 1 Gbit/s", "bound"
     for method in ALL_METHODS:
         cells = []
