@@ -191,7 +191,8 @@ class LinkCost:
 
         Between two known rates, seconds per byte are interpolated on logarithmic axes, other costs over the logarithm
         of the rate. Beyond them the nearest rate's seconds per byte change with the rate, but never fall below its CPU
-        time, and other costs stay.
+        time, and other costs stay. On a slower link nothing is faster than its rate: ranks of one host, on which a
+        profile may have been measured, sum through shared memory, faster than they exchange messages.
         """
         pairs = sorted(((bits, link.fitted()) for bits, link in known), key=lambda pair: pair[0])
         rates = np.log([bits for bits, _ in pairs])
@@ -204,7 +205,8 @@ class LinkCost:
         def beta(name: str) -> float:
             betas = [max(getattr(link, name).beta, 1e-300) for link in links]
             inside = float(np.exp(np.interp(place, rates, np.log(betas))))
-            return inside * float(np.exp(np.clip(place, rates[0], rates[-1]) - place))
+            scaled = inside * float(np.exp(np.clip(place, rates[0], rates[-1]) - place))
+            return max(scaled, 8 / rate) if place < rates[0] else scaled
 
         latency, cpu_per_byte = value("latency"), value("cpu_per_byte")
         return LinkCost(

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,14 @@ def test_links_between_known_rates_are_interpolated_and_scaled_beyond() -> None:
         assert found.exchange.beta == pytest.approx(8 / rate)
         assert found.all_reduce.beta == pytest.approx(8 / rate)
         assert found.latency == pytest.approx(1e-4)
+
+
+def test_no_transfer_over_a_slower_link_is_faster_than_its_rate() -> None:
+    memory = replace(link(8e-9), all_reduce=AlphaBeta(2e-4, 1e-10))  # two ranks of one host sum in its memory
+    for rate, seconds in ((1e9, 1e-10), (1e8, 8e-8)):
+        found = LinkCost.between(rate, [(1e9, memory)])
+        assert isinstance(found.all_reduce, AlphaBeta)
+        assert found.all_reduce.beta == pytest.approx(seconds)
 
 
 def test_gloo_asks_first_and_connections_of_our_own_do_not() -> None:
