@@ -137,7 +137,7 @@ def _project(cell: Mapping[str, Any], profile: Profile, curves: bool, algorithm:
     workers = cell["hosts"] * cell["workers"]
     cores = profile.machine.cores / workers
     if cell["method"] == _ALONE:
-        model = profile.model
+        model = profile.model_alone
         compute = Compute(model.forward, model.backward, model.optimizer)
         alone = run_step(compute, [], Resources(cores, profile.machine.threads)).seconds
         raise ConfigError(

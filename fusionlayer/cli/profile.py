@@ -53,7 +53,6 @@ def _measure(options: argparse.Namespace, chosen: Mapping[str, Codec], sizes: Si
             chosen,
             transport,
             pair=_pair(transport),
-            local_size=context.local_size(),
             rate=options.rate,
             sizes=sizes,
             environment=environment,

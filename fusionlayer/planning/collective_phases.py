@@ -119,7 +119,8 @@ def _chain(cluster: Cluster, nbytes: float, near: float, far: float, transports_
         if hops:
             seconds = max(seconds, (link.all_reduce if transports_own else link.exchange)(nbytes))
             latency += hops * (link.hop if transports_own else link.latency)
-            cpu += hops * link.overhead + nbytes * link.cpu_per_byte * hops / (near + far)
+            per_byte = link.cpu_per_summed_byte if transports_own else link.cpu_per_byte
+            cpu += hops * link.overhead + nbytes * per_byte * hops / (near + far)
     seconds += max(0.0, near + far - measured_hops) / max(near + far, 1) * latency
     if not far:
         return _transfer(cluster, nbytes, seconds, latency, cpu, _INSIDE)

@@ -143,6 +143,8 @@ class LinkCost:
         cpu_per_byte: CPU seconds for each byte that a rank sends, and for one that it receives at the same time.
         exchange: seconds by bytes that each rank sends, all ranks at once.
         all_reduce: seconds of the transport's own all-reduce of two ranks, by bytes that each rank sends.
+        sum_per_byte: CPU seconds for each byte that a rank sends in that all-reduce, which may have no checksums; None:
+            ``cpu_per_byte``.
     """
 
     latency: float
@@ -150,9 +152,10 @@ class LinkCost:
     cpu_per_byte: float
     exchange: Cost
     all_reduce: Cost
+    sum_per_byte: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("latency", "overhead", "cpu_per_byte"):
+        for name in ("latency", "overhead", "cpu_per_byte", "cpu_per_summed_byte"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; expected seconds of at least 0")
 
@@ -169,6 +172,11 @@ class LinkCost:
         reduce = max(0.0, line.all_reduce.alpha + 2 * (latency - self.latency))
         exchange = AlphaBeta(latency, line.exchange.beta)
         return replace(line, latency=latency, exchange=exchange, all_reduce=AlphaBeta(reduce, line.all_reduce.beta))
+
+    @property
+    def cpu_per_summed_byte(self) -> float:
+        """``sum_per_byte``, or what stands in its place."""
+        return self.cpu_per_byte if self.sum_per_byte is None else self.sum_per_byte
 
     @property
     def hop(self) -> float:
@@ -208,11 +216,12 @@ class LinkCost:
             scaled = inside * float(np.exp(np.clip(place, rates[0], rates[-1]) - place))
             return max(scaled, 8 / rate) if place < rates[0] else scaled
 
-        latency, cpu_per_byte = value("latency"), value("cpu_per_byte")
+        latency, cpu_per_byte, sum_per_byte = map(value, ("latency", "cpu_per_byte", "cpu_per_summed_byte"))
         return LinkCost(
             latency,
             value("overhead"),
             cpu_per_byte,
             AlphaBeta(latency, max(beta("exchange"), cpu_per_byte)),
-            AlphaBeta(2 * value("hop"), max(beta("all_reduce"), cpu_per_byte)),
+            AlphaBeta(2 * value("hop"), max(beta("all_reduce"), sum_per_byte)),
+            sum_per_byte,
         )

@@ -80,7 +80,6 @@ class OnlinePlanner(PlanController):
         algorithm: collective; None chooses. With rules it is ignored: each codec has its own.
         ahead: encode gradients one by one as they arrive; None: the codec's default.
         replan: look for drift.
-        local_size: ranks of this host, which share its cores.
         clock: the clock of the gradients' device.
         schedule: when to measure and look.
 
@@ -102,7 +101,6 @@ class OnlinePlanner(PlanController):
         algorithm: str | None = None,
         ahead: bool | None = None,
         replan: bool = True,
-        local_size: int = 1,
         clock: Clock = HOST,
         schedule: ReplanSchedule = ReplanSchedule(),
     ) -> None:
@@ -119,7 +117,6 @@ class OnlinePlanner(PlanController):
         self._algorithm = algorithm
         self._ahead = ahead
         self._replan = replan
-        self._local_size = local_size
         self._clock = clock
         self._schedule = schedule
         # The fields below need no lock. The thread that submits writes them in ``note_step``, a communication thread in
@@ -219,7 +216,7 @@ class OnlinePlanner(PlanController):
             self._clock.finish()  # so it reports those that it has in hand at once
             return None
         self.profile = profile_training(
-            self._steps, self._tensors, self._to_measure(), transport, self._local_size, self._clock
+            self._steps, self._tensors, self._to_measure(), transport, self._clock
         )
         self._steps.clear()
         self._measuring, self._skip = False, self._schedule.warm_up

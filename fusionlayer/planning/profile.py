@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -216,6 +216,15 @@ class Profile:
     def uses_nccl(self) -> bool:
         """Whether messages go from device to device: one stream sends them, and sums may use trees."""
         return self.machine.on_device and self.staging is None
+
+    @property
+    def model_alone(self) -> Model:
+        """The model's step with a core for each of its threads, also where ranks shared cores while it was measured."""
+        machine, model = self.machine, self.model
+        share = 1.0 if machine.on_device else min(1.0, machine.cores_per_worker / machine.threads)
+        tensors = (replace(each, ready=each.ready * share, used=each.used * share) for each in model.tensors)
+        times = {name: getattr(model, name) * share for name in ("forward", "backward", "optimizer")}
+        return replace(model, tensors=tuple(tensors), **times)
 
     @property
     def fastest_rate(self) -> str:

@@ -138,7 +138,7 @@ def project(profile: Profile, method: Method, scenario: Scenario, workers: int) 
         cluster = replace(cluster, connections=replace(cluster.connections, shared=True))
     algorithm = method.algorithm_for(codec, scenario.node_sizes(workers))
     costs = BucketCosts.of(profile, known, algorithm, cluster)
-    model, fuse = profile.model, method.fuse
+    model, fuse = profile.model_alone, method.fuse
     infos, seconds = [tensor.info for tensor in model.tensors], costs.for_planner(backward_seconds(model.tensors))
     if isinstance(fuse, planners.Planner) and codecs.knows(method.codec):
         on_device = profile.machine.on_device

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..base.errors import printable
 
-__all__ = ["Identity", "node_name", "return_free_memory"]
+__all__ = ["Identity", "machine_name", "node_name", "return_free_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,18 @@ def return_free_memory() -> None:
         trim(0)
 
 
+def machine_name() -> str:
+    """Return a name that is equal for processes under one kernel, in whatever containers, and for no others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def node_name() -> str:
     """Return a name that is equal exactly for processes that share a host and its network."""
     try:
-        network = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        network = f"{machine_name()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         network = ""
     return f"{socket.gethostname()} {network}"

@@ -221,7 +221,6 @@ def make_planning(
             algorithm=algorithm,
             ahead=ahead,
             replan=replan,
-            local_size=context.local_size(),
             clock=clock_of(device),
         )
         profile = options.planning.profile if options.planning.profile is not None else settings.planning.profile

@@ -171,7 +171,6 @@ def test_a_profile_of_more_ranks_is_the_same_on_all(world: int) -> None:
             {},
             transport,
             pair=transport if world == 2 else None,
-            local_size=world,
             rate="1gbit",
             sizes=SMALL,
             environment={"hardware": "machine"},
@@ -179,6 +178,7 @@ def test_a_profile_of_more_ranks_is_the_same_on_all(world: int) -> None:
 
     first, *others = over_threads(world, body)  # type: ignore[arg-type]
     assert all(other == first for other in others)
+    assert first.machine.workers == world
     assert set(first.links) == {"1gbit"} and set(first.collectives) == {"dense", "one_shot", "two_shot"}
     assert all(set(by_world) == {str(world)} for by_world in first.collectives.values())
 

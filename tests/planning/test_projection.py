@@ -66,6 +66,18 @@ def test_a_step_by_hand(profile: Profile) -> None:
     assert step.sent == 16e6
 
 
+def test_a_step_is_as_fast_where_ranks_shared_cores_while_it_was_measured(profile: Profile) -> None:
+    """Twice the ranks on the same cores have taken twice as long; what is projected has cores of its own."""
+    model = profile.model
+    tensors = tuple(replace(each, ready=2 * each.ready, used=2 * each.used) for each in model.tensors)
+    slowed = replace(model, forward=0.2, backward=0.4, optimizer=0.04, tensors=tensors)
+    shared = replace(profile, machine=replace(profile.machine, workers=4), model=slowed)
+    own = Scenario("1gbit", cores=1.0)
+    for name in ("ddp", "int4"):
+        steps = [project(each, Method.named(name, each), own, 2).seconds for each in (profile, shared)]
+        assert steps[1] == pytest.approx(steps[0])
+
+
 def test_scenarios(profile: Profile) -> None:
     method = Method.named("int4", profile)
     base = project(profile, method, Scenario("1gbit"), 8).seconds

@@ -52,7 +52,6 @@ def measure_profile(
     transport: Transport,
     *,
     pair: Transport | None = None,
-    local_size: int = 1,
     rate: str | None = None,
     sizes: Sizes = _WHOLE,
     environment: Mapping[str, str],
@@ -69,7 +68,6 @@ def measure_profile(
         codecs: by name.
         transport: all ranks.
         pair: on two of the ranks, a transport of these two; the link between them is measured. None on other ranks.
-        local_size: ranks of this host, which share its cores.
         rate: the rate of the link, in the words of tc; None: the rate of its largest exchange.
         sizes: which sizes are measured, and how often.
         environment: facts for the profile, about hardware and software.
@@ -95,7 +93,7 @@ def measure_profile(
     if transport.size > 1:
         measured = _measured_by(pair, transport, sizes, HOST if staged else clock)
         if clock.lags:  # what the host does for a transfer takes nothing from the device
-            found["call"]["cpu"] = measured["cpu"] = measured["cpu_per_byte"] = 0.0
+            found["call"]["cpu"] = measured["cpu"] = measured["cpu_per_byte"] = measured["sum_per_byte"] = 0.0
         more = transport.size - 2
         link = as_link(measured, max(0.0, found["call"]["cpu"] - measured["cpu"]) / more if more else measured["cpu"])
     name = model.rpartition(":")[2]
@@ -106,7 +104,6 @@ def measure_profile(
         transport,
         link=link,
         rate=rate,
-        local_size=local_size,
         clock=clock,
         environment=environment,
     )
@@ -115,7 +112,8 @@ def measure_profile(
 def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes, clock: Clock) -> dict[str, Any]:
     """Return on all ranks the link's costs: the mean of the measurements of the two ranks of ``pair``."""
     empty = [[size, 0.0] for size in sizes.nbytes]
-    link: dict[str, Any] = {"latency": 0.0, "cpu": 0.0, "cpu_per_byte": 0.0, "exchange": empty, "all_reduce": empty}
+    link: dict[str, Any] = dict.fromkeys(("latency", "cpu", "cpu_per_byte", "sum_per_byte"), 0.0)
+    link |= {"exchange": empty, "all_reduce": empty}
     if pair is not None:
         measured = measure_link(pair, sizes.nbytes, sizes.repeats, clock)
         link = {key: measured[key] for key in link}

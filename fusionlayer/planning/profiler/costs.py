@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from ...codecs import Codec
 from ...process.clock import HOST, Clock
+from ...process.processes import machine_name
 from ...transport import Transport
 from ..cost_model import Curve, LinkCost
 from ..profile import PROFILE_VERSION, Machine, Model, Profile
@@ -92,7 +94,6 @@ def make_profile(
     *,
     link: LinkCost | None = None,
     rate: str | None = None,
-    local_size: int = 1,
     clock: Clock = HOST,
     environment: Mapping[str, str],
 ) -> Profile:
@@ -106,7 +107,6 @@ def make_profile(
         link: measured between two of them; None: as the exchanges of all ranks say. If nodes have several ranks, these
             give the time of messages of any size, because all ranks of a node share its link.
         rate: the rate of a node's link, in the words of tc; None: the rate of the largest exchange.
-        local_size: ranks of this host, which share its cores.
         clock: the clock of the device that computes.
         environment: facts for the profile, about hardware and software.
     """
@@ -132,7 +132,7 @@ def make_profile(
     return Profile(
         version=PROFILE_VERSION,
         title=f"{title} on {environment['hardware']}, {size} rank{'s' if size > 1 else ''}",
-        machine=Machine.here(local_size, clock.device, per_host),
+        machine=Machine.here(_sharing(transport), clock.device, per_host),
         model=model,
         copy=as_curve(found["copy"]),
         codecs=as_codecs(found["codecs"]),
@@ -145,10 +145,17 @@ def make_profile(
     )
 
 
+def _sharing(transport: Transport) -> int:
+    """Return the number of ranks on this rank's machine, which share its cores; emulated hosts are of one machine."""
+    mine = hashlib.sha256(machine_name().encode()).digest()
+    return transport.all_gather_bytes(mine).count(mine)
+
+
 def _by_bytes(points: Points, messages: int, latency: float, link: LinkCost | None) -> dict[str, Any]:
     """Return the data for ``as_link`` from exchanges in which a link carries this many messages at once."""
     exchange = [[messages * nbytes, seconds] for nbytes, seconds in points]
-    return {"latency": latency, "cpu_per_byte": link.cpu_per_byte if link else 0.0, "exchange": exchange}
+    cpu = {name: getattr(link, name, 0.0) for name in ("cpu_per_byte", "sum_per_byte")}
+    return {"latency": latency, "exchange": exchange, **cpu}
 
 
 def _achieved(link: LinkCost) -> str:

@@ -66,16 +66,15 @@ def measure_link(transport: Transport, sizes: Sequence[int], repeats: int, clock
     """
     call = measure_call(transport, repeats, clock)
     curves: dict[str, Points] = {"exchange": [], "all_reduce": []}
-    per_byte = 0.0
+    per_byte: dict[str, float] = {}
     for size in sizes:
-        before = _softirq_seconds()
-        seconds, cpu = _transfer(transport, _gather(transport, size, clock), repeats, clock)
-        cpu += 0.0 if clock.lags else (_softirq_seconds() - before) / transport.size / repeats
-        per_byte = max(0.0, cpu - call["cpu"]) / size  # the largest size has the last word
-        curves["exchange"].append([size, seconds])
-        seconds, _ = _transfer(transport, _reduce(transport, size, clock), repeats, clock)
-        curves["all_reduce"].append([size, seconds])
-    return {**call, "cpu_per_byte": per_byte, **curves}
+        for name, kind in (("exchange", _gather), ("all_reduce", _reduce)):
+            before = _softirq_seconds()
+            seconds, cpu = _transfer(transport, kind(transport, size, clock), repeats, clock)
+            cpu += 0.0 if clock.lags else (_softirq_seconds() - before) / transport.size / repeats
+            per_byte[name] = max(0.0, cpu - call["cpu"]) / size  # the largest size has the last word
+            curves[name].append([size, seconds])
+    return {**call, "cpu_per_byte": per_byte["exchange"], "sum_per_byte": per_byte["all_reduce"], **curves}
 
 
 def measure_collectives(

@@ -24,9 +24,8 @@ def as_codecs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, CodecCost]:
 def as_link(found: Mapping[str, Any], overhead: float) -> LinkCost:
     """Return the result of ``measure_link`` as costs; ``overhead``: CPU seconds of a further message."""
     costs = _with_curves(found)
-    return LinkCost(
-        costs["latency"], overhead, costs["cpu_per_byte"], exchange=costs["exchange"], all_reduce=costs["all_reduce"]
-    )
+    named = {key: costs.get(key) for key in ("cpu_per_byte", "exchange", "all_reduce", "sum_per_byte")}
+    return LinkCost(costs["latency"], overhead, **named)
 
 
 def _with_curves(costs: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ def profile_training(
     tensors: Mapping[str, TensorInfo],
     codecs: Mapping[str, Codec],
     transport: Transport,
-    local_size: int = 1,
     clock: Clock = HOST,
 ) -> Profile:
     """Return the costs of this training, means over ranks of each rank's medians. All ranks call it together.
@@ -44,7 +43,6 @@ def profile_training(
         tensors: the tensors of a step, by name.
         codecs: by registered name, each with the options to measure.
         transport: all ranks; nothing else may compute or send meanwhile.
-        local_size: ranks of this host, which share its cores.
         clock: the clock of the gradients' device; codecs and messages are measured there too.
     """
     names = sorted(tensors)
@@ -59,9 +57,7 @@ def profile_training(
     sizes = Sizes(elements, _NBYTES, len(steps), _REPEATS)
     found = measure_costs(codecs, transport, sizes, clock, dtype=model.dtype, limit=TRANSFER_SECONDS)
     environment = describe_machine(device_name(clock.device))
-    return make_profile(
-        "training", found, model, transport, local_size=local_size, clock=clock, environment=environment
-    )
+    return make_profile("training", found, model, transport, clock=clock, environment=environment)
 
 
 def _model(found: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Model:
