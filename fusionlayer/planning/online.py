@@ -215,9 +215,7 @@ class OnlinePlanner(PlanController):
             self._say("a device has not reported yet how long its steps take; the next ones are measured too")
             self._clock.finish()  # so it reports those that it has in hand at once
             return None
-        self.profile = profile_training(
-            self._steps, self._tensors, self._to_measure(), transport, self._clock
-        )
+        self.profile = profile_training(self._steps, self._tensors, self._to_measure(), transport, self._clock)
         self._steps.clear()
         self._measuring, self._skip = False, self._schedule.warm_up
         self._drift = Drift(self._schedule.tolerance, self._schedule.looks)

@@ -24,7 +24,7 @@ def as_codecs(found: Mapping[str, Mapping[str, Any]]) -> dict[str, CodecCost]:
 def as_link(found: Mapping[str, Any], overhead: float) -> LinkCost:
     """Return the result of ``measure_link`` as costs; ``overhead``: CPU seconds of a further message."""
     costs = _with_curves(found)
-    named = {key: costs.get(key) for key in ("cpu_per_byte", "exchange", "all_reduce", "sum_per_byte")}
+    named: dict[str, Any] = {key: costs.get(key) for key in ("cpu_per_byte", "exchange", "all_reduce", "sum_per_byte")}
     return LinkCost(costs["latency"], overhead, **named)
 
 
