@@ -20,7 +20,7 @@ _CALLS = {
     "listen": r"(.*\.)?(bind|listen|create_server|TCPStore|HTTPServer|TCPServer|start_server|start_http_server)",
     "unpickle": r"(.*\.)?(pickle|cloudpickle|dill|marshal|ForkingPickler|_pickle)\.loads?|(.*\.)?Unpickler|eval|exec"
     r"|yaml\.(unsafe_|full_)?load(_all)?|(.*\.)?(broadcast|all_?gather|gather|scatter|send|recv)_object(_list)?"
-    r"|shelve\.open|(np|numpy)\.load",
+    r"|shelve\.open|(np|numpy)\.load|(.*\.)?(FileSystemReader|read_metadata)|(dcp|checkpoint)\.load",
     "program": r"subprocess\.\w+|(.*\.)?Popen|os\.(exec\w*|system|popen|spawn\w*|posix_spawn\w*|fork|forkpty)|pty\.\w+",
     "file": r"tempfile\.\w+|mk[sd]temp|NamedTemporaryFile|os\.(open|mkfifo|mknod|symlink|link|memfd_create)"
     r"|(.*\.)?(write_text|write_bytes|symlink_to|hardlink_to|touch)|shutil\.(copy\w*|move)",

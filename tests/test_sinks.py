@@ -24,6 +24,7 @@ def test_every_opening_is_listed_with_its_guard() -> None:
         *(("listen", code) for code in ("end.bind(('', 0))", "make().listen(5)", "socket.create_server(x)")),
         ("listen", "dist.TCPStore('0.0.0.0', 0, None, True)"),
         *(("unpickle", code) for code in ("pickle.loads(x)", "torch.load(f)", "torch.load(f, weights_only=False)")),
+        *(("unpickle", code) for code in ("dcp.FileSystemReader(x).read_metadata()", "dcp.load(x, checkpoint_id=y)")),
         *(("unpickle", code) for code in ("dist.broadcast_object_list(x)", "dist.all_gather_object(x, y)", "eval(x)")),
         *(("program", code) for code in ("subprocess.run(x)", "os.system(x)", "os.execvp(x, y)")),
         *(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from .. import context
 from ..base import files
-from ..base.errors import ConfigError, FusionLayerError, require
+from ..base.errors import ConfigError, FusionLayerError, WireError, require
 from ..functional import Group
 from ..scheduler.memory import merged_residuals
 from .distributed import Distributed
@@ -177,10 +176,12 @@ class _Saved:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._planned: dict[str, dict[tuple[str, ...], str]] = {}
+        self._planned: Mapping[str, Mapping[tuple[str, ...], str]] = {}
         keys = {path.stem for path in folder.glob("rank * of *.pt")}
         if (folder / ".metadata").exists() and not keys:
-            self._planned = _planned(folder)
+            from . import torch_checkpoint  # most jobs have none
+
+            self._planned = torch_checkpoint.entries_of(folder, _KEY)
             keys = set(self._planned)
         places = [(int(found[1]), int(found[2])) for key in keys if (found := _KEY.fullmatch(key))]
         sizes = {size for _, size in places}
@@ -196,39 +197,19 @@ class _Saved:
         """Return the states of ``rank`` by name; tensors are on the CPU."""
         key = _key(rank, self.size)
         if self._planned:
-            content = _read_of_torch(self._folder, self._planned[key])
+            from . import torch_checkpoint  # most jobs have none
+
+            found = torch_checkpoint.read(self._folder, self._planned[key])
+            if ("form",) not in found:
+                raise WireError(f"{self._folder} has no states of {key}: it was damaged")
+            tensors = {path[1]: x for path, x in found.items() if path[0] == "tensors"}
+            content: dict[str, Any] = {"form": found["form",], "tensors": tensors}
         else:
             with files.opened(self._folder / f"{key}.pt", follow=True) as file:
                 content = torch.load(file, map_location="cpu", weights_only=True)[key]
         form = torch.load(io.BytesIO(content["form"].numpy().tobytes()), weights_only=True)
         states: dict[str, Any] = _put_back(form, content["tensors"])
         return states
-
-
-def _planned(folder: Path) -> dict[str, dict[tuple[str, ...], str]]:
-    """Return for each rank's key the entries of a checkpoint of torch, by the place below the key."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    found: dict[str, dict[tuple[str, ...], str]] = {}
-    for entry, path in (FileSystemReader(folder).read_metadata().planner_data or {}).items():
-        for i, part in enumerate(path):
-            if isinstance(part, str) and _KEY.fullmatch(part):
-                found.setdefault(part, {})[tuple(map(str, path[i + 1 :]))] = entry
-    return found
-
-
-def _read_of_torch(folder: Path, entries: Mapping[tuple[str, ...], str]) -> dict[str, Any]:
-    """Read a rank's entries, and no others, of a checkpoint of torch."""
-    from torch.distributed import checkpoint as dcp
-
-    known: Mapping[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    entries = {path: e for path, e in entries.items() if hasattr(known[e], "size")}  # else: an empty mapping
-    read = {e: torch.empty(known[e].size, dtype=known[e].properties.dtype, device="cpu") for e in entries.values()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this rank reads alone, as it means to
-        dcp.load(read, checkpoint_id=folder, no_dist=True)
-    tensors = {path[1]: read[entry] for path, entry in entries.items() if path[0] == "tensors"}
-    return {"form": read[entries["form",]], "tensors": tensors}
 
 
 def _key(rank: int, size: int) -> str:

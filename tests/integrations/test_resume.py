@@ -1,6 +1,9 @@
 """Resumed training equals uninterrupted training, bit for bit: every way to train by every way to save and load."""
 
+import copy
 import io
+import os
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fusionlayer as fl
 from fusionlayer import codecs
+from fusionlayer.base.errors import WireError
 from fusionlayer.scheduler.memory import merged_residuals
 from fusionlayer.transport import Transport, local
 from tests.codecs.toy_sparse import toy_sparse
@@ -360,6 +365,40 @@ def test_error_feedback_goes_to_another_number_of_ranks_and_its_sum_stays(
         assert isinstance(expected, Tensor) and expected.any()
         rounding = float(expected.abs().max()) * (0.05 if "feedback_bits" in options else 1e-6)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=rounding)
+
+
+class Attack:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_checkpoint_of_torch_runs_no_code(tmp_path: Path) -> None:
+    folder, mark, key = tmp_path / "saved", tmp_path / "was run", "rank 0 of 1"
+    description = folder / ".metadata"
+
+    def body(transport: Transport) -> None:
+        model = make_model()
+        optimizer = fl.DistributedOptimizer(SGD(model.parameters(), lr=0.01), model)
+        dcp.save({"own": fl.checkpoint.rank_state(optimizer=optimizer)}, checkpoint_id=folder, no_dist=True)
+        right = pickle.loads(description.read_bytes())
+        fl.checkpoint.load_ranks(folder, optimizer=optimizer)
+        # Whole; in a field; and as a value, which torch would unpickle without asking.
+        entry = next(name for name, path in right.planner_data.items() if path[1:] == (key, "form"))
+        as_value, in_a_field = copy.deepcopy(right), copy.deepcopy(right)
+        as_value.state_dict_metadata[entry] = BytesStorageMetadata()
+        in_a_field.planner_data["x"] = Attack(mark)
+        for wrong in (Attack(mark), in_a_field, as_value, {"a": "dictionary"}, os.path.join):
+            description.write_bytes(pickle.dumps(wrong))
+            with pytest.raises(WireError, match="cannot be read|does not describe a checkpoint|has no states"):
+                fl.checkpoint.load_ranks(folder, optimizer=optimizer)
+
+    over_threads(1, body)
+    assert not mark.exists()
 
 
 def test_states_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
