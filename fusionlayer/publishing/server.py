@@ -16,8 +16,9 @@ from queue import SimpleQueue
 
 from ..base.errors import WireError
 from ..observe import counts
+from ..transport.links.gate import Refusals
 from .address import Endpoint
-from .door import Door, Refusals, share
+from .door import Door, share
 from .frames import Parcel, guard
 from .keyring import Keyring
 from .outlet import Outlet
@@ -190,7 +191,7 @@ class TcpOutlet(Outlet):
 
     def _accept(self, listener: socket.socket) -> bool:
         """Listen to a caller; return whether there was one."""
-        caller = self._door.accept(listener)
+        caller = self._door.let_in(listener)
         if caller is None:
             return False
         end, place = caller

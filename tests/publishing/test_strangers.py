@@ -12,10 +12,11 @@ import pytest
 import fusionlayer as fl
 from benchmarks.strangers import flood
 from fusionlayer.observe import metrics
-from fusionlayer.publishing import door
 from fusionlayer.publishing.address import parse
-from fusionlayer.publishing.door import Door, Refusals, share
+from fusionlayer.publishing.door import Door, share
 from fusionlayer.publishing.frames import HAVE, frame
+from fusionlayer.transport.links import gate, introduction
+from fusionlayer.transport.links.gate import Refusals
 from fusionlayer.transport.links.introduction import Reception
 from tests.publishing.states import plain_state, until
 from tests.publishing.trainer import LONG, Trainer
@@ -101,7 +102,7 @@ def test_a_follower_that_says_nothing_more_is_sent_away_without_a_secret_too(mon
 
 def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its listener would stay readable, and a core busy."""
-    monkeypatch.setattr(door, "_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(gate, "EXHAUSTED_SECONDS", 3600.0)
     for left in (0, 1):  # none at all; one of those that are the training's
         entrance, selector = Door(parse("tcp://:0")), selectors.DefaultSelector()
         entrance.watch(selector)
@@ -110,7 +111,7 @@ def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyP
             with socket.socket() as probe:
                 lowest = probe.fileno()
             with descriptors(lowest + left):
-                assert entrance.accept(key.fileobj) is None  # type: ignore[arg-type]
+                assert entrance.let_in(key.fileobj) is None  # type: ignore[arg-type]
             assert not selector.get_map() and entrance.look() > 1800
             if left:
                 caller.settimeout(180)
@@ -121,7 +122,7 @@ def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyP
 
 def test_refusals_fill_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
     refusals = Refusals(parse("tcp://here:1"))
     for i in range(1000):
         refusals.add(f"10.0.0.1:{i}", "it has not the secret")
@@ -149,4 +150,22 @@ def test_a_reception_without_descriptors_sends_its_oldest_stranger_away() -> Non
         assert len(callers[0].recv(100)) == 16 and callers[0].recv(1) == b""
         for caller in callers:
             caller.close()
+        reception.close()
+
+
+def test_a_reception_accepts_only_so_many_strangers_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood would keep a core busy that trains, and send callers of the job away before their answer can come."""
+    now = [100.0]
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, ExitStack() as stack:
+        reception = Reception([listener], b"x" * 16, [1])
+        for _ in range(128):
+            stack.enter_context(socket.create_connection(listener.getsockname(), 5))
+        most = 1 + 1 + introduction._MOST_STRANGERS
+        for seconds, accepted in ((0.0, most), (1 / 16, most + 25), (1 / 16, most + 50), (9.0, 128)):
+            now[0] += seconds
+            for _ in range(200):
+                reception.admit(0.0)
+            assert len(reception._callers) + reception._refusals.count == accepted
+            assert len(reception._callers) <= most
         reception.close()

@@ -214,7 +214,7 @@ def test_a_call_that_waits_ends_when_another_thread_closes_the_link() -> None:
             receive(made[1], 10, 1, 0)
 
 
-def test_strangers_do_no_harm() -> None:
+def test_strangers_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     """Silent, half-open and talkative ones, callers that guess, and one that knows the secret but no number of ours."""
     with links(connections=2) as (made, (relay,)):
         place = relay._to
@@ -233,6 +233,7 @@ def test_strangers_do_no_harm() -> None:
         guess = socket.create_connection(place)
         with pytest.raises(OSError):
             introduction.introduce(guess, b"guess", 1, time.monotonic() + 180)
+        assert "rank 0: a caller from 127.0.0.1:" in caplog.text and caplog.text.count("was sent away") < 30
         swap(made, MIB, 1)
         assert made[0].states()[1] == made[1].states()[0] == [1, 1]
         for stranger in (*strangers, known, guess):

@@ -8,7 +8,6 @@ compared.
 
 from __future__ import annotations
 
-import errno
 import os
 import selectors
 import socket
@@ -21,23 +20,23 @@ from typing import NamedTuple
 
 from ...base.secrets import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
 from ...base.secrets import Keys as BothKeys
+from ...process.interfaces import with_port
+from .gate import Gate, Refusals
 
-__all__ = ["PATIENCE", "ConnectionKeys", "Reception", "introduce", "is_exhausted"]
+__all__ = ["PATIENCE", "ConnectionKeys", "Reception", "introduce"]
 
 # Numbers of the caller and of the host.
 _NUMBERS = struct.Struct("<II")
 # A caller's number, its nonce, and the proof that it has the job's secret.
 _HELLO = struct.Struct(f"<I{NONCE_BYTES}s{PROOF_BYTES}s")
+_TOO_MANY = "it had proved nothing yet when too many others came"
 # Seconds that a peer may take to connect and to prove its identity.
 PATIENCE = 5.0
 # Callers that have proved nothing yet and are listened to at once: each needs a file descriptor.
 _MOST_STRANGERS = 64
-_NO_DESCRIPTOR_SECONDS = 0.1
-
-
-def is_exhausted(error: OSError) -> bool:
-    """Return whether a connection could not be accepted for want of a descriptor or memory: the next one cannot."""
-    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# So a stranger has a sixth of a second at least, however many there are, and a caller waits for 1,024 others no longer
+# than its patience.
+_STRANGERS_PER_SECOND = 400.0
 
 
 class ConnectionKeys(NamedTuple):
@@ -53,10 +52,11 @@ class ConnectionKeys(NamedTuple):
 
 
 class _Caller:
-    """A connection that has not proved yet to be the job's."""
+    """A connection that has not proved yet to be the job's. ``place``: where it calls from."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, place: str) -> None:
         self.end = end
+        self.place = place
         self.nonce = make_nonce()
         self.heard = b""
         self.until = time.monotonic() + PATIENCE
@@ -83,29 +83,29 @@ class Reception:
         self._host = host
         self._most = len(numbers) + 1 + _MOST_STRANGERS
         self._callers: dict[socket.socket, _Caller] = {}
+        self._refusals = Refusals(f"rank {host}")
         # Guards _wake: a descriptor that was closed may be another file's by now.
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        for listener in listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+        self._gate = Gate(listeners, self._most, _STRANGERS_PER_SECOND)
+        self._gate.watch(self._selector)
 
     def admit(self, patience: float) -> list[tuple[int, socket.socket, ConnectionKeys]]:
         """Wait for ``patience`` seconds at most; return callers' numbers, connections that are the job's, and keys."""
         admitted: list[tuple[int, socket.socket, ConnectionKeys]] = []
         now = time.monotonic()
         for caller in [caller for caller in self._callers.values() if caller.until < now]:
-            self._send_away(caller)
-        for key, _ in self._selector.select(patience):
+            self._send_away(caller, f"it has not proved within {PATIENCE:g} s that it belongs to the job")
+        for key, _ in self._selector.select(min(patience, self._gate.look() or patience)):
             if key.fileobj == self._wake:
                 os.eventfd_read(self._wake)
                 continue
             known = self._callers.get(key.fileobj)  # type: ignore[call-overload]
             if known is not None:
                 admitted += self._listen_to(known)
-            elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
+            elif key.fileobj in self._gate:
                 self._accept(key.fileobj)  # type: ignore[arg-type]
         return admitted
 
@@ -121,32 +121,30 @@ class Reception:
             wake, self._wake = self._wake, -1
         if wake < 0:
             return
-        for caller in list(self._callers.values()):
-            self._send_away(caller)
+        for end in self._callers:
+            end.close()
+        self._callers.clear()
         self._selector.close()
         os.close(wake)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            end, _ = listener.accept()
-        except OSError as error:  # it has gone again
-            if is_exhausted(error):
-                self._make_room()
+            found = self._gate.accept(listener)
+        except OSError:
+            if self._callers:
+                self._send_away(next(iter(self._callers.values())), _TOO_MANY)
             return
+        if found is None:
+            return
+        end, address = found
         end.setblocking(False)
         if len(self._callers) >= self._most:
-            self._send_away(next(iter(self._callers.values())))
-        caller = self._callers[end] = _Caller(end)
+            self._send_away(next(iter(self._callers.values())), _TOO_MANY)
+        place = with_port(*address[:2]) if end.family != socket.AF_UNIX else "this host"
+        caller = self._callers[end] = _Caller(end, place)
         self._selector.register(end, selectors.EVENT_READ)
         with suppress(OSError):
             end.send(caller.nonce)
-
-    def _make_room(self) -> None:
-        """Free a descriptor, or wait a moment for one: the listener stays readable, and would be asked at once."""
-        if self._callers:
-            self._send_away(next(iter(self._callers.values())))
-        else:
-            time.sleep(_NO_DESCRIPTOR_SECONDS)
 
     def _listen_to(self, caller: _Caller) -> list[tuple[int, socket.socket, ConnectionKeys]]:
         try:
@@ -157,15 +155,16 @@ class Reception:
             heard = b""
         caller.heard += heard
         if not heard:
-            self._send_away(caller)
+            self._send_away(caller, "it has closed the connection")
         if not heard or len(caller.heard) < _HELLO.size:
             return []
         number, nonce, proof = _HELLO.unpack(caller.heard)
         said = _NUMBERS.pack(number, self._host) + caller.nonce + nonce
         knows = is_proof(proof, self._secret, b"caller", said)
         if not knows or number not in self._numbers:
-            self._send_away(caller)
+            self._send_away(caller, "it has not the job's secret")
             return []
+        self._gate.refund()
         self._selector.unregister(caller.end)
         del self._callers[caller.end]
         try:
@@ -176,7 +175,8 @@ class Reception:
         both = BothKeys.derive(self._secret, said)
         return [(number, caller.end, ConnectionKeys(both.host, both.caller))]
 
-    def _send_away(self, caller: _Caller) -> None:
+    def _send_away(self, caller: _Caller, why: str) -> None:
+        self._refusals.add(caller.place, why)
         self._selector.unregister(caller.end)
         del self._callers[caller.end]
         caller.end.close()
