@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ __all__ = ["MemberAddress", "Generation", "Member", "MemberReport"]
 
 # More names than a host has, and no more than one has the time to try.
 _MOST_NAMES = 256
+_ID = re.compile(r"\w{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Member:
     @property
     def process(self) -> Identity:
         """The process."""
-        return Identity.decode(self.identity.encode())
+        return Identity.decode(self.identity)
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def decode_member(text: bytes | str) -> Member:
 
 
 def _member(given: Mapping[str, Any]) -> Member:
-    return Member(str(given["id"]), _address(given["desk"]), str(given["identity"]))
+    if not _ID.fullmatch(given["id"]):
+        raise ValueError(f"{given['id']!r:.50} is no id of a member")  # it becomes a part of keys
+    return Member(given["id"], _address(given["desk"]), str(given["identity"]))
 
 
 def _address(given: Mapping[str, Any]) -> MemberAddress:

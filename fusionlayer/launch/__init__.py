@@ -149,6 +149,8 @@ _store: Store | None = None
 _joined = 0
 # The key of a store that counts processes which ask rank 0 for a prefix; followed by their tokens, by that number.
 _HELLO = "fusionlayer/hello"
+# Processes that have counted themselves, and were killed before they asked.
+_MOST_GONE = 1024
 _POLL = 0.01
 # Seconds that ranks wait beyond the timeout, so that those that came find out which ones did not.
 _LAST_LOOK = 1.5
@@ -369,7 +371,8 @@ def _greet(kept: Store, place: RankInfo, timeout: float) -> str:
     asked: list[str] = []
     seen = 0
     while (met := store.add(f"{token}/met", 0)) < place.size - 1 and time.monotonic() < end:
-        count = store.add(_HELLO, 0)
+        # Any process that reaches the store can count up.
+        count = min(store.add(_HELLO, 0), seen + max(place.size + _MOST_GONE - len(asked), 0))
         asked += [f"{_HELLO}/{number}" for number in range(seen + 1, count + 1)]
         seen = count
         # A process counts itself before it asks, and may have been killed in between.

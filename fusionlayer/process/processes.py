@@ -51,7 +51,7 @@ class Identity:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes) -> Identity:
+    def decode(cls, text: bytes | str) -> Identity:
         """Return the identity that ``encode`` has written; for any other text one that cannot be looked up."""
         unknown = cls.unknown()
         try:

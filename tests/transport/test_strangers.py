@@ -118,6 +118,22 @@ def test_ranks_that_greet_each_other_survive_any_value(key: str | None) -> None:
         assert key is None or "has no seal of this job's key" in str(met[0])
 
 
+def test_a_count_of_a_stranger_takes_neither_memory_nor_time_of_rank_0() -> None:
+    looks: list[int] = []
+
+    class Counting(Poisoned):
+        def check(self, keys: list[str]) -> bool:
+            looks.append(len(keys))
+            return super().check(keys)
+
+    store = dist.HashStore()
+    store.set("always", "")
+    store.add("fusionlayer/hello", 1 << 20)
+    with pytest.raises(TransportError, match="did not come within"):
+        launch._greet(Counting(store, "nowhere", b""), RankInfo(0, 2), 0.5)
+    assert max(looks) < 2000
+
+
 class Board(meeting.Board):
     text = ""
 
@@ -239,6 +255,9 @@ def test_strangers_at_a_desk_neither_join_nor_stop_the_members(key: str | None) 
     for names in ([], ["a\0" + "b" * 99], ["x"] * 1000):
         desk = {"node": "", "names": names, "port": 7, "token": ""}
         knocks.append(json.dumps({"id": "x", "identity": "", "desk": desk}).encode())
+    nowhere = {"node": "", "names": ["127.0.0.1"], "port": free_port(), "token": ""}
+    for name, identity in (("\ud800", ""), ("x", "\ud800"), ("../x", ""), (7, ""), ("x" * 99, "")):
+        knocks.append(json.dumps({"id": name, "identity": identity, "desk": nowhere}).encode())
     for value in knocks:
         strangers[0].set(f"knock/{strangers[0].add(TICKETS, 1)}", value)
         strangers[0].add(KNOCKS, 1)
@@ -421,10 +440,10 @@ def test_a_stranger_in_a_rank_s_place_at_gloo_is_an_error_within_the_timeout(key
 
 
 def train_with(rank: int, world: int, port: int, key: str | None, name: str, value: bytes) -> float:
-    """Rank 1's value of a key is replaced, as a stranger does who writes after it and before the others read."""
+    """A rank's value of a key is replaced, as a stranger does who writes after it and before the others read."""
     launched(rank, world, port, key)
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
+        if rank == (name != "sockets/at"):  # rank 0 calls no other, and reads no address
             original = dist.Store.set
 
             def replace(self: dist.Store, where: str, given: Any) -> None:
@@ -432,16 +451,17 @@ def train_with(rank: int, world: int, port: int, key: str | None, name: str, val
 
             patch.setattr(dist.Store, "set", replace)
         try:
-            return train(3.0)
+            return train(3.0, sockets="sockets" in name)
         except TransportError:
             if rank == 0:
                 stay_last()  # its process keeps the store by which the other learns why it fails
             raise
 
 
-KEYS = ("settings/", "gloo/", "who/", "at/", "node/")
+KEYS = ("settings/", "gloo/", "who/", "at/", "node/", "sockets/is", "sockets/at")
 POISON = [(key, name, value) for key in (None, KEY) for name in KEYS for value in JUNK[2::5]]
 FAST = [(None, "settings/", b"junk"), (None, "gloo/", b"junk"), (KEY, "settings/", b"junk"), (KEY, "gloo/", b"junk")]
+FAST += [(None, "sockets/is", b"junk"), (None, "sockets/at", b"junk")]
 
 
 @pytest.mark.medium

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...base import libraries
 from ...base.config import Config
 from ...base.errors import ConfigError
 from ...process.interfaces import addresses, family_of, is_loopback, own_address
 
-__all__ = ["Place", "SocketOptions", "Told", "Way", "chosen", "places", "ways"]
+__all__ = ["Place", "SocketOptions", "Told", "Way", "chosen", "listeners", "places", "ways"]
 
 
 Told = Sequence[Sequence[tuple[str, int]]]
@@ -135,6 +136,18 @@ def _one_of_each_family(given: Sequence[str]) -> tuple[str, ...]:
     for address in given:
         first.setdefault(family_of(address), address)
     return tuple(first.values())
+
+
+def listeners(told: Sequence[Sequence[Sequence[Any]]]) -> Told:
+    """Return the listeners of a rank, as it has announced them.
+
+    Raises:
+        TypeError, ValueError: another program has announced something else.
+    """
+    found = [[(str(ipaddress.ip_address(host)), range(1 << 16)[port]) for host, port in place] for place in told]
+    if not found or not all(found):
+        raise ValueError("a rank has no listener")
+    return found
 
 
 def ways(mine: Sequence[Place], index: int, theirs: Told) -> list[Way]:

@@ -13,7 +13,8 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -27,9 +28,11 @@ from .base import DamagedMessage, LinkError, LinkMessage
 from .exchange import ExchangeLink
 from .introduction import ConnectionKeys
 from .reconnecting import Keeper
-from .socket_options import SocketOptions, places
+from .socket_options import SocketOptions, listeners, places
 
 __all__ = ["SocketLink"]
+
+T = TypeVar("T")
 
 # Bytes to each peer that may be in flight, or wait there for the receiving call: the product of rate and round trip of
 # a link of 2.5 Gbit/s and 100 ms.
@@ -175,22 +178,20 @@ class SocketLink(ExchangeLink):
     def _connect(self, store: dist.Store, options: SocketOptions) -> None:
         """Send the others this rank's address; call the lower ranks, and wait for the calls of the higher ones."""
         rank, size = self._rank, self._size
-        mine = {"node": node_name()}
-        if rank == 0:
-            mine["nonce"] = secrets.token_hex(16)
-        everybody = [json.loads(each) for each in gather(store, "sockets/is", rank, size, json.dumps(mine))]
-        self.is_alone = len({each["node"] for each in everybody}) == 1
+        mine = {"node": node_name(), "nonce": secrets.token_hex(16)}  # that of rank 0 counts
+        everybody = _parsed(gather(store, "sockets/is", rank, size, json.dumps(mine)), _node_and_nonce)
+        self.is_alone = len({node for node, _ in everybody}) == 1
         # Alone the ranks call from, and listen at, the loopback interface: no other process's packets get there.
         self.is_sealed = not self.is_alone if options.authenticate is None else options.authenticate
         self.is_sealed = self.is_sealed or options.encrypt
-        secret = shared_secret("sockets", bytes.fromhex(everybody[0]["nonce"]))
+        secret = shared_secret("sockets", everybody[0][1])
         where = places(options, self.is_alone)
         keeper = Keeper(self, rank, size, self._count, secret, where, options.congestion)
         if self._is_closed:
             return keeper.end()
         self._keeper = keeper
         addresses = gather(store, "sockets/at", rank, size, json.dumps(keeper.addresses))
-        keeper.start([json.loads(each) for each in addresses[:rank]])
+        keeper.start(_parsed(addresses[:rank], listeners))
         start = time.monotonic()
         while not self._is_closed:
             keeper.call()
@@ -201,6 +202,26 @@ class SocketLink(ExchangeLink):
         keeper.watch()
         # Nobody makes a call before both ends have the connections.
         await_count(store, "sockets/up", size)
+
+
+def _node_and_nonce(told: Any) -> tuple[str, bytes]:
+    return str(told["node"]), bytes.fromhex(told["nonce"])
+
+
+def _parsed(texts: Sequence[bytes], parse: Callable[[Any], T]) -> list[T]:
+    """Return what each rank has written into the store.
+
+    Raises:
+        LinkError: something else stands there.
+    """
+    found = []
+    for peer, text in enumerate(texts):
+        try:
+            found.append(parse(json.loads(text)))
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+            why = f"{text[:80]!r} stands in the store as its address; another program or version has written it"
+            raise LinkError(peer, why) from None
+    return found
 
 
 def _records(messages: Sequence[LinkMessage]) -> ctypes.Array[libraries.LinkMessageStruct]:
