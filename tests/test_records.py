@@ -89,6 +89,17 @@ def test_what_is_no_number_or_date_is_refused_in_a_sentence(reader: str, text: s
     assert len(str(found.value)) < 1000 + len(text)  # the text of a variable is told
 
 
+_STEPS = ["&a0 [x, x]", *(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 8))]
+
+
+@looped("text", [f"[{', '.join(_STEPS)}]", "&a [*a]", "&a {b: *a}"])
+def test_aliases_cannot_stand_for_more_than_memory_holds(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(f"version: 1\nworld_size: {text}\n")
+    with pytest.raises(ConfigError, match="aliases repeat more than 1000000 values, or one holds itself"):
+        FusionPlan.from_yaml(path)
+
+
 @looped("text", ["9" * 5000, "1:" * 40 + "1", "2001-99-99", "!!bool x"])
 def test_a_number_that_is_none_is_told_with_its_place(text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"

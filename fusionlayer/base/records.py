@@ -42,6 +42,8 @@ _WORDS = {
 # The C parser is many times faster, but not every PyYAML has it. Both make plain data only.
 _SPECIAL = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
 _LARGEST = (1 << 64) - 1
+# Values that aliases repeat: a file of a few lines can name more than any memory holds.
+_MOST_REPEATED = 1_000_000
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -49,8 +51,16 @@ class _Loader(_Base):  # type: ignore[misc]
     """Refuses a mapping that has a key twice: YAML forbids it, and PyYAML would keep the last value.
 
     It also refuses texts that look like a number or a date without being one, such as 2001-99-99, and numbers of more
-    than 64 bits: PyYAML would raise the errors of its conversion.
+    than 64 bits: PyYAML would raise the errors of its conversion. Aliases may repeat ``_MOST_REPEATED``
+    values at most.
     """
+
+    def construct_document(self, node: Any) -> Any:
+        known: dict[int, int] = {}
+        if _count(node, known) - len(known) > _MOST_REPEATED:
+            problem = f"aliases repeat more than {_MOST_REPEATED} values, or one holds itself; write values out"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_document(node)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
@@ -77,6 +87,16 @@ class _Loader(_Base):  # type: ignore[misc]
                     raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
                 seen.add(key)
         super().flatten_mapping(node)
+
+
+def _count(node: Any, known: dict[int, int]) -> int:
+    """Return how many values a node has with each alias written out. ``known``: the counts so far, by identity."""
+    if id(node) not in known:
+        known[id(node)] = _LARGEST  # while it is counted: it holds itself if it is met again
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        each = (part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,)))
+        known[id(node)] = 1 + sum(_count(part, known) for part in each)
+    return known[id(node)]
 
 
 def _start(node: Any) -> str:

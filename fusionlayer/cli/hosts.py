@@ -21,6 +21,7 @@ __all__ = ["Host", "assign", "parse_hosts", "read_hostfile", "remote_command"]
 # A name that no program takes for an option, with the user to log in as before it.
 _USER = r"(?:[\w.+\\][\w.+\\@-]*@)?"
 _NAME = re.compile(rf"{_USER}\w[\w.-]*", re.ASCII)
+_SLOTS = re.compile(r"0*[1-9]\d{0,5}", re.ASCII)
 _IPV6 = re.compile(rf"({_USER})([\da-fA-F:.]*:[\da-fA-F:.]*(?:%\w[\w.-]*)?)", re.ASCII)
 
 # What another host runs. Standard input has the variables, which no list of processes may show, up to a line that none
@@ -81,7 +82,7 @@ def parse_hosts(text: str) -> list[Host]:
             name, _, slots = part.partition(":")
             slots = slots if ":" in part else None
         slots = "1" if slots is None else slots
-        if not name or not slots.isdecimal() or int(slots) < 1:
+        if not name or not _SLOTS.fullmatch(slots):
             raise ConfigError(f"host {part!r}; expected name:slots, such as node1:4, or [fd00::1]:4")
         hosts.append(Host(_checked(name, part, is_ipv6=bool(bracketed)), int(slots)))
     if not hosts:

@@ -176,7 +176,7 @@ def _header(text: bytearray) -> dict[str, Any]:
             and {*again.values()} <= {*names}
             and (not (again or order) or sorted(order) == sorted([*names, *again]))
         )
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise WireError(f"an update's header makes no sense ({error!r}): it was damaged") from error
     if not right:
         raise WireError("an update's header contradicts itself: it was damaged")

@@ -273,7 +273,7 @@ def test_hosts(tmp_path: Path) -> None:
     assert assign(3, read_hostfile(file)) == [Host("node1", 2), Host("node2", 1)]
     assert Host(socket.gethostname(), 1).is_here and Host("127.0.0.1", 1).is_here and not Host("node1", 1).is_here
     assert Host("::1", 1).is_here == any("::1" in found for found in addresses().values())
-    for wrong in ("a:b", ":2", "a:0", ",", "fd00::1", "[::1]:x"):
+    for wrong in ("a:b", ":2", "a:0", ",", "fd00::1", "[::1]:x", "a:" + "9" * 5000, "a:\u0663", "a:-1"):
         with pytest.raises(ConfigError, match="expected name:slots"):
             parse_hosts(wrong)
     for wrong in ("-oProxyCommand=x", "-v:2", "me@-v", "-l@host", "a b", "a;b", "$(b)", "[a]:2", "[-v::1]", "a/b"):

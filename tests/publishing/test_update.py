@@ -8,6 +8,7 @@ import torch
 
 from fusionlayer import native
 from fusionlayer.base.errors import WireError
+from fusionlayer.publishing import update
 from fusionlayer.publishing.snapshot import Snapshot, digest_of
 from fusionlayer.publishing.update import make, read
 from tests.fuzz import source_of
@@ -131,6 +132,12 @@ def test_a_header_that_makes_no_sense_is_a_wire_error(changes: dict[str, object]
     with pytest.raises(WireError):
         received(forged(**changes))
     assert received(forged()).version == 0
+
+
+def test_a_header_of_lists_in_lists_is_a_wire_error() -> None:
+    text = b"[" * 50_000
+    with pytest.raises(WireError, match="makes no sense"):
+        received(update._FRONT.pack(update._MAGIC, len(text), native.crc32c(text)) + text)
 
 
 def test_no_memory_is_taken_for_more_than_the_bytes_can_hold() -> None:
