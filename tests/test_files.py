@@ -123,6 +123,19 @@ def test_folders_of_weights_are_this_users_alone_unless_a_group_is_let_in(
     assert for_group.stat().st_mode & 0o777 == 0o640
 
 
+def test_another_users_folder_lets_no_group_in(tmp_path: Path) -> None:
+    """Its set-group-ID bit would give weights to a group of that user's choice."""
+    tmp_path.chmod(0o2777)
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 65534, -1)
+        tmp_path.chmod(0o2777)
+        made = save_delta(tmp_path)
+    else:
+        with mock.patch("os.geteuid", lambda: os.getuid() + 1):
+            made = save_delta(tmp_path)
+    assert made.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_file_that_is_not_complete_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("before")
     with pytest.raises(RuntimeError), files.whole(tmp_path / "a") as file:

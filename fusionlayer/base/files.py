@@ -33,7 +33,8 @@ def is_private(found: os.stat_result) -> bool:
 def whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
     """Open a file that has its name only once the block has ended without an error; a file of this name is replaced.
 
-    Only this user may read it; where the folder has the set-group-ID bit, its group may, too.
+    Only this user may read it; where the folder is this user's or root's and has the set-group-ID bit, its group may,
+    too.
 
     Args:
         path: its name, in a folder that is there.
@@ -54,7 +55,9 @@ def whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
 @contextmanager
 def _whole(folder: int, name: str, sync: bool = False) -> Iterator[IO[bytes]]:
     draft = f".{name}.{secrets.token_hex(8)}.partial"
-    group = 0o040 if os.fstat(folder).st_mode & stat.S_ISGID else 0
+    found = os.fstat(folder)
+    # Another user's folder would give the file to a group of that user's choice.
+    group = 0o040 if found.st_mode & stat.S_ISGID and found.st_uid in (os.geteuid(), 0) else 0
     own = os.open(draft, _CREATE, 0o600, dir_fd=folder)
     try:
         with open(own, "wb") as file:

@@ -87,15 +87,18 @@ def way(there: Sequence[UpdateFile], have: int | None, to: int) -> list[UpdateFi
 
     None: no files lead there.
     """
-    best: dict[int | None, tuple[int, list[UpdateFile]]] = {None: (0, [])}
-    if have is not None:
-        best[have] = (0, [])
+    best: dict[int | None, tuple[int, UpdateFile | None]] = {None: (0, None), have: (0, None)}
     for file in sorted(there, key=lambda file: file.version):  # an update leads to a later version than it needs
         if file.since in best and file.version <= to:
-            nbytes, before = best[file.since]
-            if file.version not in best or nbytes + file.nbytes < best[file.version][0]:
-                best[file.version] = nbytes + file.nbytes, [*before, file]
-    return best[to][1] if to in best else None
+            nbytes = best[file.since][0] + file.nbytes
+            if file.version not in best or nbytes < best[file.version][0]:
+                best[file.version] = nbytes, file
+    if to not in best:
+        return None
+    steps: list[UpdateFile] = []
+    while (last := best[steps[-1].since if steps else to][1]) is not None:
+        steps.append(last)
+    return steps[::-1]
 
 
 class FolderOutlet(Outlet):
@@ -183,13 +186,26 @@ class FolderOutlet(Outlet):
                 file.path.unlink(missing_ok=True)
 
     def _point(self, snapshot: Snapshot, ended: bool) -> None:
-        if self._written is not None and (there := newest_of(self._folder)) and there.run != snapshot.run:
+        if self._written is not None and self._is_of_another(snapshot.run):
             raise UsageError(f"publish: another publisher writes into {self._folder}; give each a folder of its own")
         facts: dict[str, object] = {"form": _FORM, "run": snapshot.run, "version": snapshot.version, "ended": ended}
         if self._secret is not None:
             facts |= {"began": self._began}
             facts |= {"signature": sign(self._secret, [*facts.values()])}
         self._put(_NEWEST, [memoryview(json.dumps(facts).encode())])
+
+    def _is_of_another(self, run: str) -> bool:
+        """Return whether another publisher has begun here. What a stranger or an earlier one can have put here is not.
+
+        It is replaced.
+        """
+        try:
+            facts = _facts(self._folder)
+        except (OSError, WireError):
+            return False
+        if facts is None or facts["run"] == run:
+            return False
+        return self._secret is None or (_is_signed(facts, self._secret) and _told(facts).began > self._began)
 
     def _signed(self, update: Update) -> Sequence[memoryview]:
         if self._secret is None:
@@ -201,12 +217,6 @@ class FolderOutlet(Outlet):
         with files.whole(self._folder / name, sync=True) as file:
             for part in parts:
                 file.write(part)
-
-
-def newest_of(folder: Path) -> _Newest | None:
-    """Return the content of ``newest.json``, regardless of its author; None if it is missing."""
-    facts = _facts(folder)
-    return None if facts is None else _told(facts)
 
 
 def _facts(folder: Path) -> dict[str, Any] | None:
@@ -230,6 +240,12 @@ def _facts(folder: Path) -> dict[str, Any] | None:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         pass
     raise WireError(f"{folder / _NEWEST} says {text[:80]!r}: it was damaged, or another fusionlayer has written it")
+
+
+def _is_signed(facts: dict[str, Any], secret: bytes) -> bool:
+    """Return whether the content of ``newest.json`` has the signature that a publisher with the secret gives it."""
+    signature = sign(secret, [facts["form"], *_told(facts)])
+    return hmac.compare_digest(str(facts.get("signature")).encode(), signature.encode())
 
 
 def _told(facts: dict[str, Any]) -> _Newest:
@@ -289,8 +305,7 @@ class FolderSource(Source):
             return found
         if "signature" not in facts:
             raise WireError(f"{where} is not signed, and this follower has a secret: give publish the same secret")
-        signature = sign(self._secret, [facts["form"], found.run, found.version, found.ended, found.began])
-        if not hmac.compare_digest(facts["signature"].encode(), signature.encode()):
+        if not _is_signed(facts, self._secret):
             raise WireError(f"{where} is signed with another secret: give publisher and followers the same one")
         if (found.began, found.version) < self._latest:
             raise WireError(f"{where} announces version {found.version}, which is older than one that was there before")

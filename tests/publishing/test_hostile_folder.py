@@ -153,6 +153,24 @@ def test_an_old_version_of_the_same_run_is_not_shown_again(tmp_path: Path) -> No
         follower.next(made)
 
 
+def test_nothing_that_strangers_put_there_ends_the_publisher(tmp_path: Path) -> None:
+    published(tmp_path, 7)
+    newest = tmp_path / "newest.json"
+    forged = {"form": 1, "run": "f" * 16, "version": 9, "ended": False, "began": 1 << 62, "signature": "0" * 64}
+    of_an_earlier_one = newest.read_bytes()
+    with fl.publish({}, tmp_path, secret=SECRET) as publisher:
+        for version, content in enumerate((b"junk", json.dumps(forged).encode(), of_an_earlier_one, b"")):
+            publisher.update(plain_state(version))
+            assert publisher.flush(LONG)
+            newest.write_bytes(content)
+        newest.unlink()
+        os.mkfifo(newest)
+        publisher.update(plain_state(4))
+        assert publisher.flush(LONG)
+        made = source(tmp_path).next(None)
+        assert made is not None and made.version == 4
+
+
 def test_pipes_links_and_endless_files_hold_no_follower_up(tmp_path: Path) -> None:
     published(tmp_path, 0, secret=None)
     newest, (file,) = tmp_path / "newest.json", files_of(tmp_path)

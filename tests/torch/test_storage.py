@@ -44,8 +44,8 @@ def plant(path: Path, mark: Path) -> None:
     torch.save({"state": Attack(mark)}, path)
 
 
-def of_agent(root: Path) -> Storage:
-    found = Storage.of_agent(0, {"TORCHELASTIC_RUN_ID": "job", "FUSIONLAYER_ELASTIC_DIR": str(root)})
+def of_agent(root: Path, job: str = "job") -> Storage:
+    found = Storage.of_agent(0, {"TORCHELASTIC_RUN_ID": job, "FUSIONLAYER_ELASTIC_DIR": str(root)})
     assert found is not None
     return found
 
@@ -167,3 +167,19 @@ def test_drafts_of_workers_that_were_killed_go(tmp_path: Path) -> None:
     left.chmod(0o600)
     storage.keep(3, "shared", "own")
     assert not left.exists()
+
+
+@looped("job", ["job", ".", "..", ""])
+def test_only_commits_are_removed_whatever_the_job_is_called(job: str, tmp_path: Path) -> None:
+    """The folder's name comes from that of the job: it may be any folder of this user's."""
+    root = tmp_path / f"root {job}" / "elastic"
+    root.mkdir(mode=0o700, parents=True)
+    of_others = [root / "notes", root.parent / "notes"]
+    for each in of_others:
+        each.touch(0o600)
+    storage = of_agent(root, job)
+    storage.keep(1, "shared", "own")
+    storage.forget()
+    assert all(each.exists() for each in of_others) and storage.newest() == 0
+    assert not list(tmp_path.rglob("1.*")) and not list(tmp_path.rglob("token"))
+    assert job != "job" or not (root / "job").exists()

@@ -139,8 +139,11 @@ class Storage:
         return self._read(f"{number}.rank-{rank}")
 
     def forget(self) -> None:
-        """Remove all commits that are here."""
-        shutil.rmtree(self._folder.path, ignore_errors=True)
+        """Remove all commits that are here, and the folder if it has nothing else."""
+        for name in [*(name for name, *_ in self._files(drafts=True)), _TOKEN]:
+            self._folder.remove(name)
+        with suppress(OSError):
+            self._folder.path.rmdir()
 
     def _files(self, drafts: bool = False) -> Iterator[tuple[str, int, str]]:
         for name in self._folder.names():
