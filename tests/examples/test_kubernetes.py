@@ -84,6 +84,7 @@ def test_an_image_gets_what_the_build_needs() -> None:
     copied = re.findall(r"^COPY (--from=build )?(\S+) \S+$", DOCKERFILE, re.MULTILINE)
     assert copied == [("", "."), ("--from=build ", "/wheels"), ("", "examples")]
     assert re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE) == ["/src", "/workspace"]
+    assert "StrictHostKeyChecking" not in DOCKERFILE, "ssh knows the keys of the image's hosts"
     assert f"--wheel-dir {copied[1][1]} ." in DOCKERFILE and f"{copied[1][1]}/*.whl" in DOCKERFILE
 
 
