@@ -8,15 +8,19 @@ import hashlib
 import json
 import random
 import resource
+import selectors
 import socket
 import struct
 import sys
 import tempfile
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +28,12 @@ import yaml
 
 from benchmarks import driver
 from fusionlayer import codecs, native
-from fusionlayer.base import records
+from fusionlayer.base import config, records
 from fusionlayer.base.errors import ConfigError, TransportError, WireError
 from fusionlayer.base.plan import FusionPlan, TensorInfo
-from fusionlayer.base.secrets import Seal
+from fusionlayer.base.secrets import Seal, prove
 from fusionlayer.cli import main
+from fusionlayer.cli.hosts import read_hostfile
 from fusionlayer.coordination import requests
 from fusionlayer.elastic import generation
 from fusionlayer.health import report
@@ -37,15 +42,20 @@ from fusionlayer.health.judge import judge
 from fusionlayer.health.state import ChannelState, Finding, RankState, decode_finding
 from fusionlayer.health.state import decode as decode_state
 from fusionlayer.health.state import encode as encode_state
+from fusionlayer.launch import meeting
 from fusionlayer.native.wire import Header
+from fusionlayer.planning.profile import Profile
 from fusionlayer.process.processes import Identity
-from fusionlayer.publishing import folder, frames, greeting, signing, update
+from fusionlayer.publishing import folder, frames, greeting, keyring, signing, update
 from fusionlayer.publishing.address import Endpoint
 from fusionlayer.publishing.snapshot import Snapshot
 from fusionlayer.training import checkpoint
 from fusionlayer.transport import star
-from fusionlayer.transport.links import device_memory
+from fusionlayer.transport.links import device_memory, introduction, sockets
+from fusionlayer.transport.links.base import LinkError
 from fusionlayer.transport.links.introduction import ConnectionKeys
+from fusionlayer.transport.links.socket_options import listeners
+from fusionlayer.transport.settings import gather_settings
 from tests.cli.test_trace import step_spans
 from tests.codecs.conformance import encoded
 from tests.synthetic import gradient
@@ -124,6 +134,8 @@ def _mutated_json(chance: random.Random, data: bytes) -> bytes | None:
     if found is None:
         return None
     value, begin, end = found
+    if chance.random() < 0.02:
+        return data[:begin] + b"[" * 5000 + data[end:]
     for _ in range(chance.choice((1, 1, 2, 4))):
         value = _replaced(chance, value)
     return data[:begin] + json.dumps(value).encode() + data[end:]
@@ -177,7 +189,7 @@ def _updates() -> Iterator[tuple[str, Parser]]:
 
     def sealed(data: bytes) -> bytes:
         found = _json_in(data[12:])
-        end = 12 + (found[2] if found else 0)
+        end = 12 + found[2] if found else len(data)
         return update._FRONT.pack(b"FLV1", end - 12, native.crc32c(data[12:end])) + data[12:]
 
     def parse(data: bytes) -> object:
@@ -297,7 +309,34 @@ def _desks() -> Iterator[tuple[str, Parser]]:
     refuses = (TransportError,)
     yield "generation", Parser([now.encode().encode()], generation.Generation.decode, refuses)
     yield "report of a member", Parser(told, generation.MemberReport.decode, refuses)
-    yield "member", Parser([generation.encode_member(member).encode()], generation.decode_member, refuses)
+    member_text = generation.encode_member(member).encode()
+    yield "member", Parser([member_text], lambda data: str(generation.decode_member(data).process), refuses)
+    yield (
+        "address of rank 0",
+        Parser([b"10.0.0.1:29500".hex().encode()], lambda data: meeting._address(data.decode("latin-1")), refuses),
+    )
+    letter = json.dumps({"hosts": ["h"], "port": 9, "near": f"fusionlayer-{16 * '0'}", "nonce": "00"}).encode()
+    yield (
+        "address of a star",
+        Parser([letter], lambda data: star._Address.read(torch.tensor([*data], dtype=torch.uint8)), refuses),
+    )
+    facts = json.dumps(["node", {"checksum": True}]).encode()
+
+    def settings_of(data: bytes) -> object:
+        store: Any = SimpleNamespace(
+            set=lambda *_: None, add=lambda *_: 1, wait=lambda _: None, multi_get=lambda _: [data]
+        )
+        return gather_settings(store, 0, 1, "node", {"checksum": True})
+
+    yield "settings of a rank", Parser([facts], settings_of, refuses)
+    nonce, places = json.dumps({"node": "n", "nonce": "00" * 16}), json.dumps([[["10.0.0.1", 5], ["fe80::1", 9]]])
+    of_sockets: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "nonce": (nonce, sockets._node_and_nonce),
+        "listeners": (places, listeners),
+    }
+    for name, (seed, parse) in of_sockets.items():
+        each = partial(lambda parse, data: sockets._parsed([data], parse), parse)
+        yield f"{name} of sockets", Parser([seed.encode()], each, (LinkError,))
 
 
 def _messages() -> Iterator[tuple[str, Parser]]:
@@ -331,6 +370,41 @@ def _messages() -> Iterator[tuple[str, Parser]]:
 
     seeds = [star_messages(*several) for several in ((b"message",), (b"message",) * 3, (b"message", b"x" * 5000))]
     yield "star", Parser(seeds, star_frames, (), lambda data: star_messages(data[star._PREFIX.size :]))
+
+    secret, zeros = b"s" * 16, bytes(16)
+    reception = introduction.Reception([], secret, [1])
+
+    def hello_of(number: int, nonce: bytes) -> bytes:
+        said = introduction._NUMBERS.pack(number, 0) + zeros + nonce
+        return introduction._HELLO.pack(number, nonce, prove(secret, b"caller", said))
+
+    def receive_caller(data: bytes) -> object:
+        here, there = socket.socketpair()
+        with here, there:
+            here.setblocking(False)
+            caller = reception._callers[here] = introduction._Caller(here, "here")
+            caller.nonce = zeros
+            reception._selector.register(here, selectors.EVENT_READ)
+            there.sendall(data)
+            there.shutdown(socket.SHUT_WR)
+            while reception._callers:
+                admitted = reception.admit(1.0)
+                assert all(number == 1 and data.startswith(hello_of(1, data[4:20])) for number, *_ in admitted)
+
+    seeds = [hello_of(number, bytes([number]) * 16) for number in (1, 2)]
+    yield (
+        "hello of a rank",
+        Parser(seeds, receive_caller, (), lambda data: hello_of(*introduction._HELLO.unpack(data.ljust(52)[:52])[:2])),
+    )
+
+    def introduce(data: bytes) -> object:
+        here, there = socket.socketpair()
+        with here, there:
+            there.sendall(data)
+            there.shutdown(socket.SHUT_WR)
+            assert introduction.introduce(here, secret, 1, time.monotonic() + 180) is None
+
+    yield "answer of a host", Parser([bytes(48)], introduce, (OSError,))
 
     def greet(data: bytes) -> object:
         here, there = socket.socketpair()
@@ -381,6 +455,31 @@ def _texts() -> Iterator[tuple[str, Parser]]:
     yield "plan", Parser(yaml_texts, parse_plan, (ConfigError,))
 
 
+def _lists(place: Path) -> Iterator[tuple[str, Parser]]:
+    """Files that users write, or copy from elsewhere."""
+
+    def of_file(read: Callable[[Path], object]) -> Parse:
+        def parse(data: bytes) -> object:
+            (place / "list").write_bytes(data)
+            return read(place / "list")
+
+        return parse
+
+    hosts = b"node1 slots=4\nme@node2:3 # big\n[fd00::2]:5\nfd00::3\n"
+    yield "hostfile", Parser([hosts], of_file(read_hostfile), (ConfigError,))
+    secrets = b"# all\nme:0123456789abcdef\n0123456789abcdef\n"
+    yield "secrets", Parser([secrets], lambda data: [*keyring._parsed(data, place)], (ConfigError,))
+    settings = b"codec: int8\ncodec_options: {group: 64}\nrates: [1gbit]\ntimeout: &a 3\nlanes: *a\n"
+    yield (
+        "settings",
+        Parser([settings], of_file(lambda path: config.load({"FUSIONLAYER_CONFIG": str(path)})), (ConfigError,)),
+    )
+    profile = b"""{version: 1, title: t, machine: {cores: 2, workers: 2}, codecs: {}, links: {},
+copy: [[1, 1.0], [9, 2.0]],
+model: {name: m, forward: 1.0, backward: 1.0, optimizer: 0.5, tensors: [{name: a, numel: 3, ready: 0.1}]}}"""
+    yield "profile", Parser([profile], of_file(lambda path: str(Profile.from_yaml(path))), (ConfigError,))
+
+
 def _codec_messages() -> Iterator[tuple[str, Parser]]:
     x = gradient(300, 5)
     for name in codecs.names():
@@ -400,7 +499,7 @@ def _codec_messages() -> Iterator[tuple[str, Parser]]:
 
 def parsers(place: Path) -> dict[str, Parser]:
     """Return all parsers; those of files keep them in the folder ``place``."""
-    makers = (_updates(), _folders(place), _stores(), _desks(), _messages(), _texts(), _codec_messages())
+    makers = (_updates(), _folders(place), _stores(), _desks(), _messages(), _texts(), _lists(place), _codec_messages())
     return {name: parser for maker in makers for name, parser in maker}
 
 
