@@ -1,12 +1,9 @@
-"""What guards a publisher, and what that costs: a secret's tags, TLS, and a flood of strangers.
+"""What guards of a publisher cost: a secret's tags, and TLS. ``strangers`` measures what floods of strangers cost.
 
     python -m benchmarks.publish_guard --out benchmarks/results
 
-The first rows: seconds from ``publisher.step()`` until a follower has a version of 1 or 64 MB that nothing compresses,
-over loopback and between two emulated hosts; without a guard, with a secret, with TLS, and with both, in turns in one
-run. The last rows: a GPT trains and publishes each step in a process that may have 1024 descriptors, with 2,000
-strangers at the publisher's port and without, in turns: CPU time of the process, calls of ``open`` that failed, and
-whether the weights have the same bits.
+Seconds from ``publisher.step()`` until a follower has a version of 1 or 64 MB that nothing compresses, over loopback
+and between two emulated hosts; without a guard, with a secret, with TLS, and with both, in turns in one run.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import socket
 import statistics
 import struct
@@ -23,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +29,14 @@ import fusionlayer as fl
 from benchmarks import driver
 from benchmarks.arguments import count
 from benchmarks.lab import Network, launch
-from benchmarks.strangers import flood
 
 __all__ = ["main", "summarize"]
 
-ROOT = Path(__file__).parents[1]
 GUARDS = ("none", "secret", "TLS", "both")
 SIZES = (1_000_000, 64_000_000)
 _SECRET = "0123456789abcdef"
 _PATIENCE = 120.0
 _WORD = struct.Struct("<d")
-_LIMIT, _STRANGERS = 1024, 2000
 _MEASURED = ("seconds", "cpu_seconds", "follower_cpu_seconds")
 
 
@@ -51,32 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = driver.make_parser("publish_guard", __doc__)
     parser.add_argument("--turns", type=count(), default=7, help="of each guard and size (7)")
-    parser.add_argument("--floods", type=count(), default=3, help="trainings with and without strangers (3)")
-    parser.add_argument("--steps", type=count(), default=60, help="of each training (60)")
-    parser.add_argument("--part", choices=("publisher", "training"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     driver.add_options(parser, timed=True)
     options = parser.parse_args(arguments)
-    if options.part == "publisher":
+    if options.folder:
         (publish if os.environ["RANK"] == "0" else follow)(options)
-        return 0
-    if options.part == "training":
-        print(json.dumps(train(options)))
         return 0
     environment = driver.begin(options, 2)
     own = [sys.executable, "-m", "benchmarks.publish_guard", *(sys.argv[1:] if arguments is None else arguments)]
-    rows = [row for link in ("loopback", "1gbit") for row in measured(link, [*own, "--part", "publisher"])]
-    rows += trained(options, [*own, "--part", "training"])
+    rows = [row for link in ("loopback", "1gbit") for row in measured(link, own)]
     driver.finish(options, "publish-guard", "Guards of a publisher", environment, rows, summarize(rows))
     return 0
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a line for each link, size and guard, with medians and ratios to no guard; and one for the floods."""
+    """Return a line for each link, size and guard, with medians and ratios to no guard."""
     lines = []
-    timed = [row for row in rows if "guard" in row]
-    for link, size, guard in dict.fromkeys((row["link"], row["nbytes"], row["guard"]) for row in timed):
-        found = [row for row in timed if (row["link"], row["nbytes"]) == (link, size)]
+    for link, size, guard in dict.fromkeys((row["link"], row["nbytes"], row["guard"]) for row in rows):
+        found = [row for row in rows if (row["link"], row["nbytes"]) == (link, size)]
         seconds, cpu, theirs = ({g: _median(found, g, key) for g in GUARDS} for key in _MEASURED)
         lines.append(
             {
@@ -88,21 +73,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "times as long": f"{seconds[guard] / seconds['none']:.2f}",
                 "publisher, CPU s": f"{cpu[guard]:.4f}",
                 "follower, CPU s": f"{theirs[guard]:.4f}",
-                **{"failed open()": "", "same bits": ""},
                 "times the CPU": f"{(cpu[guard] + theirs[guard]) / (cpu['none'] + theirs['none']):.2f}",
-            }
-        )
-    for strangers in dict.fromkeys(row["strangers"] for row in rows if "strangers" in row):
-        found = [row for row in rows if row.get("strangers") == strangers]
-        alone = [row for row in rows if row.get("strangers") == 0]
-        cpu = [row["cpu_seconds"] for row in found]
-        lines.append(
-            {
-                "link": f"a training, {strangers} strangers",
-                "publisher, CPU s": f"{statistics.median(cpu):.2f}",
-                "times the CPU": f"{statistics.median(cpu) / statistics.median(r['cpu_seconds'] for r in alone):.2f}",
-                "failed open()": sum(row["failed"] for row in found),
-                "same bits": str({row["digest"] for row in found} == {alone[0]["digest"]}).lower(),
             }
         )
     return lines
@@ -205,59 +176,6 @@ def follow(options: argparse.Namespace) -> None:
             cpu = time.process_time()
             followers[GUARDS[word[0]]].wait(_PATIENCE)
             trainer.sendall(_WORD.pack(time.process_time() - cpu))
-
-
-# ---- a training among strangers -------------------------------------------------------------------------------------
-
-
-def trained(options: argparse.Namespace, command: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each training."""
-    rows = []
-    for _ in range(options.floods):
-        for strangers in (0, _STRANGERS):
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-                assert process.stdin and process.stdout
-                port = int(process.stdout.readline())
-                with flood(port, strangers) if strangers else nullcontext():
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-                    rows.append({"strangers": strangers, **json.loads(process.stdout.readline())})
-    return rows
-
-
-def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Train and publish among strangers; return CPU time, failed calls of ``open`` and a digest of the weights."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from gpt import GPT, Config, Corpus
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = GPT(Config(width=256, layers=4, heads=4, context=128, tied=False))
-    corpus, generator = Corpus(), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    failed = 0
-    with fl.publish(model, "tcp://127.0.0.1:0", secret=_SECRET) as publisher:
-        print(publisher.address.rpartition(":")[2], flush=True)
-        with fl.subscribe(publisher.address, secret=_SECRET) as follower:
-            input()
-            before = time.process_time()
-            for _ in range(options.steps):
-                optimizer.zero_grad()
-                model(*corpus.sample(4, 128, generator)).backward()
-                optimizer.step()
-                publisher.step()
-                with ExitStack() as stack:
-                    try:
-                        for _ in range(_LIMIT // 4):
-                            stack.enter_context(open(os.devnull))
-                    except OSError:
-                        failed += 1
-            seconds = time.process_time() - before
-            while publisher.version != follower.version:
-                follower.wait(_PATIENCE)
-            same = follower.digest == publisher.digest
-            return {"cpu_seconds": seconds, "failed": failed, "digest": publisher.digest, "follower_has_it": same}
 
 
 if __name__ == "__main__":
