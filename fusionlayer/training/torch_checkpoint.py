@@ -1,6 +1,6 @@
 """Reads a rank's tensors from a checkpoint of ``torch.distributed.checkpoint``.
 
-torch unpickles the checkpoint's description, and may unpickle values, so whoever can write there could run code.
+torch unpickles a checkpoint's description, and may unpickle values: any user with access to its folder could run code.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Description(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(dcp.FileSystemReader):
+class _CheckpointReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path, ".metadata")
         try:
@@ -63,7 +63,7 @@ class _Reader(dcp.FileSystemReader):
         return found
 
 
-class _Planner(DefaultLoadPlanner):
+class _TensorPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
         raise WireError(f"{read_item.storage_index.fqn!r} is no tensor: the checkpoint was damaged")
 
@@ -75,7 +75,7 @@ def entries_of(folder: Path, key: re.Pattern[str]) -> dict[str, Entries]:
         WireError: torch has not written the folder's description.
     """
     found: dict[str, dict[tuple[str, ...], str]] = {}
-    for entry, path in (_Reader(folder).read_metadata().planner_data or {}).items():
+    for entry, path in (_CheckpointReader(folder).read_metadata().planner_data or {}).items():
         for i, part in enumerate(path):
             if isinstance(part, str) and key.fullmatch(part):
                 found.setdefault(part, {})[tuple(map(str, path[i + 1 :]))] = entry
@@ -88,12 +88,12 @@ def read(folder: Path, entries: Entries) -> dict[tuple[str, ...], Tensor]:
     Raises:
         WireError: as ``entries_of``.
     """
-    reader = _Reader(folder)
+    reader = _CheckpointReader(folder)
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     # What else is there is an empty mapping.
     names = {path: entry for path, entry in entries.items() if isinstance(known.get(entry), TensorStorageMetadata)}
     found = {e: torch.empty(known[e].size, dtype=known[e].properties.dtype, device="cpu") for e in names.values()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this rank reads alone, as it means to
-        dcp.load(found, storage_reader=reader, planner=_Planner(), no_dist=True)
+        dcp.load(found, storage_reader=reader, planner=_TensorPlanner(), no_dist=True)
     return {path: found[entry] for path, entry in names.items()}

@@ -1,6 +1,7 @@
 """The dry run of a release: what it refuses, builds and prints."""
 
 import importlib.util
+import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,6 +103,25 @@ def test_what_is_not_ready_is_refused_before_anything_is_built(tree: Path, capsy
     ]
     (tree / "fusionlayer" / "__init__.py").write_text('__version__ = "1.3.0"\n')
     assert "CHANGELOG.md has no heading '## 1.3.0'" in "\n".join(release.problems(tree))
+
+
+def test_weak_packages_of_users_stop_a_release() -> None:
+    users = audit.dependencies(["numpy", "PyYAML>=6", 'mpi4py>=4; extra == "mpi"', "torch>=2.11"])
+    fixes = {"PyYAML": ["1.1"], "torch": [], "mkdocs": ["2"]}
+    found = [{"name": n, "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": f}]} for n, f in fixes.items()]
+
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, json.dumps({"dependencies": found}) if found else "", "no route")
+
+    stops, told = audit.audit(users, run)
+    assert stops == ["PyYAML 1 has CVE-1, fixed in 1.1"]
+    assert [line.split()[0] for line in told] == [
+        "torch",
+        "mkdocs",
+        "3",
+    ]
+    found.clear()
+    assert audit.audit(users, run) == ([], ["skipped: pip-audit could not look at its database: no route"])
 
 
 def test_the_files_of_the_repository_fit() -> None:
