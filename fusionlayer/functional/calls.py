@@ -2,143 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
-import io
-import pickle
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from . import codecs, collectives, context
-from .base import config
-from .base.errors import ConfigError, PlanMismatch, kind_of, require, whole_numbers
-from .base.registry import nearest
-from .base.seeds import derive_seed
-from .codecs import Codec, CodecOptions, Part, PartsCodec
-from .collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
-from .collectives.switching import Switcher, switcher_of
-from .native.wire import DTYPE_CODES, digest
-from .transport import Transport
-from .transport._announced import pass_on, take_in
-from .transport.composed import by_rank
+from .. import codecs, collectives, context
+from ..base.errors import ConfigError, require, whole_numbers
+from ..base.seeds import derive_seed
+from ..codecs import Codec, CodecOptions, Part, PartsCodec
+from ..collectives import Scaling, halves, reduce_flat, reduce_scatter_flat, zipped
+from ..collectives.switching import Switcher, switcher_of
+from ..native.wire import DTYPE_CODES
+from ..transport import Transport
+from ..transport.composed import by_rank
+from .arguments import AUTO, Average, Group, ReduceOp, Sum, check_op, make_codec, negotiate, refuse_unknown
+from .operators import operator
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "Average",
-    "ReduceOp",
-    "Sum",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "reduce_scatter",
-    "switcher",
-]
-
-Group = dist.ProcessGroup | Transport | None
-T = TypeVar("T")
-
-
-class ReduceOp(Enum):
-    """The operation of a reduction on the values of all ranks."""
-
-    AVERAGE = "average"
-    SUM = "sum"
-
-
-AUTO = "auto"
-"""A user's word instead of a codec: elements are sent uncompressed, or by ``zip`` if measured faster."""
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-
-
-def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
-    """Return the codec that a user's ``codec`` and options name; without a name, the configured one.
-
-    Raises:
-        ConfigError: the name or an option is unknown, or ``codec`` is a ``Codec`` and options are given with it.
-    """
-    if isinstance(codec, Codec):
-        if options:
-            raise ConfigError(f"got the codec {codec} and the options {dict(options)}; give the codec's name with them")
-        return codec
-    if codec is None:
-        settings = context.settings()
-        with config.blame(settings, "codec", "codec_options"):
-            return make_codec(settings.codec, {**settings.codec_options, **options})
-    if codec == AUTO:
-        raise ConfigError("codec 'auto' chooses for the gradients of a DistributedOptimizer; give a codec's name here")
-    return codecs.get(codec, **options)
-
-
-def refuse_unknown(
-    front: Callable[..., Any], codec: str | Codec | None, options: Mapping[str, Any], more: Iterable[str] = ()
-) -> None:
-    """Refuse a misspelt argument, which a function that takes a codec's options as keywords would take for an option.
-
-    Args:
-        front: the function or class that a user has called.
-        codec: the codec that the user gave; None is the configured one.
-        options: the keywords that are no arguments of ``front``.
-        more: keywords that ``front`` understands without naming them.
-
-    Raises:
-        ConfigError: the codec has no such option. It names the nearest argument or option.
-    """
-    for option in options:
-        if option in config.REMOVED:
-            raise ConfigError(f"{front.__name__}({option}=...): it was removed: {config.REMOVED[option]}; leave it out")
-    if not options or codec == AUTO or isinstance(codec, Codec):
-        return
-    name = context.settings().codec if codec is None else codec
-    known = codecs.options(name)
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        own = [p.name for p in inspect.signature(front).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        raise ConfigError(
-            f"{front.__name__}() has no argument {unknown[0]!r}, and codec {name!r} no such option; "
-            f"{nearest(unknown[0], [*own, *more, *known])}"
-        )
-
-
-def check_op(op: ReduceOp) -> ReduceOp:
-    """Return ``op``, or raise ``ConfigError`` if it is not a ``ReduceOp``."""
-    if not isinstance(op, ReduceOp):
-        raise ConfigError(f"op={op!r}; expected fusionlayer.Average or fusionlayer.Sum")
-    return op
-
-
-def _negotiate(
-    transport: Transport, call: str, facts: Sequence[object], numbers: Sequence[int] = ()
-) -> list[list[int]]:
-    """Return every rank's ``numbers``, after a check that all ranks make the same ``call`` with the same ``facts``.
-
-    ``numbers`` holds at most as many numbers as there are ranks, and is padded to that length. Records then have one
-    length in every call, so that ranks which make different calls can still exchange them and report the mismatch.
-    """
-    padded = [*numbers, *[0] * (transport.size - len(numbers))]
-    record = digest(call, *facts)[:8] + struct.pack(f"<{len(padded)}q", *padded)
-    records = transport.all_gather_bytes(record)
-    differ = [rank for rank, record in enumerate(records) if record[:8] != records[0][:8]]
-    if differ:
-        shown = ", ".join(map(str, facts[:5])) + (", ..." if len(facts) > 5 else "")
-        raise PlanMismatch(
-            f"{call}({shown}) on rank {transport.rank}: ranks {differ} make another call than rank 0; give every rank "
-            "the same shapes, types, codec and algorithm",
-            ranks=differ,
-        )
-    return [list(struct.unpack_from(f"<{len(numbers)}q", record, 8)) for record in records]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "switcher"]
 
 
 def _seed(transport: Transport) -> int:
@@ -171,6 +56,19 @@ def _configured(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
     return make_codec("raw" if codec is None and context.settings().codec == AUTO else codec, options)
 
 
+def _size(group: Group) -> int:
+    if group is None:
+        return context.size()
+    return group.size if isinstance(group, Transport) else group.size()
+
+
+def _rows_of_all(grad: Tensor, rows: Sequence[int], group: Group) -> list[list[int]]:
+    """Return what each rank gives as ``rows``; in a compiled program all give the same."""
+    if torch.compiler.is_compiling():
+        return [[*rows]]
+    return negotiate(context.transport(group), "gradient", [tuple(grad.shape[1:]), grad.dtype], rows)
+
+
 def switcher(group: Group = None) -> Switcher:
     """Return the object that decides for ``codec="auto"`` on a group.
 
@@ -182,6 +80,7 @@ def switcher(group: Group = None) -> Switcher:
     return switcher_of(context.transport(group))
 
 
+@operator(shape=None)
 def all_reduce(
     tensor: Tensor,
     codec: str | Codec | None = None,
@@ -226,7 +125,7 @@ def all_reduce(
             raise ConfigError(f"codec 'auto' with algorithm={algorithm!r}; leave the algorithm out, or name a codec")
         algorithm = "switched"
     name = collectives.choose(chosen, transport.node_sizes, algorithm)
-    _negotiate(transport, "all_reduce", [tuple(tensor.shape), tensor.dtype, chosen, name, op])
+    negotiate(transport, "all_reduce", [tuple(tensor.shape), tensor.dtype, chosen, name, op])
     with torch.no_grad():
         flat = tensor.detach().contiguous().view(-1)
         if isinstance(chosen, PartsCodec):
@@ -238,6 +137,23 @@ def all_reduce(
     return tensor
 
 
+def _gathered(tensor: Tensor, codec: Any = None, group: Group = None, **options: Any) -> list[int]:
+    rows, *rest = tensor.shape or (1,)
+    return [_size(group) * rows, *rest]
+
+
+def _gather_gradient(
+    grad: Tensor, shape: Sequence[int], codec: Any = None, group: Group = None, **options: Any
+) -> Tensor:
+    rows = shape[0] if len(shape) else 1
+    lengths = _rows_of_all(grad, [rows], group)
+    if any(length != [rows] for length in lengths):
+        splits = [length for (length,) in lengths]
+        return all_to_all(grad, splits, codec, group, **options).view(len(lengths), rows, *grad.shape[1:]).sum(0)
+    return reduce_scatter(grad, codec, Sum, group, **options)
+
+
+@operator(_gathered, _gather_gradient)
 def all_gather(
     tensor: Tensor, codec: str | Codec | None = None, group: Group = None, **codec_options: Unpack[CodecOptions]
 ) -> Tensor:
@@ -260,7 +176,7 @@ def all_gather(
     part = tensor.detach().contiguous() if tensor.dim() else tensor.detach().view(1)
     rest = part.shape[1:]
     facts = [tuple(rest), tensor.dtype, chosen, chooser is None]
-    lengths = [n for (n,) in _negotiate(transport, "all_gather", facts, [len(part)])]
+    lengths = [n for (n,) in negotiate(transport, "all_gather", facts, [len(part)])]
     out = part.new_empty(sum(lengths), *rest)
     with torch.no_grad():
         if chosen.zips:
@@ -286,6 +202,26 @@ def all_gather(
     return out
 
 
+def _scattered(
+    tensor: Tensor, codec: Any = None, op: Any = Average, group: Group = None, algorithm: Any = None, **options: Any
+) -> list[int]:
+    return [tensor.shape[0] // _size(group), *tensor.shape[1:]]
+
+
+def _scatter_gradient(
+    grad: Tensor,
+    shape: Sequence[int],
+    codec: Any = None,
+    op: ReduceOp = Average,
+    group: Group = None,
+    algorithm: Any = None,
+    **options: Any,
+) -> Tensor:
+    whole = all_gather(grad, codec, group, **options)
+    return whole / max(1, shape[0] // max(1, grad.shape[0])) if op is Average else whole
+
+
+@operator(_scattered, _scatter_gradient)
 def reduce_scatter(
     tensor: Tensor,
     codec: str | Codec | None = None,
@@ -326,7 +262,7 @@ def reduce_scatter(
             f"reduce_scatter of shape {tuple(tensor.shape)} over {size} ranks; pad dimension 0 to a multiple"
         )
     facts = [tuple(tensor.shape), tensor.dtype, chosen, chooser is None, op, algorithm]
-    _negotiate(transport, "reduce_scatter", facts)
+    negotiate(transport, "reduce_scatter", facts)
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     with torch.no_grad():
         rows = tensor.detach().contiguous().view(size, -1)
@@ -339,6 +275,27 @@ def reduce_scatter(
     return out
 
 
+def _exchanged(tensor: Tensor, splits: Any = None, *args: Any, **keywords: Any) -> Sequence[int]:
+    if splits is not None:
+        raise ConfigError("all_to_all with splits in a compiled program, whose shapes must be known; call it outside")
+    return tensor.shape
+
+
+def _exchange_gradient(
+    grad: Tensor,
+    shape: Sequence[int],
+    splits: Sequence[int] | None = None,
+    codec: Any = None,
+    group: Group = None,
+    **options: Any,
+) -> Tensor:
+    if splits is not None:
+        rank = context.transport(group).rank
+        splits = [theirs[rank] for theirs in _rows_of_all(grad, splits, group)]
+    return all_to_all(grad, splits, codec, group, **options)
+
+
+@operator(_exchanged, _exchange_gradient)
 def all_to_all(
     tensor: Tensor,
     splits: Sequence[int] | None = None,
@@ -377,7 +334,7 @@ def all_to_all(
             f"up to {rows}"
         )
     facts = [tuple(tensor.shape[1:]), tensor.dtype, chosen, chooser is None]
-    every = _negotiate(transport, "all_to_all", facts, splits)
+    every = negotiate(transport, "all_to_all", facts, splits)
     received = [theirs[rank] for theirs in every]
     out = tensor.new_empty(sum(received), *tensor.shape[1:])
     with torch.no_grad():
@@ -413,95 +370,3 @@ def _message(piece: Tensor, codec: Codec, seed: int) -> Tensor:
     message = _blank(piece, codec)
     codec.encode(piece.reshape(-1), message, seed=seed)
     return message
-
-
-def broadcast_parameters(
-    params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root_rank: int = 0, group: Group = None
-) -> None:
-    """Give every rank the root's values, in place.
-
-    ``params`` is ``model.state_dict()`` or ``model.named_parameters()``. Entries that are not tensors stay unchanged.
-
-    Raises:
-        ConfigError: ``params`` is neither a mapping nor (name, tensor) pairs.
-        PlanMismatch: ranks have other names, shapes or types than the root.
-        TransportError: a peer failed, stopped or timed out.
-    """
-    require(params, Iterable, "broadcast_parameters", "model.state_dict() or model.named_parameters()")
-    items = list(params.items()) if isinstance(params, Mapping) else list(params)
-    if not all(isinstance(item, tuple) and len(item) == 2 for item in items):
-        raise ConfigError(
-            "broadcast_parameters got no (name, tensor) pairs; give model.state_dict() or named_parameters()"
-        )
-    transport = context.transport(group)
-    _check_root(root_rank, transport)
-    tensors = {name: value.detach() for name, value in items if isinstance(value, Tensor)}
-    facts: list[object] = [root_rank]
-    facts += [(name, tuple(value.shape), str(value.dtype)) for name, value in sorted(tensors.items())]
-    _negotiate(transport, "broadcast_parameters", facts)
-    with torch.no_grad():
-        for _, value in sorted(tensors.items()):
-            dense = value.contiguous()
-            transport.broadcast(dense, root_rank)
-            if dense.data_ptr() != value.data_ptr():
-                value.copy_(dense)
-
-
-def _check_root(root_rank: int, transport: Transport) -> None:
-    if not isinstance(root_rank, Integral) or not 0 <= root_rank < transport.size:
-        raise ConfigError(f"root_rank={root_rank}; expected a rank of the group, 0 to {transport.size - 1}")
-
-
-def broadcast_bytes(data: bytes, root_rank: int = 0, group: Group = None) -> bytes:
-    """Return the root's ``data`` on every rank; the ``data`` of other ranks is ignored."""
-    transport = context.transport(group)
-    _check_root(root_rank, transport)
-    sizes = _negotiate(transport, "broadcast of bytes", [root_rank], [len(data)])
-
-    def move(piece: Tensor) -> None:
-        transport.broadcast(piece, root_rank)
-
-    if transport.rank == root_rank:
-        pass_on(data, move)
-        return bytes(data)
-    return bytes(take_in(sizes[root_rank][0], move))
-
-
-def pickled(call: str, obj: object, dumps: Callable[[object], bytes] = pickle.dumps) -> bytes:
-    """Return ``obj`` as bytes; raise ``ConfigError``, which names the call, if it cannot be sent."""
-    try:
-        return dumps(obj)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{call} got {kind_of(obj)} that pickle refuses: {error}; give plain data") from None
-
-
-def broadcast_object(obj: T, root_rank: int = 0, group: Group = None) -> T:
-    """Return the root's ``obj`` on every rank. It is sent pickled, so use it only among ranks that trust each other."""
-    mine = pickled("broadcast_object", obj) if context.transport(group).rank == root_rank else b""
-    result: T = pickle.loads(broadcast_bytes(mine, root_rank, group))
-    return result
-
-
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, group: Group = None) -> None:
-    """Give every rank's optimizer the root's state: options of the parameter groups, momenta, step counts.
-
-    A ``DistributedOptimizer`` also takes over the root's step, because seeds and schedules of codecs depend on it. Its
-    residuals stay unchanged, because they belong to each rank. Call this function before the first step, or after the
-    root has loaded a checkpoint.
-
-    Raises:
-        PlanMismatch, TransportError: as ``broadcast_parameters``.
-    """
-    require(optimizer, torch.optim.Optimizer, "broadcast_optimizer_state", "an optimizer of torch")
-    buffer = io.BytesIO()
-    if context.transport(group).rank == root_rank:
-        state = optimizer.state_dict()
-        if "fusionlayer" in state:
-            own = {key: value for key, value in state["fusionlayer"].items() if key in ("step", "local")}
-            if "local" in own:
-                own["local"] = {k: v for k, v in own["local"].items() if k not in ("parameters", "buffers")}
-            state["fusionlayer"] = own
-        torch.save(state, buffer)
-    data = broadcast_bytes(buffer.getvalue(), root_rank, group)
-    state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state)
