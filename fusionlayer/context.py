@@ -20,7 +20,7 @@ from .launch.last_error import leave_to_launcher
 from .process import descriptors, forks, interfaces
 from .transport import Transport, local
 from .transport.c10d import C10dTransport, make_default_group
-from .transport.devices import refuse_old_gpu, refuse_rocm
+from .transport.devices import refuse_old_gpu, refuse_rocm, refuse_torchcomms
 from .transport.links.socket_options import chosen
 
 __all__ = [
@@ -95,6 +95,7 @@ def init(
             return
         libraries.check()  # one rank alone may need it only much later
         refuse_rocm()
+        refuse_torchcomms()
         refuse_old_gpu()  # if CUDA is in use already; else when the ranks connect for the first CUDA tensor
         leave_to_launcher()
         if _is_parents and dist.is_initialized():

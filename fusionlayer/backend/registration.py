@@ -15,6 +15,7 @@ import _fusionlayer_autoload
 from .. import context, health
 from ..base import config
 from ..base.errors import UsageError, kind_of
+from ..transport.devices import refuse_torchcomms
 from . import arguments
 from .policy import CallPolicy
 
@@ -71,6 +72,7 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
     """Make a group; torch calls it with its own options, such as the store, and with the program's ``pg_options``."""
     from .group import CompressingGroup
 
+    refuse_torchcomms()
     context.refuse_elastic(
         'a process group "fusionlayer"',
         "torch's groups have the same ranks for ever; leave init_process_group() out and wrap the optimizer in "

@@ -1,4 +1,4 @@
-"""The GPU that each rank sends from: refusals, and the comparison of ranks before NCCL connects them."""
+"""GPUs and runtimes of torch that are refused, and the comparison of ranks before NCCL connects them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..base.errors import ConfigError, PlanMismatch
 from ..process.processes import node_name
 from .settings import gather_settings
 
-__all__ = ["check_devices", "refuse_old_gpu", "refuse_rocm"]
+__all__ = ["check_devices", "refuse_old_gpu", "refuse_rocm", "refuse_torchcomms"]
 
 # The compute capability that the CUDA kernels need: A100's.
 _LEAST = (8, 0)
@@ -101,4 +101,17 @@ def refuse_rocm() -> None:
         raise ConfigError(
             f"this torch is built for AMD's ROCm ({torch.version.hip}) and sees a GPU; fusionlayer has kernels for "
             "NVIDIA's GPUs alone: set HIP_VISIBLE_DEVICES=-1 and train on the CPU"
+        )
+
+
+def refuse_torchcomms() -> None:
+    """Refuse TorchComms, with which torch does not make the groups that were registered with it.
+
+    Raises:
+        ConfigError: the program, or TORCH_DISTRIBUTED_USE_TORCHCOMMS, has asked torch for it.
+    """
+    if getattr(getattr(dist, "config", None), "use_torchcomms", False):
+        raise ConfigError(
+            "torch.distributed.config.use_torchcomms is set, and fusionlayer is no backend of TorchComms: unset "
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
         )

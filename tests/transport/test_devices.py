@@ -25,7 +25,7 @@ import fusionlayer as fl
 import fusionlayer.torch as hvd
 from fusionlayer import context
 from fusionlayer.base.errors import ConfigError, PlanMismatch
-from fusionlayer.transport.devices import check_devices, refuse_rocm
+from fusionlayer.transport.devices import check_devices, refuse_rocm, refuse_torchcomms
 from fusionlayer.transport.links.device_memory import DeviceMemory, pack, unpack
 from fusionlayer.transport.links.queueing import QueueingLink
 from tests.harness import outcomes_of, run_ranks
@@ -271,6 +271,17 @@ def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_rocm()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refuse_rocm()
+
+
+def test_torchcomms_is_refused() -> None:
+    refuse_torchcomms()
+    with dist.config.patch(use_torchcomms=True):
+        for begin in (
+            fl.init,
+            lambda: dist.init_process_group("fusionlayer", store=dist.HashStore(), rank=0, world_size=1),
+        ):
+            with pytest.raises(ConfigError, match="no backend of TorchComms: unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
+                begin()
 
 
 STORAGE = torch.storage.TypedStorage
