@@ -49,7 +49,8 @@ def Muon(  # noqa: N802 - torch's name
       parameters, clipping and ``GradScaler`` hold here too.
     - **FSDP2** (parameters are DTensors, sharded by rows over one dimension of a mesh): FSDP averages the gradients.
       Each rank keeps the momentum of its rows. ``step`` sends these rows to the owners, with error feedback, and
-      receives the rows of the update. AdamW needs no messages.
+      receives the rows of the update. AdamW needs no messages. With HSDP each replica has owners of its own, so
+      ``step`` sends nothing between replicas.
 
         optimizer = fl.Muon(model, lr=0.02, others={"lr": 3e-4})
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import AdamW, Optimizer
 
 from .. import context
@@ -41,14 +41,15 @@ class MuonOfShards(Optimizer):
                 raise ConfigError(f"Muon with FSDP2 cannot send {codec}; use a dense codec of one level, such as int4")
         self._gradients, self._updates = gradients, updates
         self._matrices: list[DTensor] = [p for group in groups if "momentum" in group for p in group["params"]]
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in self._matrices}
-        mesh = meshes.pop()
-        if meshes or mesh is None or mesh.ndim != 1 or any(p.placements != (Shard(0),) for p in self._matrices):
+        cuts = {(p.device_mesh, p.placements) if isinstance(p, DTensor) else (None, ()) for p in self._matrices}
+        mesh, placements = cuts.pop()
+        if cuts or mesh is None or placements not in ((Shard(0),), (Replicate(), Shard(0))):
             raise ConfigError(
-                "Muon takes matrices that fully_shard has sharded by rows over one mesh of one dimension; other "
-                "parameters may be AdamW's: give matrices="
+                "Muon takes matrices that fully_shard has sharded by rows over one mesh, of shards or of replicas and "
+                "shards; other parameters may be AdamW's: give matrices="
             )
-        self._transport = transport = context.transport(mesh.get_group())
+        # Replicas have the same gradients, and each makes the same updates from them.
+        self._transport = transport = context.transport(mesh.get_group(mesh.ndim - 1))
         size = transport.size
         # FSDP2 cuts rows as torch.chunk does: only the last ranks have fewer.
         self._rows = [-(-p.shape[0] // size) for p in self._matrices]

@@ -313,26 +313,33 @@ def test_other_mistakes_are_refused(transport: Transport) -> None:
 # ---- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 
-def of_shards(world: int, codec: str) -> tuple[Net, Any]:
+def of_shards(world: int, codec: str, replicas: int = 1) -> tuple[Net, Any]:
     model = make_model()
-    mesh = init_device_mesh("cpu", (world,))
+    sizes = (replicas, world // replicas)[replicas == 1 :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[replicas == 1 :])
     for module in (model.square, model.down, model):
         fully_shard(module, mesh=mesh)
     return model, fl.Muon(model, codec=codec, others=ADAMW, **OPTIONS)
 
 
-def shards_trained(rank: int, world: int, codec: str, steps: int) -> tuple[Tensor, float]:
-    model, optimizer = of_shards(world, codec)
+def shards_trained(rank: int, world: int, codec: str, steps: int, replicas: int = 1) -> tuple[Tensor, float]:
+    model, optimizer = of_shards(world, codec, replicas)
     train(model, optimizer, rank, range(steps))
     return flat(model), sum(loss_of(model, rank, step).item() for step in range(100, 104))
 
 
 @pytest.mark.medium
-@looped("world", [2, 4])
-def test_shards_do_what_torch_does(world: int) -> None:
+@looped("world, replicas", [(2, 1), (4, 1), (4, 2)])
+def test_shards_do_what_torch_does(world: int, replicas: int) -> None:
     reference = expected(world, 4, **OPTIONS)
-    for got, _ in run_ranks(shards_trained, world, "raw", 4):
+    for got, _ in run_ranks(shards_trained, world, "raw", 4, replicas):
         torch.testing.assert_close(got, reference, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.medium
+def test_replicas_of_shards_in_four_bits_are_equal() -> None:
+    found = [got for got, _ in run_ranks(shards_trained, 4, "int4", 4, 2)]
+    assert all(torch.equal(got, found[0]) for got in found)
 
 
 @pytest.mark.medium
@@ -405,10 +412,11 @@ def test_states_of_shards_load_on_another_number_of_ranks(after: int, tmp_path: 
         assert torch.equal(got[0], weights) and torch.equal(got[1], states)
 
 
-def one_dimension_alone(rank: int, world: int) -> None:
-    model = nn.Linear(8, 8)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-    with pytest.raises(fl.ConfigError, match="sharded by rows over one mesh of one dimension"):
+def refused(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(fl.ConfigError, match="sharded by rows over one mesh, of shards or of replicas and shards"):
         fl.Muon(model)
     with pytest.raises(fl.ConfigError, match="the mesh says which ranks there are"):
         fl.Muon(model, group=dist.group.WORLD)
@@ -420,4 +428,4 @@ def one_dimension_alone(rank: int, world: int) -> None:
 
 @pytest.mark.medium
 def test_meshes_and_codecs_that_shards_cannot_have_are_refused() -> None:
-    run_ranks(one_dimension_alone, 2)
+    run_ranks(refused, 2)
