@@ -1,6 +1,7 @@
 """Trainings that torch itself makes parallel, on any process group: what they end with says how calls travelled."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +100,47 @@ def compiled(group: dist.ProcessGroup) -> list[Tensor]:
     return list(torch.compile(layer, backend="inductor", fullgraph=True)(x))
 
 
+class Gathered(nn.Module):
+    """A layer as SimpleFSDP has it: its sharded weight is gathered in forward, its gradient scattered in backward."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        fill(layer)
+        self.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Any = self.weight
+        whole = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+        return x + torch.tanh(x @ whole.T)
+
+
+def simple_fsdp(group: dist.ProcessGroup) -> list[Tensor]:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
+    layers = nn.Sequential(Gathered(mesh), Gathered(mesh))
+    losses = train(torch.compile(layers, backend="aot_eager", fullgraph=True), dist.get_rank())
+    return [*losses, *values(layers)]
+
+
+def context(group: dist.ProcessGroup) -> list[Tensor]:
+    """Causal attention over tokens cut as torch's ``context_parallel`` cuts them, by its ring and the CPU's kernels.
+
+    torch itself puts the ring in place of the kernels of CUDA alone.
+    """
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
+    pieces = [each.clone() for each in gradient(4 * 4 * 32 * 16, 11).view(4, 1, 4, 32, 16)]
+    query, key, value, grad = pieces
+    kernels: Any = torch.ops.aten
+    with context_parallel(mesh, buffers=pieces, buffer_seq_dims=[2] * 4, no_restore_buffers={*pieces}):
+        flash = kernels._scaled_dot_product_flash_attention_for_cpu.default
+        out, sums = ring._templated_ring_attention(group, 2, flash, *pieces[:3], is_causal=True, dropout_p=0.0)
+        flash = kernels._scaled_dot_product_flash_attention_for_cpu_backward.default
+        grads = ring._templated_ring_attention_backward(
+            *(group, 2, flash, grad, "grad_out", query, key, value, out, sums), is_causal=True, dropout_p=0.0
+        )
+    return context_parallel_unshard(mesh, [out, *grads], [2] * 4)
+
+
 def pipeline(group: dist.ProcessGroup) -> list[Tensor]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     block = model()[rank]
@@ -111,5 +157,7 @@ WORKLOADS: dict[str, tuple[Callable[[dist.ProcessGroup], list[Tensor]], set[str]
     "fsdp": (fsdp, {"reduce_scatter"}),
     "tensor parallel": (tensor_parallel, {"all_reduce"}),
     "compiled": (compiled, {"all_reduce", "reduce_scatter", "all_to_all"}),
+    "simple fsdp": (simple_fsdp, {"reduce_scatter"}),
+    "context parallel": (context, {"all_to_all"}),
     "pipeline": (pipeline, {"send", "recv"}),
 }
