@@ -21,6 +21,7 @@ from ..health.inquiry import Position
 from ..health.monitor import monitor
 from ..health.state import Finding
 from ..observe.timeline import here
+from ..process.outages import first_line
 from ._capture import refuse_capture
 from ._staging import bring, bring_back, space
 from .base import Transport
@@ -293,7 +294,7 @@ class LinkedTransport(Transport):
         if isinstance(error, LinkError):
             # If close() ended the call, that is the reason, and there is no cause to look for.
             self._check_open()
-            raise self._fail(error, call.what) from None  # the link's own text says only that a connection is gone
+            raise self._fail(error, call.what) from None  # the message has the link's own text
         # Nobody knows how much of this call the peers have received, so there can be no next call.
         text = f"rank {self.rank} raised {type(error).__name__}: {error}"
         finding = Finding("failed", (self.rank,), text)
@@ -312,6 +313,9 @@ class LinkedTransport(Transport):
         """Close the transport after a failure of its link, find the cause, and return the error that names it."""
         assert self._watch is not None
         lost = f"the connection to rank {error.peer} was lost, though its process is alive"
+        if error.peer == self.rank:
+            lost = "the connections of this rank were lost"
+        lost = f"{lost}: {first_line(error)}"
         known = None
         if isinstance(error, (DamagedMessage, DeviceError)):
             known = Finding("failed", tuple(error.ranks), str(error))

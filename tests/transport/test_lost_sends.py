@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fusionlayer.process.bounded import Aside
 from fusionlayer.transport import C10dTransport
-from fusionlayer.transport.links.gloo import _LOOK, GlooLink
+from fusionlayer.transport.links.gloo import GlooLink
+from fusionlayer.transport.links.gloo_waits import LOOK, SendWaits, _Turn
 from tests.harness import outcomes_of
 from tests.losses import lose, stop_here
+from tests.ranks import on_processes
 
 pytestmark = pytest.mark.medium
 
@@ -79,14 +79,35 @@ def test_who_sends_to_a_lost_rank_does_not_wait_for_the_time_out(call: str, n: i
     assert outcomes[0].attributes["ranks"] == (LOST,) and "rank 1 is gone" in outcomes[0].error[1], outcomes[0]
 
 
+@on_processes(3)
+def test_a_rank_that_has_all_it_wants_may_leave_while_a_straggler_is_waited_for(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    transport, seen = C10dTransport(timeout=1000), tmp_path / "seen"
+    transport.barrier()
+    if rank == 0:
+        closed = _Turn.closed
+
+        def note(turn: _Turn, peer: int, why: str) -> None:
+            closed(turn, peer, why)
+            if peer not in turn.peers:
+                seen.touch()
+
+        _Turn.closed = note  # type: ignore[method-assign]
+    while rank == 1 and not seen.exists():
+        time.sleep(0.01)
+    x = torch.full((8,), rank, dtype=torch.uint8)
+    transport.broadcast(x, 0)
+    transport.close()
+    assert not x.any()
+
+
 def test_looks_at_connections_become_rare() -> None:
     """gloo keeps something of each look for ever, and on a slow link each message is waited for long enough for one."""
-    asked, link = [], GlooLink.__new__(GlooLink)
-    link._aside, link._next_look, link._pause = Aside("wait"), 0.0, _LOOK
-    link._lock = threading.Lock()
-    link._group = SimpleNamespace(recv=lambda *arguments: asked.append(arguments))
-    slow: Any = SimpleNamespace(wait=lambda *_: time.sleep(1.5 * _LOOK) is None)
+    asked, waits = [], SendWaits()
+    group = SimpleNamespace(recv=lambda *arguments: asked.append(arguments))
+    slow: Any = SimpleNamespace(wait=lambda *_: time.sleep(1.5 * LOOK) is None)
     for _ in range(30):
-        link._finish([(LOST, slow)], time.monotonic() + 180)
-    link._aside.end()
+        waits.wait([(LOST, slow)], time.monotonic() + 180, lambda: group)
+    waits.aside.end()
     assert 0 < len(asked) < 10

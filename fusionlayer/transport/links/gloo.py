@@ -15,7 +15,6 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
@@ -24,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...process.bounded import Aside, Overdue
 from .base import DamagedMessage, LinkError, LinkMessage
 from .checksums import compare, room, seal
 from .exchange import ExchangeLink
-from .gloo_mesh import NEVER_SENT, GlooMesh, connect_over
+from .gloo_mesh import GlooMesh, connect_over
+from .gloo_waits import SendWaits, Works, wait
 from .shared_memory import Invitation, SharedMemory
 
 __all__ = ["GlooLink"]
 
 # When a connection is lost, gloo fails all waits for messages from there, except the one for a message that is being
 # read. So a long message is sent as head and tail, and the tail is waited for first. The receiver of a very long
-# message also acknowledges it. For messages to there see ``_finish``.
+# message also acknowledges it. For messages to there see ``SendWaits``.
 TAIL_BYTES = 4096
 SPLIT_ABOVE_BYTES = 64 << 10
 ACKNOWLEDGE_FROM_BYTES = 1 << 20
@@ -53,11 +52,6 @@ _PIECE_BYTES = 512 << 10
 # Distance between the keys of the steps of one call, so that their messages cannot match each other.
 _STEP = 1 << 32
 _PEER = attrgetter("peer")
-# Seconds between two looks of a link, at first and at most, at whether a connection is lost over which something was
-# sent. gloo keeps some 65 bytes of each for ever, so they become rare; a rank that is lost later is seen by the watch,
-# which closes the link.
-_LOOK, _LOOK_SELDOM = 0.05, 60.0
-_LAST_WORD = 1.0  # seconds after the deadline within which gloo says itself that it has passed
 
 
 @dataclass(slots=True)
@@ -122,8 +116,7 @@ class GlooLink(ExchangeLink):
         self._lock = threading.Lock()
         # Whether a call is in flight, or has failed. Its messages may be in flight then.
         self._is_busy = False
-        self._aside = Aside("wait for what was sent")
-        self._next_look, self._pause = 0.0, _LOOK
+        self._sends = SendWaits()
         mesh.join()
         self._mesh = mesh
         self._salt = zlib.crc32(name.encode())
@@ -140,7 +133,7 @@ class GlooLink(ExchangeLink):
         try:
             posted = self._post(outgoing, incoming)
             if posted.is_short_swap:
-                _wait([*posted.tails, *posted.sent], deadline)
+                wait([*posted.tails, *posted.sent], deadline)
                 if posted.sealed:
                     self._compare(posted)
             else:
@@ -189,7 +182,7 @@ class GlooLink(ExchangeLink):
     def _receive(self, posted: _Posted, deadline: float) -> None:
         """Wait until the messages are here, compare their checksums and acknowledge the long ones."""
         # In the order in which a loss is noticed soonest: tails first, then heads (see TAIL_BYTES).
-        _wait([*posted.tails, *posted.heads], deadline)
+        wait([*posted.tails, *posted.heads], deadline)
         self._compare(posted)
         for peer, data, key in posted.incoming:
             if data.numel() >= ACKNOWLEDGE_FROM_BYTES:
@@ -205,31 +198,9 @@ class GlooLink(ExchangeLink):
         for peer, tail, data, start in posted.sealed:
             compare(tail, data, start, peer, self._rank)
 
-    def _finish(self, works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
-        """Wait until sent data have left this process.
-
-        When a connection fails, gloo does not end the wait for a message for which its socket had no space, nor for one
-        written between the peer's end and its discovery. A peer may go right after it has asked for it. Nothing ends
-        such a wait, not even ``close``. So another thread makes it, where it can be abandoned.
-        """
-        if not works:
-            return
-
-        def look() -> None:
-            group, now = self._open_group(), time.monotonic()
-            if now < self._next_look:
-                return
-            self._next_look, self._pause = now + self._pause, min(2 * self._pause, _LOOK_SELDOM)
-            for peer in {peer for peer, _ in works}:
-                try:
-                    group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NEVER_SENT)
-                except RuntimeError as error:
-                    raise LinkError(peer, str(error)) from None
-
-        try:
-            self._aside.run(partial(_wait, works, deadline), deadline + _LAST_WORD, look)
-        except Overdue as error:
-            raise LinkError(works[0][0], str(error)) from None
+    def _finish(self, works: Works, deadline: float) -> None:
+        """Wait until sent data have left this process."""
+        self._sends.wait(works, deadline, self._open_group)
 
     def all_reduce(self, x: Tensor, key: int) -> None:
         if x.nbytes < LARGE_FROM_BYTES:
@@ -252,7 +223,7 @@ class GlooLink(ExchangeLink):
             is_open, self._group = self._group is not None, None
         if not is_open:
             return
-        self._aside.end()
+        self._sends.aside.end()
         if self._memory is not None:
             self._memory.close()
         for mesh in (self._sums, self._mesh):
@@ -319,7 +290,7 @@ class GlooLink(ExchangeLink):
 
         connect = partial(connect_over, gather, self._rank, self._size, deadline, f"sums {self._salt}")
         try:
-            mesh = self._aside.run(connect, deadline, look)
+            mesh = self._sends.aside.run(connect, deadline, look)
         except RuntimeError as error:
             raise LinkError(self._rank, str(error)) from None
         mesh.join()
@@ -381,13 +352,3 @@ class GlooLink(ExchangeLink):
 @lru_cache(maxsize=256)  # most messages of one exchange have the same length, and a few links exchange at once
 def _tag(salt: int, key: int, length: int, part: int) -> int:
     return zlib.crc32(struct.pack("<Iqqb", salt, key, length, part)) & 0x7FFFFFFF
-
-
-def _wait(works: Sequence[tuple[int, dist.Work]], deadline: float) -> None:
-    """Wait for the messages in the order given; raise ``LinkError`` for the first that fails."""
-    for peer, work in works:
-        try:
-            if not work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))):
-                raise LinkError(peer, "the wait was aborted")
-        except RuntimeError as error:
-            raise LinkError(peer, str(error)) from None
