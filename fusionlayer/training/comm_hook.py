@@ -231,10 +231,15 @@ class CommHook:
             found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
             names = [*self._names.values()]
             missing = [names[int(i)] for i in found[1].split()] if found else []
+            finds = model is not None and model.find_unused_parameters
+            remedy = (
+                "let the loss depend on all outputs of the model, as by adding 0 * output.sum()"
+                if finds
+                else "give DistributedDataParallel find_unused_parameters=True"
+            )
             raise UsageError(
                 f"backward made no gradient of {listed(missing) or 'some parameters'} in the last step, so gradients "
-                "are not averages over ranks, and weights that were updated with them differ: give "
-                "DistributedDataParallel find_unused_parameters=True"
+                f"are not averages over ranks, and weights that were updated with them differ: {remedy}"
             ) from None
 
     def _begin_step(self) -> None:

@@ -141,7 +141,7 @@ class Distributed(Optimizer):
         if reducer.pending:
             raise UsageError(
                 "zero_grad() was called after backward() but before step() or synchronize(): the gradients are being "
-                "reduced; call it after step()"
+                "reduced; call it after step(), or to drop them, as after an error in backward, after synchronize()"
             )
         reducer.passes.left.update(reducer.passes.whole)
         reducer.forget_results()

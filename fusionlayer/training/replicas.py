@@ -348,7 +348,7 @@ def _options(optimizer: weakref.ref[Optimizer]) -> list[str]:
     return [
         f"{key} of group {i} is {value}"
         for i, group in enumerate(groups)
-        for key in sorted(found.defaults if found is not None else ())
+        for key in sorted(getattr(found, "defaults", group))  # a user's own may have none
         if (value := _number(group.get(key))) is not None
     ]
 

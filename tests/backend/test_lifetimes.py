@@ -112,6 +112,7 @@ def come_and_go(rank: int, world: int, folder: str, port: int, seed: int, rounds
 
 
 def test_random_groups_leave_nothing(port: int, tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/129868: gloo's groups left files, one for each epoch of a loader."""
     run_ranks(come_and_go, 2, str(tmp_path), port, 1, 8, backend=None)
 
 

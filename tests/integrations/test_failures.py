@@ -81,6 +81,7 @@ def leave_early(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_the_others_are_told_of_a_rank_that_left_its_loop_earlier(tmp_path: Path) -> None:
+    """As https://github.com/deepspeedai/DeepSpeed/issues/2223, which hung: ranks have other numbers of batches."""
     _, *others = run_ranks(leave_early, 2, str(tmp_path))
     text = (
         r"rank 0 closed its transport after collective \d+; it left its loop earlier or failed: .* equally many steps"

@@ -117,6 +117,7 @@ def test_names_and_states_do_not_depend_on_what_is_compiled(rank: int, first: An
 
 @on_ranks(2)
 def test_parameters_without_names_are_known_by_their_place(rank: int) -> None:
+    """https://github.com/horovod/horovod/issues/2670: parameters of several groups had one name."""
     model = make_model()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}]
     optimizer = fl.DistributedOptimizer(SGD(groups, lr=0.1))
@@ -207,6 +208,23 @@ def test_zero_grad_between_backward_and_step(rank: int, set_to_none: bool) -> No
         optimizer.zero_grad(set_to_none=set_to_none)
     optimizer.step()
     optimizer.close()
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_may_be_made_again(rank: int) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    model = make_model()
+    optimizer, handle = wrap(model), model[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backward(model, rank, 5)
+    handle.remove()
+    with pytest.raises(fl.UsageError, match=r"as after an error in backward, after synchronize\(\)"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    train(model, optimizer, rank, range(2))
+    assert torch.equal(weights(model), reference(2, 2, lambda p: SGD(p, lr=0.1, momentum=0.9)))
 
 
 @on_ranks(2)
@@ -322,6 +340,7 @@ def test_scheduler_before_the_first_step_still_warns(rank: int) -> None:
 
 @on_ranks(2)
 def test_wrapping_the_same_parameters_twice_is_refused_until_the_first_is_closed(rank: int) -> None:
+    """https://github.com/horovod/horovod/issues/3077: several optimizers of one model, for different epochs."""
     model = make_model()
     first = wrap(model)
     for again in (first, sgd(model)):

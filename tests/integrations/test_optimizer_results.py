@@ -287,6 +287,7 @@ def test_sparse_gradients_are_refused_or_made_dense() -> None:
 
 
 def test_lbfgs_is_refused_because_each_rank_would_search_by_its_own_loss() -> None:
+    """https://github.com/pytorch/pytorch/issues/30439: ranks evaluated it differently often, and connections closed."""
     with pytest.raises(fl.ConfigError, match="LBFGS"):
         local.run(lambda rank: fl.DistributedOptimizer(torch.optim.LBFGS(make_model().parameters())), 2)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, Optimizer
@@ -106,6 +107,57 @@ def test_an_epoch_may_end_before_all_passes_of_a_step(wrap: Wrap) -> None:
     assert_equals(local.run(lambda rank: body(rank, True), WORLD), weights(model))
     with pytest.raises(fl.UsageError, match=r"computed more than 2 times before step\(\); call step\(\)"):
         local.run(lambda rank: body(rank, False), WORLD)
+
+
+@looped("wrap", [by_fl, by_hvd])
+def test_gradients_of_a_step_that_a_scaler_skips_may_be_cleared(wrap: Wrap) -> None:
+    """https://github.com/horovod/horovod/issues/3160: ``zero_grad`` was refused, as nothing had awaited gradients."""
+
+    def body(rank: int) -> Tensor:
+        model, scaler = make_model(), GradScaler("cpu", init_scale=4.0)
+        optimizer = wrap(SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, step) * (float("inf") if step == rank == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return weights(model)
+
+    model = make_model()
+    expected = averaged(model, SGD(model.parameters(), lr=0.1, momentum=0.9), WORLD, (0, 2, 3))
+    assert_equals(local.run(body, WORLD), expected)
+
+
+class Lookahead(Optimizer):
+    """A user's own optimizer around another one, which leaves out torch's constructor."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.slow = [p.detach().clone() for p in inner.param_groups[0]["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+@looped("wrap", [by_fl, by_hvd])
+def test_an_optimizer_of_a_user_may_be_around_another_one(wrap: Wrap) -> None:
+    """https://github.com/horovod/horovod/issues/1354: such an optimizer did not find its parameter groups."""
+
+    def make(parameters: Any) -> Optimizer:
+        return Lookahead(SGD(parameters, lr=0.1, momentum=0.9))
+
+    def body(rank: int) -> Tensor:
+        model = make_model()
+        train(model, wrap(make(model.parameters()), model), rank, range(3))
+        return weights(model)
+
+    assert_equals(local.run(body, WORLD), reference(WORLD, 3, make))
 
 
 # ---- several optimizers ---------------------------------------------------------------------------------------------
@@ -342,8 +394,75 @@ def accumulated_on_a_static_graph(rank: int, folder: str) -> None:
     hook.close()
 
 
+def in_turn(net: Any, x: Tensor) -> Any:
+    return net.second(net.first(x).tanh())
+
+
+def slope(net: Any, x: Tensor) -> Any:
+    """Return the gradient of what checkpointed layers compute, which does not depend on the last bias."""
+    x.requires_grad_()
+    energy = checkpoint(net.second, checkpoint(net.first, x, use_reentrant=False).tanh(), use_reentrant=False)
+    return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+def averages_of(run: Callable[..., Tensor], loss: Callable[[Any, int], Tensor]) -> list[Tensor | None]:
+    """Return the gradients of the mean loss of all ranks."""
+    net = Layers(run)
+    for rank in range(WORLD):
+        loss(net, rank).div(WORLD).backward()
+    return [p.grad for p in net.parameters()]
+
+
+def penalized(rank: int, folder: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/47562: ranks diverged, as a penalty leaves out the last bias.
+
+    With an optimizer of ours the others are averages; the hook refuses to save its state, and names the bias.
+    """
+
+    def penalty(model: Any, rank: int) -> Tensor:
+        x = batch(rank, 0).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return ((gradient.norm(dim=1) - 1) ** 2).mean()
+
+    net = Layers(in_turn)
+    optimizer = fl.DistributedOptimizer(SGD(net.parameters(), lr=1.0), net)
+    penalty(net, rank).backward()
+    assert_gradients(net, averages_of(in_turn, penalty))
+    optimizer.close()
+    for finds, remedy in ((False, "find_unused_parameters=True"), (True, "depend on all outputs")):
+        model = DistributedDataParallel(Layers(in_turn), find_unused_parameters=finds)
+        hook = fl.ddp.register(model, codec="raw")
+        penalty(model, rank).backward()
+        with pytest.raises(fl.UsageError, match=f"no gradient of 'second.bias'.*{remedy}"):
+            hook.close()
+
+
+def differentiated(rank: int, folder: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/63812: ``create_graph=True``, which DDP refuses to this day.
+
+    https://github.com/pytorch/pytorch/issues/24005: gradients of checkpointed layers within ``forward``.
+    """
+
+    def loss(model: Any, rank: int) -> Tensor:
+        return (model(batch(rank, 0)) ** 2).mean()
+
+    for run, how in ((in_turn, {"create_graph": True}), (slope, {})):
+        expected = averages_of(run, loss)
+        net = Layers(run)
+        optimizer = fl.DistributedOptimizer(SGD(net.parameters(), lr=1.0), net)
+        loss(net, rank).backward(**how)
+        assert_gradients(net, expected)
+        optimizer.close()
+    model = DistributedDataParallel(Layers(slope), find_unused_parameters=True)
+    hook = fl.ddp.register(model, codec="raw")
+    loss(model, rank).backward()
+    assert_gradients(model, expected)
+    hook.close()
+
+
 def with_ddp(rank: int, world: int, folder: str) -> None:
-    for job in (unused_by_all, used_before_the_last_pass, accumulated_on_a_static_graph):
+    jobs = (unused_by_all, used_before_the_last_pass, accumulated_on_a_static_graph, penalized, differentiated)
+    for job in jobs:
         print(job.__name__)
         job(rank, folder)
 
@@ -411,12 +530,43 @@ def gathered_with_a_gradient(rank: int) -> None:
     assert x.grad is not None and x.grad.tolist() == [WORLD * (rank + 1)] * 3
 
 
+def of_types(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/89197: bools, which gloo refused, are gathered and broadcast.
+
+    https://github.com/pytorch/pytorch/issues/84525: outputs of another type, in which garbage arrived, are refused.
+    """
+    mine = torch.tensor([True, rank == 1])
+    every = [torch.zeros(2, dtype=torch.bool) for _ in range(WORLD)]
+    dist.all_gather(every, mine)
+    assert [each.tolist() for each in every] == [[True, False], [True, True]]
+    dist.broadcast(mine, 1)
+    assert mine.tolist() == [True, True]
+    with pytest.raises((TypeError, ValueError), match="same type|identical type|dtype"):
+        dist.all_gather([torch.zeros(3) for _ in range(WORLD)], torch.ones(3, dtype=torch.float16))
+
+
+def in_changing_groups(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/145376: a group of all ranks follows a split of some.
+
+    https://github.com/pytorch/pytorch/issues/25390: each rank makes only its own groups, which change.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    world.split_group([0])
+    for ranks in ([0, 1], [rank], [1, 0]):
+        group = dist.new_group(ranks, use_local_synchronization=len(ranks) == 1)
+        x = torch.full((3,), rank + 1.0)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [3.0 if len(ranks) == 2 else rank + 1] * 3
+
+
 def with_the_backend(rank: int, world: int, folder: str) -> None:
     """Also https://github.com/pytorch/pytorch/issues/55967: a program may begin again with the same store."""
     store = dist.FileStore(f"{folder}/store", world)
     for policy in (None, {"min_bytes": 0, "rules": [{"codec": "zip"}]}):
         dist.init_process_group("fusionlayer", store=store, rank=rank, world_size=world, pg_options=policy)
-        for job in (scattered, strided_calls, sent_transposed, gathered, gathered_with_a_gradient):
+        jobs = (scattered, strided_calls, sent_transposed, gathered, gathered_with_a_gradient)
+        for job in (*jobs, of_types, in_changing_groups):
             print(job.__name__, policy)
             job(rank)
         dist.destroy_process_group()
