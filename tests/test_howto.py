@@ -84,8 +84,3 @@ def test_metrics_reach_each_of_the_three(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_settings_of_the_page_on_wans_are_settings() -> None:
     (text,) = blocks("howto/wan.md", "yaml")
     assert config.Config(**yaml.safe_load(text)).transport == "sockets"
-
-
-@looped("name", PAGES)
-def test_a_page_is_short(name: str) -> None:
-    assert 60 < len((DOCS / "howto" / f"{name}.md").read_text().split()) <= 240

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -13,8 +13,9 @@ import torch
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
-from fusionlayer import codecs, native
+from fusionlayer import codecs, collectives, native
 from fusionlayer.base.seeds import derive_seed
+from fusionlayer.collectives import halves
 from fusionlayer.parallel.moe import Dispatcher
 from fusionlayer.parallel.tensor_parallel import Channel
 from fusionlayer.sharded.replica import Replica
@@ -25,7 +26,10 @@ from tests.synthetic import gradient
 
 CODEC = codecs.get("int", bits=4, group_size=32, rounding="stochastic", hadamard=False)
 WORLD, STEPS = 4, 4
-OPTIONS: list[dict[str, Any]] = [{}, {"ahead": True}, {"planner": "wfbp"}, {"sync": fl.Local.averaging(every=2)}]
+PACKED = {"error_feedback": True, "feedback_bits": 8}
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"planner": "wfbp"}, {"sync": fl.Local.averaging(every=2)}, PACKED, {**PACKED, "ahead": True})
+]
 
 
 def test_known_values() -> None:
@@ -62,6 +66,21 @@ def draws() -> Iterator[dict[int, list[tuple[int, int]]]]:
 
     with mock.patch.object(native, "call", noting):
         yield found
+
+
+def sums(rank: int) -> None:
+    """Whole and in pieces; rows and pieces may be ragged. A caller gives each sum another seed."""
+    transport, seeds, codec = local.current(), count(), CODEC.bare
+    for name, piece in product(("one_shot", "two_shot", "two_level", "ring", "butterfly"), (None, 900)):
+        for each in (codec, codecs.get("tlq_hs").bare):
+            collectives.get(name)(gradient(9000, rank), each, transport, seed=next(seeds), piece=piece)
+    for shares in ((1, 1, 1, 1), (3, 1, 0, 2)):
+        collectives.by_shares("two_shot", shares)(gradient(9000, rank), codec, transport, seed=next(seeds))
+    for numel, piece in product((320, 1999), (None, 300)):
+        x, every, row = gradient(numel, rank), torch.empty(WORLD, numel), torch.empty(numel)
+        halves.all_gather(x, every, codec, transport, seed=next(seeds), piece=piece)
+        halves.reduce_scatter(every, row, codec, transport, seed=next(seeds), piece=piece)
+        halves.ring_reduce_scatter(every, row, codec, transport, seed=next(seeds))
 
 
 def functions(rank: int) -> None:
@@ -121,7 +140,16 @@ def model_parallel(rank: int) -> None:
         (channel.reduce(rows).sum() + channel.gather(channel.reduce_scatter(rows, 0), 0).square().sum()).backward()
 
 
-JOBS = [functions, *(partial(optimizer, **each) for each in OPTIONS), sharded, muon, replicas, horovod, model_parallel]
+JOBS = [
+    sums,
+    functions,
+    *(partial(optimizer, **each) for each in OPTIONS),
+    sharded,
+    muon,
+    replicas,
+    horovod,
+    model_parallel,
+]
 
 
 @looped("job", JOBS)

@@ -2,28 +2,25 @@
 
 import json
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import driver, plots, publish, publish_guard, report, strangers
+from benchmarks import driver, publish, publish_guard, report, strangers
 from benchmarks.collective import __main__ as command
-from benchmarks.collective.cell import Cell, Row
-from benchmarks.collective.operations import YARDSTICK
+from benchmarks.collective.cell import Cell
 from benchmarks.faults import __main__ as faults
 from benchmarks.faults.attacks import ATTACKS
 from benchmarks.faults.fronts import PLAIN
 from benchmarks.faults.job import Outcome
 from benchmarks.faults.verdict import FAILURES, GOALS, Expected, judge
 from benchmarks.membership.__main__ import main
-from benchmarks.training.methods import all_methods
 from benchmarks.watching.rounds import _row
 from fusionlayer.cli import drawing
 from tests.examples.places import needs_namespaces
-from tests.tiers import DRAWS, long, needs
+from tests.tiers import DRAWS, long
 
 RIGHT = ["same"] * 3
 FINISHED = Outcome("finished", 11.0, digest="same", status=0)
@@ -90,48 +87,6 @@ def cell(rate: str | None = None, codecs: tuple[str, ...] = ("raw",), mpi: bool 
     return Cell(rate, hosts, 2 // hosts, (64 * KB,), 2, codecs, ("dense", "one_shot", "two_shot"), mpi, **more)
 
 
-class TestCommand:
-    @pytest.fixture(autouse=True)
-    def no_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(command, "run", self.fake_run)
-        monkeypatch.setattr(command, "why_not", lambda network, mpi=False: self.no_namespaces)
-        self.cells: list[Cell] = []
-        self.no_namespaces: str | None = None
-        self.failing: str | None = ""
-        self.interrupting: str | None = ""
-
-    def fake_run(self, cell: Cell, *, isolated: bool, timeout: float) -> list[Row] | None:
-        self.cells.append(cell)
-        assert isolated == (self.no_namespaces is None)
-        if cell.rate == self.interrupting:
-            raise KeyboardInterrupt
-        return None if cell.rate == self.failing else [Row(YARDSTICK, "", 64 * KB, 1.0, 1, [0.1], [1e5], [0.1])]
-
-    def call(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["collective", "--busy-ok", *arguments])
-        return command.main()
-
-    def test_writes_table_and_figures(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        status = self.call(monkeypatch, "--rates", "none,1gbit", "--worlds", "2,4", "--out", str(tmp_path))
-        assert status == 0
-        assert [(c.hosts, c.workers) for c in self.cells] == [(1, 2), (1, 4), (2, 1), (2, 2)]
-        assert {c.turn_seconds for c in self.cells} == {0.1}
-        (path,) = tmp_path.glob("collective_*.json")
-        rows = json.loads(path.read_text())["rows"]
-        assert [(r["rate"], r["world"]) for r in rows] == [(None, 2), (None, 4), ("1gbit", 2), ("1gbit", 4)]
-        assert rows[0]["seconds"] == [0.1] and rows[0]["load"] >= 0
-        assert "of the wire" in path.with_suffix(".md").read_text()
-
-    def test_keeps_what_it_has_when_it_is_interrupted(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self.interrupting = "1gbit"
-        assert self.call(monkeypatch, "--rates", "none,1gbit", "--worlds", "2", "--out", str(tmp_path)) == 1
-        assert "interrupted" in capsys.readouterr().err
-        (path,) = tmp_path.glob("collective_*.json")
-        assert [r["rate"] for r in json.loads(path.read_text())["rows"]] == [None]
-
-
 @pytest.mark.medium
 def test_workers_that_fail_are_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.run(cell(codecs=("no such codec",)), isolated=False, timeout=180) is None
@@ -179,35 +134,6 @@ def test_a_little_of_it_runs(tmp_path: Path) -> None:
     rough = kills["events"]
     assert rough["kills without a change"] == 0 and rough["members at the end"] == [4] and rough["ended"] == 4
     assert rough["workers"] == 6 and all(row["events"]["ended"] == 4 for row in rows)
-
-
-def training_row(method: str, seconds: float, rate: str | None = "100mbit") -> dict[str, Any]:
-    ratio = 4.0 / seconds
-    speedup = {"median": ratio, "low": 0.9 * ratio, "high": 1.2 * ratio, "min": 0.8 * ratio, "max": 1.3 * ratio}
-    return {
-        **{"model": "gpt", "hosts": 2, "workers": 1, "rate": rate, "method": method, "step_seconds": seconds},
-        **{"speedup": speedup, "bytes_per_step": 1e7 * seconds, "compute_seconds": 0.25},
-        "codec_seconds": 0.05 if method.startswith("int") else None,
-    }
-
-
-ROWS = [
-    training_row(method, 4.0 * 0.96**place, rate)
-    for rate in ("1gbit", "100mbit")
-    for place, method in enumerate([*all_methods()][:6])
-]
-
-
-@needs("matplotlib")
-def test_the_command_writes_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = tmp_path / "training.json"
-    result.write_text(json.dumps({"title": "Training", "rows": ROWS}))
-    monkeypatch.setattr(sys, "argv", ["plots", str(result), "--out", str(tmp_path / "plots")])
-    assert plots.main() == 0
-    assert len(capsys.readouterr().out.split()) == 2
-    assert "</svg>" in (tmp_path / "plots/speedup_gpt-2x1.svg").read_text()
 
 
 def test_ratios_of_each_guard_and_of_the_flood() -> None:

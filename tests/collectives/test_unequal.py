@@ -54,17 +54,6 @@ def test_shares_do_not_change_a_sum(shares: Sequence[int], codec: Codec) -> None
     over_threads(len(shares), body)
 
 
-@on_threads(4)
-def test_equal_shares_draw_the_noise_of_two_shot(transport: Transport) -> None:
-    """Of each rank's own, in both roundings."""
-    codec = codecs.get("int4", rounding="stochastic", group_size=32).bare
-    by_shares = given(transport.rank, 0, 4 * 160, torch.float32).clone()
-    equally = by_shares.clone()
-    two_shot_by_shares(by_shares, codec, transport, shares=(1,) * 4, seed=3)
-    two_shot(equally, codec, transport, seed=3)
-    assert torch.equal(by_shares, equally)
-
-
 @looped("codec", [codec.bare for codec in defaults() if takes("two_shot", codec)], ids=str)
 @on_threads(3)
 def test_every_codec_sums_by_shares(transport: Transport, codec: Codec) -> None:

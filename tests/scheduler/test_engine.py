@@ -105,24 +105,26 @@ def test_all_element_types_and_layouts(world: int) -> None:
     over_threads(world, body)
 
 
-def test_scaling_comes_before_and_after_the_sum() -> None:
+@looped("before, after", [(0.5, 3.0), (4.0, 0.125)])
+@looped("tensors", [1, 2])
+def test_scaling_comes_before_and_after_the_sum(before: float, after: float, tensors: int) -> None:
     seen = []
 
     def spy(x: Tensor, codec: Codec, transport: Transport, **_: object) -> None:
         seen.append(x.max().item())
         transport.all_reduce(x)
 
-    def body(transport: Transport) -> float:
-        engine = make_engine(
-            transport, MODEL[:1], codec=codecs.get("raw"), algorithm="spy", scaling=Scaling(before=0.5, after=3.0)
-        )
-        value = run_step(engine, {"w0": torch.full((300,), 8.0)})["w0"]
+    def body(transport: Transport) -> set[float]:
+        given = {tensor.name: torch.full((tensor.numel,), 8.0) for tensor in MODEL[:tensors]}
+        how = {"codec": codecs.get("raw"), "algorithm": "spy", "scaling": Scaling(before=before, after=after)}
+        engine = make_engine(transport, MODEL[:tensors], **how)
+        results = run_step(engine, given)
         engine.close()
-        return value.unique().item()
+        return {*torch.cat([*results.values()]).tolist()}
 
     with collective_named("spy", spy):
-        assert over_threads(2, body) == [24.0, 24.0]
-    assert seen == [4.0, 4.0]
+        assert over_threads(2, body) == [{2 * 8 * before * after}] * 2
+    assert seen == [8 * before] * 2
 
 
 @looped("ahead_of_forward", [False, True])
@@ -320,22 +322,6 @@ def test_memory_outlives_its_engine(transport: Transport) -> None:
         assert residual.any() or residual.numel() == 1
         transport.all_reduce(residual)
         assert (balance[name] + residual).abs().max() < 1e-5
-
-
-def test_noise_differs_between_steps_and_buckets() -> None:
-    tensors = [TensorInfo(name, 512, "float32", 4) for name in "ab"]
-    x = gradients(0, 0, tensors[:1])["a"]
-
-    def body(transport: Transport) -> list[Tensor]:
-        engine = make_engine(
-            transport, tensors, codec=codecs.get("int4", rounding="stochastic"), planner=planners.get("wfbp")
-        )
-        results = [value for _ in range(2) for value in run_step(engine, {"a": x.clone(), "b": x.clone()}).values()]
-        engine.close()
-        return results
-
-    for results in over_threads(2, body):
-        assert len({bytes(result.view(torch.uint8).tolist()) for result in results}) == 4
 
 
 # ---- timeline -------------------------------------------------------------------------------------------------------
