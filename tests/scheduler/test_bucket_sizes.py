@@ -38,6 +38,8 @@ def test_no_message_to_a_rank_is_too_short(codec: str, ranks: int) -> None:
         assert message >= 16 << 10 or bucket.nbytes >= 60 * MIB or ranks == 8
     assert max(sizes(plan)) <= 64
     assert (f"each of {ranks} ranks has few bytes" in plan.reason) == (ranks > 8)
+    whole = plan_of(codec, (1,) * ranks, algorithm="one_shot")
+    assert max(sizes(whole)) == 8 and "few bytes" not in whole.reason
 
 
 def test_startups_take_a_small_part_of_transfers() -> None:

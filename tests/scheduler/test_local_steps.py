@@ -221,6 +221,8 @@ def test_a_run_goes_on_where_it_was_saved(transport: Transport, stop: int) -> No
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     with pytest.raises(ConfigError, match="results were saved of a part of bucket 2: 'w4' is missing"):
         resumed.load_state_dict({"step": 1, "results": {"w5": torch.zeros(777)}})
+    with pytest.raises(ConfigError, match="a part of bucket 2: 'w5' is missing or of another size"):
+        resumed.load_state_dict({"step": 1, "results": {"w4": torch.zeros(1), "w5": torch.zeros(776)}})
     with pytest.raises(ConfigError, match="results were saved of 'v', which is not in the plan"):
         resumed.load_state_dict({"step": 1, "results": {"v": torch.zeros(7)}})
     for engine in (whole, resumed):

@@ -91,6 +91,9 @@ def move_rows(rank: int, world: int) -> tuple[int, int, int]:
     transport.all_to_all(torch.stack([row(rank, to) for to in range(world)]), every)
     assert torch.equal(every, torch.stack([row(source, rank) for source in range(world)]))
     transport.all_gather(every[0, :0], every[:, :0])  # nothing to send
+    with transport.doing("a test", "which adds 'w'"):
+        transport.all_gather(every[rank], every)
+    assert transport._watch is not None and transport._watch.position.recent[-1][1].why == "which adds 'w'"
     calls = transport.sequence - before[0]
     sent = transport.bytes_sent - before[1]
     transport._links["cpu"] = usual
@@ -102,4 +105,4 @@ def move_rows(rank: int, world: int) -> tuple[int, int, int]:
 @pytest.mark.medium
 def test_rows_travel_by_one_call() -> None:
     """However many ranks there are; one message for each of them is ``exchange``."""
-    assert run_ranks(move_rows, WORLD) == [(3, 4, 3 * (WORLD - 1) * NUMEL)] * WORLD
+    assert run_ranks(move_rows, WORLD) == [(4, 5, 4 * (WORLD - 1) * NUMEL)] * WORLD
