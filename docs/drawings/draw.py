@@ -256,7 +256,7 @@ def choosing() -> Canvas:
     for start, end, words, x in (
         (690, 368, "AdamW", 358),
         (765, 614, "SGD", 604),
-        (830, 800, "a good loss soon", 800),
+        (830, 800, "a good loss soon", 790),
     ):
         canvas.arrow(start, 200, end, 272)
         canvas.text(x, 264, words, 12.5, "end", SOFT)
@@ -290,7 +290,7 @@ CONTENT = {
     "planning": "profiles, predictions",
     "scheduler": "buckets, lanes, error feedback",
     "coordination": "operations by name",
-    "collectives": "two_shot, ring, gather",
+    "collectives": "two_shot, ring",
     "elastic": "members",
     "publishing": "versions of weights",
     "codecs": "int8, topk, zip",
