@@ -27,12 +27,12 @@ GPU_SELECTIONS := first second
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
 
-install: $(DEV) ## .venv with torch, all tools and the package (editable); compiles what changed
+install: $(DEV) ## .venv with torch, all tools and the package, editable
 	@$(BUILD)
 
 # Tests of the fast tier need no CUDA library, and compiling it takes minutes.
 install-test: export FUSIONLAYER_CUDA := 0
-install-test: $(if $(wildcard $(DEV)),$(DEV),$(TEST)) ## .venv with the packages of the extra `test` alone, for the fast tier
+install-test: $(if $(wildcard $(DEV)),$(DEV),$(TEST)) ## .venv with the packages of the fast tier
 	@$(BUILD)
 
 install-demo: $(or $(wildcard $(DEV)),$(wildcard $(TEST)),$(DEMO))
@@ -57,36 +57,36 @@ $(TEST):
 $(DEV):
 	$(call INSTALL,$(EXTRAS))
 
-demo: install-demo ## trains with plain DDP and with fusionlayer on this machine; ARGS="..." is passed on
+demo: install-demo ## train with plain DDP and with fusionlayer; ARGS="..."
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # To collect tests/gpu, of which nothing is left, takes seconds of every worker.
-test: install-test ## the fast tier: every property once; what to run before a push
+test: install-test ## the fast tier: every property once; before a push
 	$(PYTEST) -n 3 --ignore tests/gpu -m "not gpu and not exhaustive and not long" $(ARGS)
 
-test-exhaustive: install ## what CI runs besides: the cases that the fast tier leaves out
+test-exhaustive: install ## what CI runs besides: cases that the fast tier leaves out
 	$(PYTEST) -n 3 -m "exhaustive and not long and not gpu" $(ARGS)
 
-test-long: install ## what CI leaves out: full matrices, millions of inputs, sanitizers, rehearsals; engines apart
+test-long: install ## full matrices, millions of inputs, sanitizers, rehearsals
 	$(PYTEST) -n 3 -m "long and not engine and not gpu" $(ARGS)
 
 # The extra `frameworks` has those that `dev` has not; tests of what is not installed are skipped, and say so.
-test-engines: install ## every test of Ray, Spark, Lightning, Transformers, Megatron, DeepSpeed and others that are installed
+test-engines: install ## tests of Ray, Spark, Lightning, ... that are installed
 	$(PYTEST) -n 3 -m "engine and not gpu" $(ARGS)
 
-test-all: install ## every test that needs no GPU, of all tiers
+test-all: install ## every test that needs no GPU
 	$(PYTEST) -n 3 -m "not gpu" $(ARGS)
 
 # Its own environment: the newest torch that pip finds, several GB with CUDA.
 TORCH := build/torch
-test-torch: install-test ## short, backend and integration tests on the newest torch, in $(TORCH), with versions above constraints.txt
+test-torch: install-test ## short, backend and integration tests on the newest torch
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python -m pip -q install --no-compile --upgrade 'setuptools>=77' torch
 	FUSIONLAYER_CUDA=0 $(TORCH)/bin/python -m pip -q install --no-compile --no-build-isolation -e '.[test]'
 	$(TORCH)/bin/python -m pytest -m "not medium and not exhaustive and not long and not gpu" $(ARGS)
 	$(TORCH)/bin/python -m pytest -m "medium and not exhaustive and not long and not gpu" tests/backend tests/integrations $(ARGS)
 
-test-short: install-test ## of the fast tier, the tests in one process
+test-short: install-test ## tests of the fast tier that run in one process
 	$(BIN)/python -m pytest -m "not medium and not exhaustive and not long and not gpu" $(ARGS)
 
 lint: install ## style, types, import layers; changes nothing
@@ -96,12 +96,12 @@ lint: install ## style, types, import layers; changes nothing
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/lint-imports
 
-docs: install ## write anew what is made from code and results, and build the site into build/site; ends with 1 at a broken link
+docs: install ## generated pages, and the site in build/site
 	$(BIN)/python -m docs.site.pages
 	$(BIN)/python -m benchmarks.pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
-docs-serve: install ## the site at http://127.0.0.1:8000, built anew when a page changes
+docs-serve: install ## the site at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 format: install ## rewrite Python and C++ in the project's style
@@ -109,22 +109,22 @@ format: install ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-bench: install ## all measurements of this machine, about half an hour; results and pictures into $(RESULTS)
+bench: install ## all measurements, half an hour; results in $(RESULTS)
 	$(BIN)/python -m benchmarks.suite --out $(RESULTS) $(ARGS)
 
-bench-smoke: install ## the same in small, a minute: only to see that all of it works
+bench-smoke: install ## the same in small, a minute
 	$(BIN)/python -m benchmarks.suite --smoke --out build/bench-smoke $(ARGS)
 
 # Each ends in under nine minutes and can be called alone: docs/design/gpu_validation.md. $(PYTHON) has torch and pytest.
 # A rehearsal is no result.
 GPU_RESULTS = $(if $(findstring --rehearse,$(ARGS)),build/gpu,$(RESULTS))
-gpu: ## all stages below on a CUDA device; status 69 and what it lacks where there is none; ARGS="--rehearse" on the CPU
+gpu: ## all stages below; ARGS=--rehearse runs them on the CPU
 	$(PYTHON) -m tests.gpu.stages $(GPU_STAGES) --out $(GPU_RESULTS) $(ARGS)
 
-gpu-build: ## the CUDA library for the GPUs that are here; makes no environment
-gpu-bytes: ## every kernel, type and tail writes the bytes of the CPU
-gpu-nccl: ## two ranks on one GPU over NCCL: the bits of gloo in every trainer, failures
-gpu-trainers: ## two ranks on one GPU over gloo learn what they learn without compression
+gpu-build: ## the CUDA library for the GPUs of this machine
+gpu-bytes: ## every kernel, type and tail writes the CPU's bytes
+gpu-nccl: ## two ranks on one GPU over NCCL: gloo's bits, failures
+gpu-trainers: ## two ranks on one GPU over gloo learn as without codec
 gpu-race: ## streams, launch order and memory under sanitizers
 gpu-kernels: ## speed of kernels as a share of a copy's
 gpu-bytes-all: ## the cases that gpu-bytes leaves out
@@ -132,20 +132,20 @@ $(GPU_STAGES:%=gpu-%): gpu-%:
 	$(PYTHON) -m tests.gpu.stages $* --out $(GPU_RESULTS) $(ARGS)
 
 # For a machine that is available for minutes; they build nothing.
-gpu-first: ## the most valuable parts of the stages, in 270 s: NCCL between two ranks, bytes; results and log into build/gpu
-gpu-second: ## the next ones, in 420 s: races, memory, speed; ARGS="-k WORDS" first runs tests again
+gpu-first: ## the most valuable parts in 270 s, into build/gpu
+gpu-second: ## the next ones in 420 s; ARGS="-k WORDS" runs tests first
 $(GPU_SELECTIONS:%=gpu-%): gpu-%:
 	$(PYTHON) -m tests.gpu.stages $* --out build/gpu $(ARGS)
 
-wheel: install ## dist/fusionlayer-*.whl, for every Python on this kind of machine
+wheel: install ## dist/fusionlayer-*.whl for this kind of machine
 	$(BIN)/python -m pip wheel . --no-deps -w dist
 
-wheels: install ## dist: sources and wheels for registries, x86-64, aarch64 and fusionlayer-cuda
+wheels: install ## dist: sources, wheels for x86-64, aarch64 and CUDA
 	$(BIN)/python wheels/make.py $(ARGS)
 
-release: install ## a release as a dry run: checks, sdist, wheels, site, and the command of the tag; pushes nothing
+release: install ## a release as a dry run; pushes nothing
 	@$(BIN)/python .ci/release.py
 
-clean: ## remove what was built and cached, .venv excepted
+clean: ## remove built and cached files, except .venv
 	rm -rf build dist *.egg-info fusionlayer/lib .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -7,18 +7,20 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --codec int4 --sync averaging --every 4
     torchrun --nproc-per-node 2 examples/train_gpt.py --method ddp
 
-What is left out is taken from the environment, such as FUSIONLAYER_CODEC or FUSIONLAYER_PLAN (docs/config.md).
-One process per device: a GPU each where there are enough, else the CPU's cores are shared out. Nothing is downloaded.
+Environment variables give the other options, such as FUSIONLAYER_CODEC or FUSIONLAYER_PLAN (docs/config.md). There is
+one process for each GPU if there are enough, else processes share the CPU's cores. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import importlib.util
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -77,8 +79,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+        """End the process with status 2; name the nearest choice or option."""
+        wrong = re.search(r"(invalid choice|unrecognized arguments): '?([^' ]+)", message)
+        if wrong:
+            of = re.findall(r"[\w+-]+", message.partition("choose from")[2]) or [*self._option_string_actions]
+            message = message.partition(" (choose from")[0]
+            message += "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(wrong[2], of, 1))
+        self.exit(2, f"{self.prog}: {message}; see --help\n".replace("?;", "?"))
 
     def parse_model(self) -> argparse.Namespace:
         """Return the options, if the heads of attention fit the model's width."""
