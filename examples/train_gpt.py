@@ -402,7 +402,7 @@ def report(result: dict[str, Any], path: str | None) -> None:
     if result["fusion_plan"]:
         print(f"buckets           {result['fusion_plan']}")
     if sent:
-        print(f"sent per step     {sent / 1e6:.3f} MB by each worker: all that {device} carried, protocol included")
+        print(f"sent per step     {sent / 1e6:.3f} MB by each worker over {device}, protocol included")
         print(f"compression       {dense / sent:.2f}x; a dense f32 ring all-reduce sends {dense / 1e6:.3f} MB")
     elif result["workers"] > 1:
         print("sent per step     not measured: no network device of this host carries it")
