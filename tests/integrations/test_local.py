@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import fusionlayer as fl
 import fusionlayer.torch as hvd
+from fusionlayer.training.policies.gradient_noise import norm_of
 from fusionlayer.transport import local
 from tests.codecs import variants
 from tests.integrations.training import CLASSES, FEATURES, fill, loss_of, make_model, train, weights
@@ -62,13 +63,22 @@ class Oracle:
         self.steps = 0
         self.sent = 0
         self.under_way: list[tuple[int, dict[int, Tensor], list[list[Tensor]]]] = []
+        self.own = self.shared = 0.0
+        self.measured: Any = None
+        self.reports: list[Any] = []
 
     def train(self, steps: Iterable[int]) -> None:
         every, count = self.options.every, len(self.fragments)
         departures = [(i + 1) * every // count for i in range(count)]
         for step in steps:
+            factor = self.factor()
             for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                (group,) = optimizer.param_groups
+                kept = {key: group[key] for key in ("lr", "weight_decay")}
+                if "betas" in group:
+                    group.update(lr=kept["lr"] * factor, weight_decay=kept["weight_decay"] / factor)
                 train(model, optimizer, rank, [step])
+                group.update(kept)
             self.steps += 1
             while self.under_way and self.under_way[0][0] == self.steps:
                 self.land(*self.under_way.pop(0)[1:], self.options.alpha)
@@ -80,6 +90,19 @@ class Oracle:
                 else:
                     self.land(averages, alpha=self.options.alpha)
                 self.average_states()
+
+    def factor(self) -> float:
+        """Return by what local steps multiply learning rates, from the weights of each gradient in a difference."""
+        world, every, after = len(self.models), self.options.every, self.options.after or 0
+        if not self.own or self.options.momentum:
+            return 1.0
+        noise = (self.own - self.shared) * world / (world - 1)
+        signal = max(0.0, self.own - noise)
+        weights = [sum(0.1 * 0.9 ** (t - g) for t in range(max(g, 0), every)) for g in range(-500, every)]
+        noise *= every**2 / sum(weight * weight for weight in weights)
+        ratio = (signal + noise) / (signal + noise / world)
+        share = (1 - 0.999**self.steps) / (1 - 0.999 ** (self.steps + after))
+        return (1 - share + share * ratio) ** 0.5
 
     def average_states(self) -> None:
         for key, syncs in self.options.states.items():
@@ -95,14 +118,25 @@ class Oracle:
     def send(self) -> dict[int, Tensor]:
         members = list(zip(*(model.parameters() for model in self.models), strict=True))
         averages = {}
-        for i in self.fragments[self.sent % len(self.fragments)]:
+        fragment = self.fragments[self.sent % len(self.fragments)]
+        for i in fragment:
             differences = ((self.anchors[i] - p) * (1 / len(members[i])) for p in members[i])
             averages[i] = sum(differences, torch.zeros_like(self.anchors[i]))
         self.sent += 1
+        norms = [
+            float(norm_of([self.anchors[i] - members[i][rank] for i in fragment])) for rank in range(len(members[0]))
+        ]
+        self.reports.append((norms, self.measured))
+        self.measured = None
         return averages
 
     @torch.no_grad()
     def land(self, averages: dict[int, Tensor], sent: list[list[Tensor]] | None = None, alpha: float = 0.0) -> None:
+        norms, reported = self.reports.pop(0)
+        self.measured = norms, float(norm_of(averages.values()))
+        if reported is not None:
+            self.own = 0.9 * self.own + sum(norm * norm for norm in reported[0]) / len(norms)
+            self.shared = 0.9 * self.shared + reported[1] ** 2
         for i, average in averages.items():
             self.anchors[i].grad = average
         self.outer.step()
@@ -492,10 +526,11 @@ def begin() -> tuple[nn.Sequential, Optimizer]:
 
 def test_parameters_come_and_go_between_syncs() -> None:
     """A frozen one takes along what it was trained since the last sync; an added one begins with rank 0's values."""
+    sync = fl.Local(every=3, inner_lr_scale=1)
 
     def rank_main(rank: int) -> tuple[Tensor, Tensor]:
         model, plain = begin()
-        optimizer = fl.DistributedOptimizer(plain, model.named_parameters(), sync=fl.Local(every=3), check_replicas=1)
+        optimizer = fl.DistributedOptimizer(plain, model.named_parameters(), sync=sync, check_replicas=1)
         for step in range(12):
             grow(model, optimizer, step, stream=rank)
             train(model, optimizer, rank, [step])
@@ -666,6 +701,7 @@ def test_a_preset_brings_its_codec_unless_another_is_given() -> None:
         ({"fragments": 3}, "fragments=3 and every=2; expected at most one a step"),
         ({"delay": -1}, "delay=-1; expected a number of local steps, at least 0"),
         ({"delay": 2}, "delay=2 and every=2; expected a smaller delay"),
+        ({"inner_lr_scale": 0}, "inner_lr_scale=0; expected a number above 0, or 'auto'"),
         ({"states": "exp_avg"}, "states: got a str; expected keys of optimizer.state"),
         ({"states": {"exp_avg": 0}}, r"states\['exp_avg'\]=0; expected a number of syncs, at least 1"),
         ({"states": {"exp_avg": 1}, "delay": 1}, "states with fragments or a delay"),

@@ -9,6 +9,7 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.planning.local_steps import EveryRules
 from fusionlayer.process.clock import HostClock
 from fusionlayer.training import optimizer as fronts
+from fusionlayer.training.policies.gradient_noise import GradientNoise, norm_of
 from fusionlayer.training.policies.pace import Pace
 from fusionlayer.transport import local
 from tests.integrations.training import train, weights
@@ -32,13 +33,14 @@ class Scripted(HostClock):
 
 def follow(clocks: list[Scripted], moves: list[list[Tensor]], syncs: int) -> list[int]:
     """Return the numbers of local steps after each sync, which are the same for all ranks."""
-    paces = [Pace(clock, EveryRules(most=8)) for clock in clocks]
+    paces, noises = [Pace(clock, EveryRules(most=8)) for clock in clocks], [GradientNoise() for _ in clocks]
     average = [torch.stack(each).mean(0) for each in zip(*moves, strict=True)]
     found = []
     for _ in range(syncs):
-        told = [pace.leave(move, joined=False) for pace, move in zip(paces, moves, strict=True)]
-        for pace in paces:
-            pace.arrive(average, told, says=False)
+        reports = [[*noise.report(False), pace.report(False)] for pace, noise in zip(paces, noises, strict=True)]
+        for pace, noise, move in zip(paces, noises, moves, strict=True):
+            drift = noise.arrive(norm_of(move), average, reports)
+            pace.arrive(drift, [waited for *_, waited in reports], says=False)
         (every,) = {pace.state for pace in paces}
         found.append(every.every)
     return found
@@ -48,7 +50,7 @@ def test_all_ranks_follow_what_all_have_measured() -> None:
     alike = [[torch.ones(3), torch.arange(4.0)]] * 2
     apart = [[torch.tensor([1.0, 0.0])], [torch.tensor([-0.5, 1.0])]]
     slow, fast = (0.5, 0.5), (0.001, 1.0)
-    # The first sync has nothing before it that could be told, and the second tells of one without a round before it.
+    # The first sync has nothing before it to report, and the second reports one without a round before it.
     assert follow([Scripted(*slow), Scripted(*slow)], alike, 9) == [1, 1, 1, 1, 2, 2, 2, 4, 4]
     assert follow([Scripted(*slow), Scripted(*fast)], alike, 5)[-1] == 2, "the mean over ranks counts"
     assert follow([Scripted(*fast), Scripted(*fast)], alike, 9) == [1] * 9
@@ -59,8 +61,7 @@ def test_all_ranks_follow_what_all_have_measured() -> None:
 def test_a_rank_that_has_joined_tells_nothing_and_then_the_number_stays() -> None:
     pace = Pace(Scripted(1.0, 1.0))
     for _ in range(9):
-        told = pace.leave([torch.ones(1)], joined=True)
-        pace.arrive([torch.ones(1)], [*[[1.0, 1.0, 1.0]] * 3, told], says=False)
+        pace.arrive(0.0, [1.0, 1.0, 1.0, pace.report(joined=True)], says=False)
     assert pace.state.every == 1
 
 

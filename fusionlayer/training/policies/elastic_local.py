@@ -57,27 +57,33 @@ class ElasticLocalStepPolicy(ElasticStepPolicy, LocalStepPolicy):
 
     def _sync(self) -> None:
         """Let all members' differences move the anchors, and parameters become these."""
-        averages = {name: x.clone() for name, x in self._transact(self._exchange).items()}  # landing changes them
         local = self.local
         parameters = {name: parameter for parameter, name in self.reducer.names.items()}
+        flight = Flight(parameters, 0, dict)
+
+        def exchange(engine: Engine) -> dict[str, Tensor]:
+            sent = self._send(engine)
+            averages = dict(sent.take())
+            if self.reducer.check is not None:
+                self.reducer.check.settle()
+            flight.norm, flight.reports = sent.norm, sent.reports
+            return averages
+
+        averages = {name: x.clone() for name, x in self._transact(exchange).items()}  # landing changes them
         if not averages:
             averages = dict(zip(parameters, local.differences([*parameters.values()]), strict=True))
-        self._land(Flight(parameters, 0, lambda: averages), exactly=True)
+        flight.take = lambda: averages
+        self._land(flight, exactly=True)
         local.count, local.moved = 0, False
 
-    def _exchange(self, engine: Engine) -> dict[str, Tensor]:
-        averages = dict(self._send(engine).take())
-        if self.reducer.check is not None:
-            self.reducer.check.settle()
-        return averages
-
     def more(self) -> dict[str, Any]:
-        """Return the outer momentum, for a newcomer."""
-        return {"momentum": self.local.state_dict(self.reducer.roster.names)["momentum"]}
+        """Return the outer momentum and the measured noise, for a newcomer."""
+        state = self.local.state_dict(self.reducer.roster.names)
+        return {key: state[key] for key in ("momentum", "noise")}
 
     def begin_with(self, more: Mapping[str, Any]) -> None:
-        """Begin a round with the members' outer momentum."""
-        self.local.load_state_dict(beginning(more["momentum"]), self.reducer.roster.by_name())
+        """Begin a round with the members' outer momentum and noise."""
+        self.local.load_state_dict(beginning(**more), self.reducer.roster.by_name())
 
     def _connect_anew(self) -> None:
         super()._connect_anew()

@@ -51,6 +51,10 @@ class Local:
             ``delay``, without ``alpha``.
         after: steps at the beginning in which ranks average gradients, as without local steps (post-local SGD, arXiv
             1808.07217). None: the default for the wrapped optimizer. That is 0, or ``freeze_step`` of ``OneBitAdam``.
+        inner_lr_scale: factor on the wrapped optimizer's learning rate in local steps. "auto" follows the measured
+            noise of gradients, from 1 to the root of the number of ranks, where the optimizer has ``betas`` as Adam
+            has: its updates by noisy gradients are smaller than those by averages. 1 for other optimizers, and
+            with outer ``momentum``, which was worse with a factor.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -69,6 +73,7 @@ class Local:
     feedback_decay: float = 1.0
     carry: bool = False
     after: int | None = None
+    inner_lr_scale: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if not self.adapts:
@@ -80,6 +85,9 @@ class Local:
         _check_number("feedback_decay", decay, 0 < _float(decay) <= 1, "above 0, at most 1")
         _check_whole("fragments", self.fragments, 1, "parts of the model")
         _check_whole("delay", self.delay, 0, "local steps")
+        if self.inner_lr_scale != "auto":
+            scale = self.inner_lr_scale
+            _check_number("inner_lr_scale", scale, 0 < _float(scale) < math.inf, "above 0, or 'auto'")
         if self.after is not None:
             _check_whole("after", self.after, 0, "steps in which gradients are averaged")
         if self.adapts and self.overlaps:

@@ -19,6 +19,7 @@ from ..reducer import Reducer
 from ..sends import FollowsSyncs
 from ..step_policy import StepPolicy
 from ..step_state import StepState
+from .gradient_noise import norm_of
 from .local import state_tensors
 from .local_plan import planned_syncs
 from .local_steps import Flight, LocalSteps, compare, due_states
@@ -106,10 +107,12 @@ class LocalStepPolicy(StepPolicy):
                     parameter.grad = None
         result = None
         if not self._overflown():
-            result = update(**options) if closure is None else update(closure, **options)
+            with local.scaled(reducer.optimizer(), reducer.groups, 1 if engine is None else engine.size):
+                result = update(**options) if closure is None else update(closure, **options)
         if engine is not None:
             local.count += 1
             local.moved = True
+            local.noise.local_steps += 1
             self._after_step(engine)
         return result
 
@@ -295,7 +298,9 @@ class LocalStepPolicy(StepPolicy):
             engine.memory.decay(local.sync.feedback_decay, parameters)
         before = engine.untaken
         differences = local.differences([*parameters.values()])
-        told = local.pace.leave(differences, joined) if local.pace is not None else []
+        norm, numbers = norm_of(differences), local.noise.report(joined)
+        if local.pace is not None:
+            numbers.append(local.pace.report(joined))
         for name, tensor in (*zip(parameters, differences, strict=True), *states.items()):
             engine.submit(name, tensor)
         engine.end_step()
@@ -303,9 +308,9 @@ class LocalStepPolicy(StepPolicy):
         if isinstance(follower, FollowsSyncs):
             follower.leaves(parameters.values())
         buckets = sorted(engine.untaken - before)
-        heard: list[list[float]] = []
+        reports: list[list[float]] = []
         count = None if joined else local.count
-        compared = engine.put(lambda transport: heard.extend(compare(count, told, transport)))
+        compared = engine.put(lambda transport: reports.extend(compare(count, numbers, transport)))
         if reducer.check is None:
             reducer.check = reducer.replicas.check(engine.put, self._compared)
         if reducer.check is not None:
@@ -317,11 +322,10 @@ class LocalStepPolicy(StepPolicy):
             for index in buckets:
                 results.update(engine.take(index))
             compared()
-            if local.pace is not None:
-                local.pace.arrive([results[name] for name in parameters], heard, says=engine.rank == 0)
             return results
 
-        return Flight(parameters, local.sync.delay, take, states, local.parts(parameters))
+        parts = local.parts(parameters)
+        return Flight(parameters, local.sync.delay, take, states, parts, norm, reports)
 
     def _land(self, flight: Flight, exactly: bool = False) -> None:
         """Wait for a fragment's averages; move its anchors by them, and its parameters to those.
@@ -332,6 +336,10 @@ class LocalStepPolicy(StepPolicy):
         """
         reducer, local, parameters = self.reducer, self.local, flight.parameters
         averages = flight.take()
+        drift = local.noise.arrive(flight.norm, [averages[name] for name in parameters], flight.reports)
+        if local.pace is not None:
+            waited = [waited for *_, waited in flight.reports]
+            local.pace.arrive(drift, waited, says=reducer.engine is not None and reducer.engine.rank == 0)
         alpha, learned = (0.0, None) if exactly else (local.sync.alpha, flight.learned)
         if reducer.check is not None:
             reducer.check.settle()

@@ -4,6 +4,7 @@ effect."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from ...base.errors import PlanMismatch, UsageError
 from ...process.clock import HOST, Clock
 from ...transport import Transport
 from ..parameters import local_part
+from ..sends import FollowsSyncs
+from .gradient_noise import GradientNoise
 from .local import Local, state_name
 from .pace import Pace
 
@@ -31,6 +34,8 @@ class Flight:
         take: waits for the averaged differences, and returns them by name; states too.
         states: the states of the wrapped optimizer that sync too, by name; averages replace them.
         left_with: values of the parameters, by name, when the fragment was sent; None: no rank asks for them.
+        norm: 2-norm of this rank's differences.
+        reports: what each rank reported, by rank; filled by ``take``.
     """
 
     parameters: dict[str, Tensor]
@@ -38,6 +43,8 @@ class Flight:
     take: Callable[[], Mapping[str, Tensor]]
     states: dict[str, Tensor] = field(default_factory=dict)
     left_with: dict[str, Tensor] | None = None
+    norm: Tensor | float = 0.0
+    reports: list[list[float]] = field(default_factory=list)
 
     @property
     def learned(self) -> list[Tensor] | None:
@@ -58,6 +65,7 @@ class LocalSteps:
     Attributes:
         sync: as given.
         pace: changes the number of local steps between two syncs; None: nothing does.
+        noise: how much ranks' differences disagree.
         count: local steps in this round.
         moved: whether a parameter may differ from its anchor.
         anchors: of each parameter that is trained, the value that all ranks had after the last sync.
@@ -69,6 +77,7 @@ class LocalSteps:
     def __init__(self, sync: Local, clock: Clock = HOST) -> None:
         self.sync = sync
         self.pace = Pace(clock) if sync.adapts else None
+        self.noise = GradientNoise()
         self.begin_anew()
 
     @property
@@ -83,6 +92,17 @@ class LocalSteps:
         due = self.count in self.sync.departures if self.pace is None else self.count == self.every
         return due or self.count > self.every
 
+    def scaled(
+        self, optimizer: Optimizer, groups: Iterable[dict[str, Any]], ranks: int
+    ) -> AbstractContextManager[None]:
+        """Scale the learning rates of the ``optimizer``'s groups within the block, as ``inner_lr_scale`` says."""
+        scale = self.sync.inner_lr_scale
+        # Outer momentum makes up for small updates by itself; the other's variance is that of averages.
+        if ranks < 2 or scale == "auto" and (self.sync.momentum or isinstance(optimizer, FollowsSyncs)):
+            scale = 1.0
+        fixed = None if scale == "auto" else scale
+        return self.noise.scaled(groups, fixed, ranks, self.every, self.sync.after or 0)
+
     def begin_anew(self) -> None:
         """Forget all: the next local step notes its parameters as the anchors, and outer momentum begins at zero."""
         self.count = 0
@@ -92,6 +112,7 @@ class LocalSteps:
         self.own: dict[Tensor, Tensor] = {}
         self.restored: dict[Tensor, Tensor] = {}
         self._carried: dict[Tensor, Tensor] = {}  # outer momentum of parameters that have no anchor yet
+        self.noise.begin_anew()
         if self.pace is not None:
             self.pace.begin_anew()
         sync = self.sync
@@ -153,7 +174,8 @@ class LocalSteps:
             flight.take = lambda taken=taken: taken  # type: ignore[misc]
             sent = {name: x.clone() for name, x in (flight.left_with or {}).items()}
             averages = {name: x.clone() for name, x in taken.items()}
-            flights.append({"left": flight.left, "averages": averages, "left_with": sent})
+            measured = {"norm": float(flight.norm), "reports": flight.reports}
+            flights.append({"left": flight.left, "averages": averages, "left_with": sent, **measured})
         return {
             "count": self.count,
             "moved": self.moved,
@@ -162,6 +184,7 @@ class LocalSteps:
             "momentum": {name: kept.clone() for name, kept in momenta.items() if kept is not None},
             "under_way": flights,
             "pace": None if self.pace is None else self.pace.state_dict(),
+            "noise": self.noise.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, named: Mapping[str, Tensor]) -> None:
@@ -175,6 +198,8 @@ class LocalSteps:
         self.count, self.moved = saved["count"], saved["moved"]
         if self.pace is not None and saved.get("pace") is not None:
             self.pace.load_state_dict(saved["pace"])
+        if "noise" in saved:  # not in a state of an earlier version, as below
+            self.noise.load_state_dict(saved["noise"])
         self._carried = {named[name]: _like(named[name], x) for name, x in saved["momentum"].items() if name in named}
         for name, values in saved["anchors"].items():
             if name in named:
@@ -187,7 +212,8 @@ class LocalSteps:
             parameters = {name: named[name] for name in each["averages"] if name in named}
             averages = {name: _like(p, each["averages"][name]) for name, p in parameters.items()}
             flight = Flight(parameters, each["left"], lambda averages=averages: averages)  # type: ignore[misc]
-            sent = each.get("left_with")  # there is none in a state of an earlier version
+            flight.norm, flight.reports = each.get("norm", 0.0), each.get("reports", [])
+            sent = each.get("left_with")
             flight.left_with = {name: _like(p, sent[name]) for name, p in parameters.items()} if sent else None
             self.flights.append(flight)
 
@@ -215,9 +241,10 @@ class LocalSteps:
         return [self.anchors[p] for p in parameters], [local_part(p.detach()) for p in parameters]
 
 
-def beginning(momentum: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state of a round that is to begin, with the outer momentum of another one, by name."""
-    return {**LocalSteps(Local(every=1)).state_dict({}), "momentum": dict(momentum)}
+def beginning(momentum: Mapping[str, Tensor], noise: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of a round that is to begin, with outer momentum, by name, and noise of another one."""
+    state = LocalSteps(Local(every=1)).state_dict({})
+    return {**state, "momentum": dict(momentum), "noise": {**(noise or state["noise"]), "measured": None}}
 
 
 def due_states(

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ...planning.local_steps import EveryRules, EveryState, divergence
+from ...planning.local_steps import EveryRules, EveryState
 from ...process.clock import Clock, Stamp
+from .gradient_noise import NOTHING
 
 __all__ = ["Pace"]
 
-_NOTHING = -1.0
 _logger = logging.getLogger("fusionlayer")
 
 
@@ -45,29 +42,28 @@ class Pace:
         self._began: Stamp = None
         self._left: Stamp = None
         self._arrived: Stamp = None
-        self._norms: list[Tensor] = []
 
-    def leave(self, differences: Iterable[Tensor], joined: bool) -> list[float]:
-        """Note that a sync sends these differences; return this rank's report of the previous sync.
+    def report(self, joined: bool) -> float:
+        """Note that a sync begins; return the share of the time that this rank waited for the sync before.
 
-        That is the share of the time that it waited, the norm of its differences, and the norm of their average. A rank
-        that has ``joined`` only waits, so it reports nothing, and the number stays unchanged.
+        A rank that has ``joined`` only waits, so it reports nothing, and the number stays as it is.
         """
-        told = [_NOTHING] * 3 if joined else self._told()
+        waited = NOTHING if joined else self._waited()
         self._began, self._left, self._arrived = self._arrived, self._clock.stamp(), None
-        self._norms = [_norm(differences)]
-        return told
+        return waited
 
-    def arrive(self, averages: Iterable[Tensor], told: Sequence[Sequence[float]], says: bool) -> None:
-        """Note that the averages have arrived, and follow the ``told`` numbers of all ranks; ``says``: write to the
-        log."""
-        self._norms.append(_norm(averages))
+    def arrive(self, drift: float, waited: Sequence[float], says: bool) -> None:
+        """Note that a sync has arrived, and follow what all ranks have reported.
+
+        Args:
+            drift: divergence of ranks at the sync before.
+            waited: what each rank reported.
+            says: write to the log.
+        """
         self._arrived = self._clock.stamp()
-        if any(waited == _NOTHING for waited, _, _ in told):
+        if NOTHING in waited:
             return
-        before, waiting = self.state, statistics.fmean(waited for waited, _, _ in told)
-        # The average has the same bits on all ranks, but its norm need not: the first rank's value counts.
-        drift = divergence(told[0][2], [norm for _, norm, _ in told])
+        before, waiting = self.state, statistics.fmean(waited)
         self.state = before.after(drift, waiting, self._rules)
         if says and self.state.every != before.every:
             _logger.info(
@@ -84,20 +80,9 @@ class Pace:
         self.begin_anew()
         self.state = EveryState(**saved)
 
-    def _told(self) -> list[float]:
+    def _waited(self) -> float:
         if self._began is None or self._arrived is None:
-            return [_NOTHING] * 3
+            return NOTHING
         spent = self._clock.seconds(self._began, self._arrived)
         waited = self._clock.seconds(self._left, self._arrived)
-        if not spent or waited is None:  # a device has not reported yet
-            return [_NOTHING] * 3
-        return [waited / spent, *(float(norm) for norm in self._norms)]
-
-
-def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all together, () f64, on their device, without a wait of the host."""
-    each = [*tensors]
-    if not each:  # all parameters are frozen
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    norm: Tensor = torch.stack([norm.double() for norm in torch._foreach_norm(each)]).norm()
-    return norm
+        return waited / spent if spent and waited is not None else NOTHING  # a device may not have reported yet
