@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusionlayer.collectives import Scaling
+from fusionlayer.collectives.reduction import scale_
 from fusionlayer.coordination.pages import by_large_pages
 from fusionlayer.coordination.reductions import combine, neutral, reduce_as
 from fusionlayer.transport import Transport
@@ -54,6 +55,15 @@ def test_scales_before_and_after(op: str) -> None:
 
     expected = oracle(op, [values(rank, torch.float32) * before for rank in range(3)]) * after
     assert all(torch.equal(found, expected) for found in over_threads(3, body))
+
+
+@looped("dtype", [torch.int32, torch.int64])
+def test_whole_numbers_are_scaled_towards_zero(dtype: torch.dtype) -> None:
+    x = torch.tensor([-7, 7, -1, 3], dtype=dtype)
+    total = x.clone()
+    Scaling.of(dtype, 2, average=True).scale_after_(total)
+    assert total.tolist() == scale_(x.clone(), 0.5).tolist() == [-3, 3, 0, 1]
+    assert scale_(x.clone(), 0.9).tolist() == [-6, 6, 0, 2]
 
 
 MAPS = Path("/proc/self/smaps")

@@ -4,7 +4,9 @@ import hashlib
 import inspect
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +22,9 @@ from torch.nn import functional
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, PlanMismatch
 from fusionlayer.codecs import Codec
+from fusionlayer.sharded import fsdp_collectives
 from fusionlayer.sharded.fsdp_collectives import AllGather, ReduceScatter, ReplicaGather, _scale
+from fusionlayer.training.codec_or_auto import CodecOrAuto
 from fusionlayer.training.parameters import all_finite, local_part
 from tests.harness import checkpoint, outcomes_of
 from tests.integrations.training import fill, weights
@@ -143,6 +147,19 @@ def test_sums_are_scaled_as_torch_asks() -> None:
         assert total.tolist() == [8 * factor] * 3
     with pytest.raises(ConfigError, match="asks for a reduction by .*MAX"):
         _scale(torch.zeros(1), dist.ReduceOp.MAX, 4)
+
+
+def test_steps_modules_and_replicas_round_by_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    monkeypatch.setattr(fsdp_collectives, "_reduce", lambda *given: seeds.append(given[-1]))
+    monkeypatch.setattr(fsdp_collectives.Direction, "sending", lambda *_: nullcontext(fl.transport.local.alone()))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group)
+    direction = fsdp_collectives.Direction("gradients", CodecOrAuto.of("int4", {}))
+    for module, ranks in product(range(2), ([0, 1], [2, 3])):
+        reduce: Any = ReduceScatter(direction, None, module)  # type: ignore[arg-type]
+        for _ in range(2):
+            reduce(torch.zeros(4), torch.zeros(4), ranks, dist.ReduceOp.SUM)
+    assert len(set(seeds)) == 8
 
 
 # ---- training to the last bit ---------------------------------------------------------------------------------------
