@@ -119,6 +119,3 @@ def test_known_answers() -> None:
     out = Taco().decompress(Taco().compress(pattern), 256)
     want = torch.tensor([0.00102679, -0.00200893, 0.00299108, -0.00397322]).repeat(64)
     assert (out - want).abs().max() < 6e-9
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------------

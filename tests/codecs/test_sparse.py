@@ -307,6 +307,3 @@ def test_a_state_goes_on_where_it_was_saved() -> None:
             payload = send(codec, gradient(n, step), state, seed=step)
             if step >= 5:
                 assert torch.equal(payload, send(codec, gradient(n, step), copy, seed=step))
-
-
-# ---- options --------------------------------------------------------------------------------------------------------

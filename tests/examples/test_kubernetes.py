@@ -121,6 +121,3 @@ def read(model: Any, given: dict[str, Any]) -> Any:
     made = model.from_dict(given)
     assert made.to_dict() == given
     return made
-
-
-# ---- pods as processes ----------------------------------------------------------------------------------------------

@@ -88,18 +88,6 @@ def test_the_result_is_the_sum_of_what_each_rank_sends(world: int, algorithm: st
     over_threads(world, body)
 
 
-@looped("world", [2, 3, 4])
-@on_threads()
-def test_density_one_equals_the_dense_sum(transport: Transport, world: int) -> None:
-    sparse = make_engine(transport.duplicate(), codec=codecs.get("toysparse", density=1.0))
-    dense = make_engine(transport.duplicate(), codec=codecs.get("raw"))
-    for step in range(2):
-        ours, theirs = (run_step(engine, gradients(transport.rank, step)) for engine in (sparse, dense))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    sparse.close()
-    dense.close()
-
-
 @on_threads(3)
 def test_fusion_changes_no_bit(transport: Transport) -> None:
     stochastic = codecs.get("int4", rounding="stochastic")
