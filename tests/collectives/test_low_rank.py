@@ -174,6 +174,10 @@ def test_what_is_kept_is_used_and_only_with_warm_start() -> None:
                 collectives.get("low_rank")(x, codec, transport, seed=step)
             errors.append(float((x - exact).norm() / exact.norm()))
             assert set(part.state.tensors) == ({"right"} if warm_start else set())
+        first, second = (gradient(64 * 64, transport.rank) for _ in range(2))
+        for seed, x in enumerate((first, second)):
+            collectives.get("low_rank")(x, codec, transport, seed=seed)
+        assert not torch.equal(first, second), "a start is drawn anew in each step"
         values = torch.linalg.svdvals(exact.view(64, 64))
         best = float(values[2:].norm() / values.norm())
         return [error / best for error in errors]

@@ -348,8 +348,8 @@ def compressed_sums(rank: int, size: int) -> None:
     assert 0 < sparse.count_nonzero() <= 50 * size
     small, ctx = hvd.Compression.fp16.compress(x)
     assert small.dtype == torch.float16 and hvd.Compression.fp16.decompress(small, ctx).dtype == torch.float32
-    whole = torch.arange(3)
-    assert hvd.allreduce(whole, compression=hvd.Compression.fp16, op=hvd.Sum).tolist() == [0, size, 2 * size]
+    whole = 5001 * torch.arange(3)  # which f16 has not
+    assert hvd.allreduce(whole, compression=hvd.Compression.fp16, op=hvd.Sum).tolist() == [0, 5001 * size, 10002 * size]
     with pytest.raises(AttributeError, match="int8"):
         hvd.Compression.nothing_of_the_kind  # noqa: B018
     with pytest.raises(ValueError, match="codecs carry sums"):
@@ -473,8 +473,9 @@ def process_sets(rank: int, size: int) -> None:
     assert (everyone.process_set_id, everyone.rank(), everyone.size()) == (0, rank, size) and everyone.included()
     with pytest.raises(ValueError, match="already"):
         hvd.add_process_set(list(range(size)))
-    with pytest.raises(ValueError, match="ranks from 0"):
-        hvd.add_process_set([size])
+    for wrong in ([size], [0, 0], []):
+        with pytest.raises(ValueError, match="expected different ranks from 0"):
+            hvd.add_process_set(wrong)
     if size == 1:
         return
     members = [size - 1] if size < 3 else [2, 0]
