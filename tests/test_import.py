@@ -13,7 +13,18 @@ pytestmark = pytest.mark.medium
 
 # The public names that come without a framework, and without the parts of torch that need more than a second.
 USUAL = sorted({*fusionlayer.__all__} - {"deepspeed", "fsdp", "megatron", "moe", "pipeline", "tensor_parallel"})
-OPTIONAL = {"scipy", "matplotlib", "mpi4py", "triton", "deepspeed", "horovod", "megatron", "rich", "transformers"}
+OPTIONAL = {
+    "scipy",
+    "matplotlib",
+    "mpi4py",
+    "triton",
+    "deepspeed",
+    "horovod",
+    "megatron",
+    "rich",
+    "transformers",
+    "vllm",
+}
 
 EVERY_MODULE = """
 import importlib, json, os, pkgutil, sys

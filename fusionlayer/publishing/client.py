@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import socket
 import ssl
 import threading
+import time
 from contextlib import suppress
 
 from ..base.errors import ConfigError, TransportError, WireError
-from .address import Endpoint
-from .frames import BEAT, DATA, GONE, FrameChannel, guard
+from . import frames
+from .address import Endpoint, parse
+from .boxes import Boxes, text_of
+from .frames import PIECE_BYTES, FrameChannel, guard
 from .greeting import greet
 from .keyring import Keyring, is_name
+from .referral import Referral
 from .snapshot import Snapshot
 from .source import Ended, Source
 from .tls import TLS
 from .update import read
 
 __all__ = ["TcpSource"]
+
+_logger = logging.getLogger("fusionlayer")
+
+_RELAY_TIMEOUTS = 4  # a relay may have to wait for another one
 
 
 class TcpSource(Source):
@@ -29,6 +39,10 @@ class TcpSource(Source):
         keyring: the follower's proof; None: nothing.
         tls: encrypts the connection; None: no encryption.
         timeout: seconds without a byte after which the publisher counts as lost.
+
+    Attributes:
+        place: the address of the publisher.
+        serves: the address at which this follower serves others, if it does; to be set before the first ``next``.
 
     Raises:
         ConfigError: the file with the secret, or those of ``tls``, cannot be used.
@@ -49,35 +63,88 @@ class TcpSource(Source):
         self._end: socket.socket | None = None
         self._channel: FrameChannel | None = None
         self._asked = False
-        self._lock = threading.Lock()  # guards _end and _closed
+        self._boxes: Boxes = ()
+        self._taken: Boxes = self._boxes
+        self.serves = ""
+        self.place = str(place)
+        self._relay: TcpSource | None = None
+        self._lock = threading.Lock()  # guards _end, _relay and _closed
         self._closed = False
 
-    def next(self, have: Snapshot | None) -> Snapshot | None:
+    def next(self, have: Snapshot | None, least: int = 0) -> Snapshot | None:
+        if self._taken is not self._boxes:
+            self.drop()
         try:
             channel = self._channel or self._connect()
             if not self._asked:
-                channel.ask(have.digest.encode() if have else b"")
+                channel.say(frames.HAVE, frames.have(have.digest if have else "", least))
                 self._asked = True
             kind, nbytes = channel.next_frame()
-            if kind == BEAT and not nbytes:
+            if kind == frames.BEAT and not nbytes:
                 return None
-            if kind == GONE and not nbytes:
+            if kind == frames.GONE and not nbytes:
                 raise Ended
-            if kind != DATA:
+            if kind == frames.FIND and 0 < nbytes <= PIECE_BYTES:
+                self._asked = False
+                return self._find(channel, Referral.of(channel.take(nbytes)), have)
+            if kind != frames.DATA:
                 raise WireError(f"a frame of kind {kind!r} with {nbytes} bytes: it was damaged on its way")
             made = read(channel.take, nbytes, have)
             self._asked = False
             return made
         except TimeoutError as error:
-            self._drop()
+            self.drop()
             raise TransportError(f"{self._place} has not said a word for {self._timeout:g} s") from error
         except BaseException:  # what is left of the connection has no meaning any more
-            self._drop()
+            self.drop()
             raise
+
+    def _find(self, channel: FrameChannel, found: Referral, have: Snapshot | None) -> Snapshot | None:
+        """Return a version that a relay has; None if that fails, which this reports to the publisher."""
+        wrong, end = False, time.monotonic() + _RELAY_TIMEOUTS * self._timeout
+        try:
+            with self._lock:
+                if self._closed:
+                    return None
+                if self._relay is None or self._relay.place != found.place:
+                    if self._relay:
+                        self._relay.drop()
+                    self._relay = TcpSource(parse(found.place), self._name, self._keyring, None, self._timeout)
+                relay = self._relay
+            while (made := relay.next(have, found.version)) is None and time.monotonic() < end:
+                pass
+            if made is not None and (made.run, made.version) == found[:2]:
+                if made.digest == found.digest:
+                    relay.rest(made)
+                    return made
+                wrong = True
+        except WireError:
+            wrong = True
+        except (Ended, OSError, ConfigError, TransportError):
+            pass
+        if wrong:
+            _logger.error("%s: relay %s sends bytes of another digest", self._place, found.place)
+        channel.say(frames.MISS, json.dumps([found.place, wrong]).encode())
+        return None
+
+    def rest(self, have: Snapshot) -> None:
+        """Say that ``have`` is here, and that a later version will be asked for some time."""
+        if self._channel and not self._asked:
+            try:
+                self._channel.say(frames.REST, have.digest.encode())
+            except OSError:  # ``next`` connects again
+                self.drop()
+
+    def select(self, boxes: Boxes) -> None:
+        if len(text_of(boxes)) > PIECE_BYTES:
+            raise ConfigError(f"select: parts of {len(boxes)} tensors take more than {PIECE_BYTES} bytes to describe")
+        self._boxes = boxes
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            if self._relay:
+                self._relay.close()
             if self._end:
                 with suppress(OSError):
                     socket.socket.shutdown(self._end, socket.SHUT_RDWR)  # that of TLS would race with the reader
@@ -108,7 +175,11 @@ class TcpSource(Source):
                 raise TransportError(f"{error}; the file with the secret has changed") from error
             raise
         self._channel = FrameChannel(end, keys)
-        self._asked = False
+        self._asked, self._taken = False, self._boxes
+        if self._taken:
+            self._channel.say(frames.TAKE, text_of(self._taken))
+        if self.serves:
+            self._channel.say(frames.RELAY, self.serves.encode())
         return self._channel
 
     def _encrypted(self, end: socket.socket, context: ssl.SSLContext) -> socket.socket:
@@ -122,8 +193,10 @@ class TcpSource(Source):
                 f"certificate for {self._host!r} signed by one of the authorities?"
             ) from error
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         with self._lock:
+            if self._relay:
+                self._relay.drop()
             if self._end:
                 self._end.close()
             self._end = self._channel = None

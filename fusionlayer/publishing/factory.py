@@ -12,11 +12,14 @@ from .tls import TLS
 __all__ = ["open_outlet"]
 
 
-def open_outlet(place: Endpoint, *, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> Outlet:
+def open_outlet(
+    place: Endpoint, offers: int = 1, *, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float
+) -> Outlet:
     """Return an outlet at ``place``.
 
     Args:
         place: folder, or host and port to listen at.
+        offers: how many versions it can send over TCP: with 1 only the newest.
         keep: how many versions behind the newest a follower may be and still get differences.
         keyring: proves followers over TCP, and signs the files of a folder; None: nothing.
         tls: encrypts connections over TCP; None: no encryption.
@@ -25,6 +28,6 @@ def open_outlet(place: Endpoint, *, keep: int, keyring: Keyring | None, tls: TLS
     Raises:
         ConfigError: the place cannot be used.
     """
-    if place.folder:
+    if not place.is_tcp:
         return FolderOutlet(place, keep, common_of(keyring))
-    return TcpOutlet(place, keep, keyring, tls, timeout)
+    return TcpOutlet(place, keep, keyring, tls, timeout, offers)

@@ -1,26 +1,24 @@
-"""Versions in the files of a folder: shared by hosts, or an object store that is mounted as one."""
+"""Versions in the files of a folder, or in the objects of a store."""
 
 from __future__ import annotations
 
 import hmac
 import json
 import re
-import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..base import files
 from ..base.errors import ConfigError, FusionLayerError, UsageError, WireError
 from .address import Endpoint
 from .outlet import Outlet
 from .signing import SIGNED_BYTES, checks, seal, sign
 from .snapshot import Snapshot
 from .source import Ended, Source
+from .stores import Store, open_store
 from .update import Update, make, read
 
 __all__ = ["FolderOutlet", "FolderSource", "files_of", "way"]
@@ -59,26 +57,23 @@ class UpdateFile(NamedTuple):
         version: the version that it makes.
         since: the version that a reader must have; None: none.
         nbytes: its length.
-        path: where it is.
+        name: of the file.
     """
 
     run: str
     version: int
     since: int | None
     nbytes: int
-    path: Path
+    name: str
 
 
-def files_of(folder: Path) -> list[UpdateFile]:
-    """Return the files of updates in ``folder``."""
+def files_of(store: Store) -> list[UpdateFile]:
+    """Return the files of updates in a store."""
     found = []
-    for path in folder.iterdir():
-        if match := _FILE.fullmatch(path.name):
+    for name, nbytes in store.sizes().items():
+        if match := _FILE.fullmatch(name):
             since = None if match[3] is None else int(match[3])
-            with suppress(OSError):  # it was removed just now
-                seen = path.lstat()
-                if stat.S_ISREG(seen.st_mode):
-                    found.append(UpdateFile(match[1], int(match[2]), since, seen.st_size, path))
+            found.append(UpdateFile(match[1], int(match[2]), since, nbytes, name))
     return found
 
 
@@ -110,8 +105,7 @@ class FolderOutlet(Outlet):
 
     def __init__(self, place: Endpoint, keep: int, secret: bytes | None = None) -> None:
         super().__init__(place)
-        assert place.folder is not None
-        self._folder = place.folder
+        self._store = open_store(place)
         self._keep = keep
         self._secret = secret
         self._began = time.time_ns()
@@ -119,12 +113,13 @@ class FolderOutlet(Outlet):
         self._versions: deque[int] = deque(maxlen=keep)
         self._count = 0
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in self._folder.iterdir():
-                if _PARTIAL.fullmatch(path.name):  # of a publisher that was killed
-                    path.unlink(missing_ok=True)
+            self._store.prepare()
+            for name in self._store.sizes():
+                if _PARTIAL.fullmatch(name):  # of a publisher that was killed
+                    self._store.remove(name)
         except OSError as error:
-            raise ConfigError(f"publish: folder {self._folder} cannot be used: {error.strerror}") from error
+            why = error.strerror or error
+            raise ConfigError(f"publish: folder {self._store.place} cannot be used: {why}") from error
         self._start(publisher=self._work)
 
     @property
@@ -167,7 +162,7 @@ class FolderOutlet(Outlet):
                     self._written = new
                     self._changed.notify_all()
         except OSError as error:
-            self._fail(FusionLayerError(f"publish: {self._folder} cannot be written: {error.strerror or error}"))
+            self._fail(FusionLayerError(f"publish: {self._store.place} cannot be written: {error.strerror or error}"))
         except Exception as error:
             self._fail(error)
 
@@ -175,24 +170,25 @@ class FolderOutlet(Outlet):
         stem = f"{new.run}.{new.version:012d}"
         before = self._written
         if before is not None:
-            self._put(f"{stem}.from{before.version:012d}", self._signed(make(new, before)))
+            self._store.write(f"{stem}.from{before.version:012d}", self._signed(make(new, before)))
         if self._count % self._keep == 0:
-            self._put(f"{stem}.whole", self._signed(make(new)))
+            self._store.write(f"{stem}.whole", self._signed(make(new)))
         self._count += 1
         self._point(new, ended=False)
         self._versions.append(new.version)
-        for file in files_of(self._folder):
+        for file in files_of(self._store):
             if file.run != new.run or file.version < self._versions[0]:
-                file.path.unlink(missing_ok=True)
+                self._store.remove(file.name)
 
     def _point(self, snapshot: Snapshot, ended: bool) -> None:
         if self._written is not None and self._is_of_another(snapshot.run):
-            raise UsageError(f"publish: another publisher writes into {self._folder}; give each a folder of its own")
+            where = self._store.place
+            raise UsageError(f"publish: another publisher writes into {where}; give each a folder of its own")
         facts: dict[str, object] = {"form": _FORM, "run": snapshot.run, "version": snapshot.version, "ended": ended}
         if self._secret is not None:
             facts |= {"began": self._began}
             facts |= {"signature": sign(self._secret, [*facts.values()])}
-        self._put(_NEWEST, [memoryview(json.dumps(facts).encode())])
+        self._store.write(_NEWEST, [memoryview(json.dumps(facts).encode())])
 
     def _is_of_another(self, run: str) -> bool:
         """Return whether another publisher has begun here. What a stranger or an earlier one can have put here is not.
@@ -200,7 +196,7 @@ class FolderOutlet(Outlet):
         It is replaced.
         """
         try:
-            facts = _facts(self._folder)
+            facts = _facts(self._store)
         except (OSError, WireError):
             return False
         if facts is None or facts["run"] == run:
@@ -212,21 +208,15 @@ class FolderOutlet(Outlet):
             return update.parts
         return [memoryview(seal(self._secret, update.parts[0])), *update.parts]
 
-    def _put(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write a file that has its name only when it is complete."""
-        with files.whole(self._folder / name, sync=True) as file:
-            for part in parts:
-                file.write(part)
 
-
-def _facts(folder: Path) -> dict[str, Any] | None:
+def _facts(store: Store) -> dict[str, Any] | None:
     """Return the content of ``newest.json``, whose fields have their types; None if it is missing.
 
     Raises:
         WireError: it was damaged.
     """
     try:
-        text = files.read(folder / _NEWEST, _MOST_BYTES)
+        text = store.read(_NEWEST, _MOST_BYTES)
     except FileNotFoundError:
         return None
     try:
@@ -239,7 +229,9 @@ def _facts(folder: Path) -> dict[str, Any] | None:
             return facts
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         pass
-    raise WireError(f"{folder / _NEWEST} says {text[:80]!r}: it was damaged, or another fusionlayer has written it")
+    raise WireError(
+        f"{store.place}/{_NEWEST} says {text[:80]!r}: it was damaged, or another fusionlayer has written it"
+    )
 
 
 def _is_signed(facts: dict[str, Any], secret: bytes) -> bool:
@@ -261,28 +253,27 @@ class FolderSource(Source):
     """
 
     def __init__(self, place: Endpoint, secret: bytes | None = None) -> None:
-        assert place.folder is not None
-        self._folder = place.folder
+        self._store = open_store(place)
         self._secret = secret
         self._latest = 0, -1  # when the publisher began, and its newest version, of all that were signed
-        self._damaged: set[Path] = set()
+        self._damaged: set[str] = set()
         self._closing = threading.Event()
 
-    def next(self, have: Snapshot | None) -> Snapshot | None:
+    def next(self, have: Snapshot | None, least: int = 0) -> Snapshot | None:
         newest = self._newest()
         if newest is None:
-            raise FileNotFoundError(f"{self._folder} has no versions yet")
+            raise FileNotFoundError(f"{self._store.place} has no versions yet")
         if have is not None and (have.run, have.version) == newest[:2]:
             if newest.ended:
                 raise Ended
             self._closing.wait(_PAUSE)
             return None
-        there = [file for file in files_of(self._folder) if file.run == newest.run and file.path not in self._damaged]
+        there = [file for file in files_of(self._store) if file.run == newest.run and file.name not in self._damaged]
         mine = have.version if have is not None and have.run == newest.run else None
         steps = way(there, mine, newest.version)
         if steps is None:  # they were replaced meanwhile, or are damaged: a later version will do
             self._closing.wait(_PAUSE)
-            raise FileNotFoundError(f"no files of {self._folder} lead to version {newest.version}")
+            raise FileNotFoundError(f"no files of {self._store.place} lead to version {newest.version}")
         made = have
         for step in steps:
             made = self._read(step, made)
@@ -295,10 +286,10 @@ class FolderSource(Source):
             WireError: it was damaged, is not signed by the secret, or is older than one that was.
             ConfigError: it is signed, and there is no secret.
         """
-        facts = _facts(self._folder)
+        facts = _facts(self._store)
         if facts is None:
             return None
-        found, where = _told(facts), self._folder / _NEWEST
+        found, where = _told(facts), f"{self._store.place}/{_NEWEST}"
         if self._secret is None:
             if "signature" in facts:
                 raise ConfigError("the publisher signs its versions: give subscribe(secret=...) that of publish")
@@ -313,12 +304,13 @@ class FolderSource(Source):
         return found
 
     def _read(self, step: UpdateFile, base: Snapshot | None) -> Snapshot:
-        with files.opened(step.path) as file:
+        path = f"{self._store.place}/{step.name}"
+        with self._store.opened(step.name) as file:
 
             def source(nbytes: int) -> bytearray:
                 data = bytearray(nbytes)
-                if file.readinto(data) != nbytes:
-                    raise WireError(f"{step.path} ends too early: it was cut short")
+                if file.readinto(data) != nbytes:  # type: ignore[attr-defined]
+                    raise WireError(f"{path} ends too early: it was cut short")
                 return data
 
             try:
@@ -328,11 +320,11 @@ class FolderSource(Source):
                     mark = bytes(source(min(SIGNED_BYTES, step.nbytes)))
                     made = read(source, step.nbytes - len(mark), base, checks(self._secret, mark))
                 if (made.run, made.version) != (step.run, step.version):
-                    raise WireError(f"{step.path} holds version {made.version} of {made.run}: it is another file")
+                    raise WireError(f"{path} holds version {made.version} of {made.run}: it is another file")
                 return made
             except WireError as error:
-                self._damaged.add(step.path)
-                raise WireError(f"{step.path}: {error}") from error
+                self._damaged.add(step.name)
+                raise WireError(f"{path}: {error}") from error
 
     def close(self) -> None:
         self._closing.set()

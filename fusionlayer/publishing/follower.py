@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import TracebackType
 
 from torch import Tensor, nn
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from ..base.errors import ConfigError, FusionLayerError, TransportError, UsageError, WireError, again
 from ..process import forks
 from .address import Endpoint, parse, seconds_of
+from .assembly import ShardsSource
 from .client import TcpSource
 from .folder import FolderSource
-from .keyring import check_name, common_of, keyring_of
+from .keyring import Keyring, check_name, common_of, keyring_of
 from .models import check_model, load
-from .snapshot import Snapshot
+from .server import TcpOutlet
+from .snapshot import Box, Snapshot
 from .source import Ended, Source
 from .tls import TLS, check_tls
 
@@ -26,6 +29,7 @@ __all__ = ["Follower", "subscribe"]
 
 _logger = logging.getLogger("fusionlayer")
 
+_RELAY_KEEPS = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 """Seconds between attempts to reach a publisher: each pause is twice the one before."""
 
@@ -38,6 +42,7 @@ def subscribe(
     name: str | None = None,
     tls: TLS | None = None,
     timeout: float = 30.0,
+    relay: str | None = None,
 ) -> Follower:
     """Follow the versions that ``fl.publish`` publishes at ``address``; returns at once, whether or not it is there.
 
@@ -59,6 +64,9 @@ def subscribe(
         tls: how the connection is encrypted, ``fl.TLS(authorities=...)``; over TCP alone. None: it is not.
         timeout: seconds after which a publisher that does not say a word counts as lost, at least 2. The follower then
             connects again, without end.
+        relay: "tcp://HOST:PORT" at which this follower serves others what it has received, with the same secret; port
+            0 is one of the system's choice. The publisher sends each version to one follower then, and the others to
+            relays. None: it serves no others.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -70,11 +78,26 @@ def subscribe(
         check_name(name)
     if model is not None:
         check_model("subscribe", model)
-    if place.folder is not None:
+    if not place.is_tcp:
+        if relay is not None:
+            raise ConfigError("subscribe: a follower of a folder is no relay: others read the folder as well")
         return Follower(place, FolderSource(place, common_of(keyring)), model)
     if not place.port:
         raise ConfigError("subscribe: port 0; expected the port of publisher.address")
-    return Follower(place, TcpSource(place, name, keyring, tls, seconds), model)
+    connect = partial(TcpSource, name=name, keyring=keyring, tls=tls, timeout=seconds)
+    outlet = _open_relay(relay, keyring, tls, seconds)
+    source = ShardsSource(str(place), lambda other: connect(parse(other)), str(outlet.place) if outlet else "")
+    return Follower(place, source, model, outlet)
+
+
+def _open_relay(relay: str | None, keyring: Keyring | None, tls: TLS | None, timeout: float) -> TcpOutlet | None:
+    if relay is None:
+        return None
+    place = parse(relay)
+    if not place.is_tcp or tls is not None:
+        raise ConfigError("subscribe: a relay serves over TCP and without tls=...; give relay='tcp://HOST:PORT'")
+    common_of(keyring)  # one that is for this follower alone lets no other in
+    return TcpOutlet(place, _RELAY_KEEPS, keyring, None, timeout, _RELAY_KEEPS)
 
 
 class Follower:
@@ -94,11 +117,14 @@ class Follower:
             is followed, and this is False again.
     """
 
-    def __init__(self, place: Endpoint, source: Source, model: nn.Module | None) -> None:
+    def __init__(
+        self, place: Endpoint, source: Source, model: nn.Module | None, outlet: TcpOutlet | None = None
+    ) -> None:
         self.trouble: FusionLayerError | OSError | None = None
         self.ended = False
         self._place = place
         self._source = source
+        self._outlet = outlet
         self._model = model
         self._shown: Snapshot | None = None
         self._latest: Snapshot | None = None
@@ -108,7 +134,7 @@ class Follower:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._generation = forks.generation
-        self._thread = threading.Thread(target=self._follow, name="fusionlayer follower", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="fusionlayer follower", daemon=True)
         self._thread.start()
         forks.at_exit(self.close)
 
@@ -124,6 +150,11 @@ class Follower:
         """The number of the newest version that is here; ``poll`` would show it."""
         with self._changed:
             return self._latest.version if self._latest else None
+
+    @property
+    def relay(self) -> str:
+        """The address at which this follower serves others; empty if it does not."""
+        return str(self._outlet.place) if self._outlet else ""
 
     @property
     def digest(self) -> str | None:
@@ -205,6 +236,18 @@ class Follower:
         check_model("load_into", model)
         load(model, self._now().tensors, f"version {self.version} of {self._place}")
 
+    def select(self, boxes: Mapping[str, Box]) -> None:
+        """Receive only parts of tensors from now on, as a tensor-parallel rank of an inference engine needs them.
+
+        Args:
+            boxes: for each such tensor start and length in each dimension. A tensor that comes has the shape of its
+                box. Tensors without a box, or whose box does not fit, come whole, and so do all from a folder.
+
+        Raises:
+            ConfigError: there are too many.
+        """
+        self._source.select(tuple(sorted(boxes.items())))
+
     def _now(self) -> Snapshot:
         if self._shown is None:
             raise UsageError("the follower shows no version yet: call wait() or poll() first")
@@ -222,6 +265,8 @@ class Follower:
         with self._changed:
             self._changed.notify_all()
         self._thread.join(_LONGEST_PAUSE)  # no longer: it may wait for a host that does not answer
+        if self._outlet is not None:
+            self._outlet.close(0.0)
         forks.not_at_exit(self.close)
 
     def __enter__(self) -> Follower:
@@ -266,6 +311,12 @@ class Follower:
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 
+    def _work(self) -> None:
+        try:
+            self._follow()
+        finally:
+            self._source.drop()
+
     def _follow(self) -> None:
         pause = _FIRST_PAUSE
         base: Snapshot | None = None
@@ -288,6 +339,8 @@ class Follower:
                 continue
             pause = _FIRST_PAUSE
             base = new or base
+            if new is not None and self._outlet is not None:
+                self._outlet.offer(new)
             self._tell(new)
 
     def _tell(

@@ -22,26 +22,42 @@ from .update import Update
 __all__ = [
     "BEAT",
     "DATA",
+    "FIND",
     "GONE",
     "HAVE",
+    "MISS",
+    "PIECE_BYTES",
+    "RELAY",
+    "REST",
+    "TAKE",
     "FrameChannel",
     "Parcel",
     "check_tag",
     "frame",
+    "have",
     "guard",
     "read_frame",
+    "read_have",
     "receive",
 ]
 
-HAVE, DATA, BEAT, GONE = b"HAVE", b"DATA", b"BEAT", b"GONE"
-"""A follower says by HAVE which version it has. A publisher sends an update as DATA, BEAT while it has nothing newer,
-and GONE when it ends."""
+TAKE, RELAY, HAVE, REST, MISS = b"TAKE", b"RLAY", b"HAVE", b"REST", b"MISS"
+"""A follower first sends TAKE if it takes only parts of tensors, and RELAY if it serves others. HAVE names the version
+that it has, and asks for a newer one; REST only names it. MISS: a relay did not send what FIND has promised."""
+
+DATA, FIND, BEAT, GONE = b"DATA", b"FIND", b"BEAT", b"GONE"
+"""A publisher sends an update as DATA, or by FIND the relay that has it; BEAT while nothing is newer, GONE at last."""
+
+_LEAST = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+HAVE_BYTES = (0, _DIGEST_BYTES, _LEAST.size, _LEAST.size + _DIGEST_BYTES)
+"""Lengths of what follows HAVE."""
 
 _PREFIX = struct.Struct("<4sQ")
 _CRC = struct.Struct("<I")
 PREFIX_BYTES = _PREFIX.size + _CRC.size
 # The data after a prefix have a tag after each block of this many bytes, the most that is kept unverified.
-_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 # Memory for more is taken when this many bytes have come.
 _STEP_BYTES = 16 << 20
 
@@ -70,7 +86,7 @@ def frame(kind: bytes, nbytes: int, seal: Seal | None) -> bytes:
     return prefix + (seal.tag(sha256(prefix).digest()) if seal else b"")
 
 
-def read_frame(prefix: bytes) -> tuple[bytes, int]:
+def read_frame(prefix: bytes | bytearray) -> tuple[bytes, int]:
     """Return kind and length of the frame that begins with ``prefix`` (PREFIX_BYTES).
 
     Raises:
@@ -80,6 +96,17 @@ def read_frame(prefix: bytes) -> tuple[bytes, int]:
     if _CRC.unpack_from(prefix, _PREFIX.size)[0] != zlib.crc32(prefix[: _PREFIX.size]):
         raise WireError("the beginning of a frame was damaged on its way")
     return kind, nbytes
+
+
+def have(digest: str, least: int) -> bytes:
+    """Return what follows HAVE: the digest of the version that is here, or "", and the number asked for, or 0."""
+    return digest.encode() + (_LEAST.pack(least) if least else b"")
+
+
+def read_have(data: bytes) -> tuple[str | None, int]:
+    """Return digest and number of what follows HAVE or REST, whose length is one of HAVE_BYTES."""
+    at = len(data) - len(data) % _DIGEST_BYTES
+    return data[:at].decode("ascii", "replace") or None, _LEAST.unpack(data[at:])[0] if data[at:] else 0
 
 
 def check_tag(seal: Seal, piece: memoryview | bytes, tag: memoryview | bytes) -> None:
@@ -118,10 +145,13 @@ class Parcel:
         target: the version that it makes.
         base: digest of the version that a receiver must have, or None.
         nbytes: length of the update.
+        whole: the published version, of which ``target`` has the parts that ``takes`` describes.
+        takes: as its receivers have it, see ``Peer``.
     """
 
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update: Update, whole: Snapshot, takes: bytes) -> None:
         self.target: Snapshot = update.target
+        self.whole, self.takes = whole, takes
         self.base = update.base
         self.nbytes = update.nbytes
         self._pieces = _cut(update.parts)
@@ -145,7 +175,7 @@ class Parcel:
 
 
 def _cut(parts: Sequence[memoryview]) -> list[list[memoryview]]:
-    """Return the bytes of ``parts`` as pieces of ``_PIECE_BYTES``, the last one shorter."""
+    """Return the bytes of ``parts`` as pieces of ``PIECE_BYTES``, the last one shorter."""
     pieces: list[list[memoryview]] = []
     room = 0
     for part in parts:
@@ -153,7 +183,7 @@ def _cut(parts: Sequence[memoryview]) -> list[list[memoryview]]:
         while view.nbytes:
             if not room:
                 pieces.append([])
-                room = _PIECE_BYTES
+                room = PIECE_BYTES
             pieces[-1].append(view[:room])
             room -= pieces[-1][-1].nbytes
             view = view[pieces[-1][-1].nbytes :]
@@ -175,11 +205,11 @@ class FrameChannel:
         self._to_come = 0
         self._piece = memoryview(b"")
 
-    def ask(self, digest: bytes) -> None:
-        """Send the present version, and request a newer one."""
-        said = frame(HAVE, len(digest), self._mine) + digest
-        if self._mine and digest:
-            said += self._mine.tag(sha256(digest).digest())
+    def say(self, kind: bytes, data: bytes) -> None:
+        """Send a frame with ``data``, ``PIECE_BYTES`` at most."""
+        said = frame(kind, len(data), self._mine) + data
+        if self._mine and data:
+            said += self._mine.tag(sha256(data).digest())
         self._end.sendall(said)
 
     def next_frame(self) -> tuple[bytes, int]:
@@ -202,7 +232,7 @@ class FrameChannel:
         data = bytearray()
         while len(data) < nbytes:
             if not self._piece:
-                self._piece = self._taken(min(self._to_come, _PIECE_BYTES))
+                self._piece = self._taken(min(self._to_come, PIECE_BYTES))
                 self._to_come -= len(self._piece)
             part = self._piece[: nbytes - len(data)]
             data += part

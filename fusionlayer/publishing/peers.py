@@ -8,13 +8,18 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 
 from ..base.errors import WireError
 from ..base.secrets import TAG_BYTES, Seal
-from .frames import BEAT, GONE, HAVE, PREFIX_BYTES, Parcel, check_tag, frame, read_frame
+from . import frames
+from .boxes import boxes_of
+from .frames import PIECE_BYTES, PREFIX_BYTES, Parcel, check_tag, frame, read_frame
 from .greeting import HELLO_BYTES, Greeting
 from .keyring import Keyring
+from .referral import address_of, miss_of
+from .snapshot import Snapshot
 
 __all__ = ["BEAT_SECONDS", "Peer"]
 
@@ -22,7 +27,9 @@ BEAT_SECONDS = 0.5
 _GREETING_SECONDS = 5.0
 _DIGEST_BYTES = 32
 _MOST_AT_ONCE = 1 << 20
-_MOST_HEARD = HELLO_BYTES + PREFIX_BYTES + _DIGEST_BYTES + 2 * TAG_BYTES
+_MOST_HEARD = 1 << 15
+_MOST_ADDRESS, _MOST_MISSED = 300, 64
+_NOTHING = -1  # below all numbers of versions
 # A follower that has all of an update may decode for this many time-outs before it says so.
 _DECODING = 4
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -34,7 +41,16 @@ class Peer:
     Attributes:
         end: its socket, which never waits.
         place: where it calls from.
+        takes: the parts of tensors that it takes, as ``boxes.text_of`` has them; empty: all.
         has: digest of the version that it has, or None.
+        least: number of the version that it asks for, or of the first later one; 0: the newest.
+        rests: it has a version, and will ask for another one some time.
+        finds: it gets a version from a relay; it rests meanwhile.
+        serves: address at which it serves others, or empty.
+        parent: where it gets ``assigned`` from, empty: here.
+        assigned: the version for which ``parent`` was chosen.
+        missed: relays that it has tried in vain for this version.
+        wrong: one of them that has sent wrong bytes, until that was noted.
         announced: number of the version that was sent to it last, or None.
         update: the update being sent, until the follower acknowledges it; or None.
         since: when it began to wait for a newer version; None: it does not wait.
@@ -47,7 +63,13 @@ class Peer:
         end.setblocking(False)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.takes = b""
         self.has: str | None = None
+        self.least = 0
+        self.rests = self.finds = False
+        self.serves = self.parent = self.wrong = ""
+        self.assigned: Snapshot | None = None
+        self.missed: set[str] = set()
         self.announced: int | None = None
         self.update: Parcel | None = None
         self.since: float | None = None
@@ -94,14 +116,21 @@ class Peer:
         self.update, self.announced, self.since = update, update.target.version, None
         self._put(update.records(self._mine))
 
+    def refer(self, referral: bytes, version: int) -> None:
+        """Say where a version is; it waits no longer."""
+        self.announced, self.since, self.rests, self.finds = version, None, True, True
+        self._put(self._frame(frames.FIND, referral))
+
     def end_of_all(self) -> None:
         """Say that there will be no more versions."""
-        self._put(self._frame(GONE))
+        self._put(self._frame(frames.GONE))
 
     def is_late(self, now: float) -> bool:
         """Return whether its time is over; send a sign of life to one that waits, and has nothing else to read."""
+        if self.rests and not self.writes:
+            return False
         if self.since is not None and not self.writes and now >= self._beat:
-            self._put(self._frame(BEAT))
+            self._put(self._frame(frames.BEAT))
         if self.known and not self.writes:  # it decodes, or waits
             return self.since is None and now > self._until + (_DECODING - 1) * self._timeout
         return now > self._until
@@ -133,7 +162,7 @@ class Peer:
         """
         self._holds = False
         try:
-            data = self.end.recv(_MOST_HEARD)  # TLS keeps no more than that, and no follower says more before an answer
+            data = self.end.recv(_MOST_HEARD)  # a record of TLS is shorter, so it keeps nothing back
         except _NOT_NOW:
             return
         if not data:
@@ -163,26 +192,52 @@ class Peer:
         front = PREFIX_BYTES + tag
         if len(self._heard) < front:
             return False
-        heard = bytes(self._heard)
-        kind, nbytes = read_frame(heard)
-        if kind != HAVE or nbytes not in (0, _DIGEST_BYTES) or self.since is not None:
+        kind, nbytes = read_frame(self._heard)
+        if not self._may_send(kind, nbytes):
             raise WireError(f"a follower sends {kind!r} with {nbytes} bytes")
         end = front + nbytes + (tag if nbytes else 0)
-        if len(heard) < end:
+        if len(self._heard) < end:
             return False
-        digest = heard[front : front + nbytes]
+        heard = bytes(self._heard[:end])
+        data = heard[front : front + nbytes]
         if self._theirs:
             check_tag(self._theirs, heard[:PREFIX_BYTES], heard[PREFIX_BYTES:front])
-            if digest:
-                check_tag(self._theirs, digest, heard[front + nbytes : end])
-        self.has = digest.decode("ascii", "replace") or None
+            if data:
+                check_tag(self._theirs, data, heard[front + nbytes : end])
         del self._heard[:end]
-        self.update, self.since = None, time.monotonic()
+        if kind == frames.TAKE:
+            boxes_of(data)
+            self.takes = data
+            return True
+        if kind == frames.RELAY:
+            self.serves = address_of(data, self.place)
+            return True
+        if kind == frames.MISS:
+            place, wrong = miss_of(data)
+            self.missed.add(place)
+            self.wrong = place if wrong else ""
+            self.announced, self.assigned, self.finds = _NOTHING, None, False
+            return True
+        self.has, self.least = frames.read_have(data)
+        self.update, self.rests, self.finds = None, kind == frames.REST, False
+        self.since = None if self.rests else time.monotonic()
         return True
 
-    def _frame(self, kind: bytes) -> Iterator[memoryview]:
-        """Yield a frame that is only a prefix. Tags count frames in sending order."""
-        yield memoryview(frame(kind, 0, self._mine))
+    def _may_send(self, kind: bytes, nbytes: int) -> bool:
+        """Return whether this frame may come now."""
+        if kind in (frames.TAKE, frames.RELAY):
+            return not self.known and 0 < nbytes <= (PIECE_BYTES if kind == frames.TAKE else _MOST_ADDRESS)
+        if kind == frames.MISS:
+            return self.finds and len(self.missed) < _MOST_MISSED and 0 < nbytes <= 2 * _MOST_ADDRESS
+        if kind == frames.REST:
+            return self.update is not None and self.since is None and nbytes == _DIGEST_BYTES
+        return kind == frames.HAVE and self.since is None and nbytes in frames.HAVE_BYTES
+
+    def _frame(self, kind: bytes, data: bytes = b"") -> Iterator[memoryview]:
+        """Yield a short frame. Tags count in the order in which frames are sent."""
+        yield memoryview(frame(kind, len(data), self._mine) + data)
+        if data and self._mine:
+            yield memoryview(self._mine.tag(sha256(data).digest()))
 
     def _put(self, records: Iterator[memoryview]) -> None:
         if not self.writes and self.known:

@@ -11,6 +11,8 @@ import logging
 import selectors
 import socket
 import time
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -18,11 +20,14 @@ from ..base.errors import WireError
 from ..observe import counts
 from ..transport.links.gate import Refusals
 from .address import Endpoint
+from .boxes import boxes_of, cut
 from .door import Door, share
 from .frames import Parcel, guard
 from .keyring import Keyring
 from .outlet import Outlet
 from .peers import BEAT_SECONDS, Peer
+from .referral import Referral
+from .relays import Relays
 from .snapshot import Snapshot
 from .tls import TLS
 from .update import make
@@ -33,6 +38,7 @@ _logger = logging.getLogger("fusionlayer")
 
 _FAREWELL_SECONDS = 1.0
 _AT_ONCE = 16  # callers that come in before all others are attended to again
+_MOST_CUTS = 32  # sets of parts that followers take: of each set a copy is kept
 
 
 class TcpOutlet(Outlet):
@@ -51,10 +57,14 @@ class TcpOutlet(Outlet):
         keyring: the required proof of followers; None: nothing.
         tls: encrypts connections; None: no encryption.
         timeout: seconds in which a follower must take some of the data sent to it.
+        offers: how many versions it can send: with 1 only the newest. Followers of several ranks need one version.
     """
 
-    def __init__(self, place: Endpoint, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float) -> None:
+    def __init__(
+        self, place: Endpoint, keep: int, keyring: Keyring | None, tls: TLS | None, timeout: float, offers: int = 1
+    ) -> None:
         self._keep, self._keyring, self._timeout = keep, keyring, timeout
+        self._offered: deque[Snapshot] = deque(maxlen=offers)  # guarded by _changed
         if keyring:
             keyring.read()
         self._guarded = bool(keyring or (tls and tls.authorities))
@@ -71,10 +81,12 @@ class TcpOutlet(Outlet):
         # return.
         self._kept: dict[str, Snapshot] = {}
         self._missed: dict[str, float] = {}
-        self._updates: dict[str | None, Parcel] = {}  # of the newest version, by what they need
-        self._jobs: SimpleQueue[tuple[Snapshot, Snapshot | None, str | None] | None] = SimpleQueue()
+        # Of the versions on offer, by the parts that receivers take, and what they need.
+        self._updates: dict[tuple[Snapshot, bytes, str | None], Parcel] = {}
+        self._jobs: SimpleQueue[tuple[Snapshot, bytes, Snapshot | None, str | None] | None] = SimpleQueue()
         self._made: SimpleQueue[Parcel] = SimpleQueue()
         self._making = False
+        self._relays = Relays()
         self._ending: float | None = None
         self._farewell = False
         self._selector = selectors.DefaultSelector()
@@ -98,10 +110,18 @@ class TcpOutlet(Outlet):
         """Return this publisher's values for ``fusionlayer.metrics``."""
         return {"followers": len(self._peers), "callers_refused": self._refusals.count}
 
+    def offer(self, snapshot: Snapshot) -> None:
+        with self._changed:
+            self._offered.append(snapshot)
+        super().offer(snapshot)
+
     def _is_out(self) -> bool:
         newest = self._newest
         peers = list(self._peers.values())
-        return newest is None or all(peer.announced == newest.version and peer.since is not None for peer in peers)
+        return newest is None or all(
+            peer.announced == newest.version and (peer.since is not None or (peer.rests and not peer.finds))
+            for peer in peers
+        )
 
     def _wake(self) -> None:
         with suppress(BlockingIOError, OSError):  # it is awake, or has ended
@@ -126,10 +146,16 @@ class TcpOutlet(Outlet):
 
     def _make(self) -> None:
         try:
+            cuts: dict[bytes, Snapshot] = {}
             while (job := self._jobs.get()) is not None and not self._closed:
-                target, base, has = job
+                whole, takes, base, has = job
+                if cuts.get(b"") is not whole:
+                    cuts = {b"": whole}
+                if takes not in cuts:
+                    cuts[takes] = cut(whole, boxes_of(takes))
+                target = cuts[takes]
                 # A publisher restarted from a checkpoint may begin with the version of its followers.
-                self._made.put(Parcel(make(target, target if target.digest == has else base)))
+                self._made.put(Parcel(make(target, target if target.digest == has else base), whole, takes))
                 self._wake()
         except Exception as error:
             self._fail(error)
@@ -237,6 +263,8 @@ class TcpOutlet(Outlet):
             self._door.refund()
         elif peer.has not in ours:
             most -= most // 4
+        if len({peer.takes, *(each.takes for each in self._peers.values())}) > _MOST_CUTS:
+            raise WireError(f"followers take {_MOST_CUTS} different sets of parts of tensors, and this one another")
         if len(self._peers) >= most:
             idle = [each for each in self._peers.values() if each.has not in ours]
             if self._guarded or not idle:
@@ -262,42 +290,70 @@ class TcpOutlet(Outlet):
 
     def _bring(self) -> None:
         """Send the updates that are made to the followers that wait for them, and have one more made."""
+        with self._changed:
+            offered = list(self._offered)
         while not self._made.empty():
             update = self._made.get()
             self._making = False
             self._kept[update.target.digest] = update.target
-            self._updates = {base: each for base, each in self._updates.items() if each.target is update.target}
-            self._updates[update.base] = update
+            self._updates[update.whole, update.takes, update.base] = update
             # Also where a newer version is there by now: else a fast training would never send any.
-            self._send(update)
-        newest = self._newest
-        if newest is not None:
-            if any(update.target is not newest for update in self._updates.values()):
-                self._updates.clear()
+            self._send(update, offered)
+        if offered:
+            self._refer(offered[-1])
+            self._updates = {key: each for key, each in self._updates.items() if each.whole in offered}
             for update in self._updates.values():
-                self._send(update)
-            self._order(newest)
+                self._send(update, offered)
+            self._order(offered)
         self._forget()
         for peer in list(self._peers.values()):
             if peer.writes:
                 self._attend(peer, selectors.EVENT_WRITE)
 
-    def _send(self, update: Parcel) -> None:
+    def _refer(self, newest: Snapshot) -> None:
+        """Send the followers that wait to relays, if there are any."""
+        peers = [peer for peer in self._peers.values() if not peer.takes]
+        # Relays of callers that have proved nothing could make others wait.
+        if newest.places or not any(peer.serves for peer in peers) or not (self._guarded or self._door.is_near):
+            return
+        for peer in peers:
+            if peer.wrong:
+                self._relays.exclude(peer.wrong, peer.name)
+                peer.wrong = ""
+            if peer.since is None or peer.least or peer.announced == newest.version:
+                continue
+            if peer.assigned is not newest:
+                peer.missed = peer.missed if peer.assigned is None else set()
+                peer.parent, peer.assigned = self._relays.parent(newest, peer, peers), newest
+            if peer.parent and newest.digest in self._kept:  # this one has sent it to one follower
+                referral = Referral(newest.run, newest.version, newest.digest, peer.parent)
+                peer.refer(referral.text(), newest.version)
+
+    def _send(self, update: Parcel, offered: Sequence[Snapshot]) -> None:
+        number = update.target.version
         for peer in self._peers.values():
             known = {*self._kept, update.target.digest}
             fits = peer.has == update.base or (update.base is None and peer.has not in known)
-            if peer.since is not None and fits and (peer.announced is None or peer.announced < update.target.version):
+            fits = fits and peer.since is not None and peer.takes == update.takes
+            fits = fits and (peer.announced is None or peer.announced < number)
+            fits = fits and not (peer.parent and peer.assigned is update.whole)
+            if fits and (not peer.least or ((to := _wanted(peer, offered)) and peer.least <= number <= to.version)):
                 peer.send(update)
 
-    def _order(self, newest: Snapshot) -> None:
+    def _order(self, offered: Sequence[Snapshot]) -> None:
         """Make the update that a follower has awaited longest."""
-        waiting = [peer for peer in self._peers.values() if peer.since is not None and peer.announced != newest.version]
+        asking = [
+            peer
+            for peer in self._peers.values()
+            if peer.since is not None and not (peer.parent and peer.assigned is offered[-1])
+        ]
+        wanted = {peer: to for peer in asking if (to := _wanted(peer, offered)) and peer.announced != to.version}
         on_their_way = {id(peer.update) for peer in self._peers.values() if peer.update is not None}
         # Each one in flight takes memory: if all are slow, the next one waits for one of them.
-        if waiting and not self._making and len(on_their_way) < self._keep + 2:
-            first = min(waiting, key=lambda peer: peer.since or 0.0)
+        if wanted and not self._making and len(on_their_way) < self._keep + 2:
+            first = min(wanted, key=lambda peer: peer.since or 0.0)
             self._making = True
-            self._jobs.put((newest, self._kept.get(first.has or ""), first.has))
+            self._jobs.put((wanted[first], first.takes, self._kept.get(first.has or ""), first.has))
 
     def _forget(self) -> None:
         """Free the versions that no follower has, and those beyond the limit."""
@@ -311,3 +367,8 @@ class TcpOutlet(Outlet):
             del self._kept[digest]
         for digest in sorted(self._kept, key=lambda digest: self._kept[digest].version)[: -self._keep]:
             del self._kept[digest]
+
+
+def _wanted(peer: Peer, offered: Sequence[Snapshot]) -> Snapshot | None:
+    """Return the version to send next to a follower, or None while there is none."""
+    return next((each for each in offered if each.version >= peer.least), None) if peer.least else offered[-1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,27 @@ from torch import Tensor
 from ..base.errors import ConfigError, kind_of
 from .tensors import memory
 
-__all__ = ["Snapshot", "check_tensor", "copied", "digest_of", "identity", "tied"]
+__all__ = ["Box", "Shard", "Snapshot", "check_tensor", "copied", "digest_of", "identity", "tied"]
 
 _DIGEST_BYTES = 16
 
+Box = tuple[tuple[int, int], ...]
+"""Start and length in each dimension of a tensor."""
 
-@dataclass(frozen=True)
+
+class Shard(NamedTuple):
+    """Where a tensor lies in the whole one, of which other ranks have the rest.
+
+    Attributes:
+        box: what this one is of it.
+        shape: of the whole tensor.
+    """
+
+    box: Box
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Snapshot:
     """The tensors of one version by name, on the CPU and contiguous. Nobody changes them.
 
@@ -29,11 +45,15 @@ class Snapshot:
         run: identifies the publisher that made it, from its start to its end.
         version: number of the version; each is larger than the one before in the same run.
         tensors: by name.
+        shards: of the tensors that are parts of whole ones, where they lie in them.
+        places: addresses where other ranks publish the other parts, if this one is rank 0's.
     """
 
     run: str
     version: int
     tensors: Mapping[str, Tensor]
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
 
     @cached_property
     def digests(self) -> dict[str, str]:

@@ -89,7 +89,7 @@ def check_tls(tls: object, place: Endpoint) -> None:
     """Raise ``ConfigError`` unless this is a valid ``tls`` of ``publish`` and ``subscribe`` at a place."""
     if tls is not None and not isinstance(tls, TLS):
         raise ConfigError(f"tls: got {kind_of(tls)}; expected fl.TLS(certificate=..., authorities=...), or None")
-    if tls is not None and place.folder is not None:
+    if tls is not None and not place.is_tcp:
         raise ConfigError(f"tls for {place}: a folder has no connections; expected None, and permissions of its files")
 
 

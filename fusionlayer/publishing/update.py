@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from .. import native
 from ..base.errors import WireError
 from ..native.wire import WIRE_VERSION
-from .snapshot import Snapshot, digest_of, tied
+from .boxes import boxes_of, fits
+from .snapshot import Shard, Snapshot, digest_of, tied
 from .tensors import DTYPES, Message, decode, encode, expected_bytes, memory, shape_of
 
 __all__ = ["Update", "make", "read"]
@@ -28,6 +29,7 @@ _MAGIC = b"FLV1"
 _FRONT = struct.Struct("<4sII")
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_BYTES = 1 << 56
+_MOST_PLACES, _MOST_PLACE_BYTES = 1 << 14, 300
 _MOST_VERSION = (1 << 63) - 1
 _SAME = "same"
 
@@ -74,6 +76,8 @@ def make(target: Snapshot, base: Snapshot | None = None) -> Update:
         **{"form": _FORM, "run": target.run, "version": target.version, "base": base.digest if base else None},
         **{"digest": target.digest, "tensors": rows, "tied": again, "order": list(again and target.tensors)},
     }
+    if target.shards or target.places:  # a part of what several ranks publish
+        header |= {"shards": target.shards, "places": target.places}
     text = json.dumps(header, separators=(",", ":")).encode()
     front = _FRONT.pack(_MAGIC, len(text), native.crc32c(text))
     return Update(target, base.digest if base else None, [memoryview(front + text), *filter(None, parts)])
@@ -143,7 +147,7 @@ def read(
         tensors[name] = tensors[other]
     if header["order"]:
         tensors = {name: tensors[name] for name in header["order"]}
-    made = Snapshot(header["run"], header["version"], tensors)
+    made = Snapshot(header["run"], header["version"], tensors, _shards(header, tensors), tuple(header["places"]))
     # They have been compared with the bytes, so that no second pass is needed.
     known = {row.name: row.digest for row in rows}
     made.__dict__["digests"] = {name: known[header["tied"].get(name, name)] for name in tensors}
@@ -161,7 +165,7 @@ def _take(source: Source, nbytes: int, most: int) -> bytearray:
 def _header(text: bytearray) -> dict[str, Any]:
     """Return an update's header, whose fields have their types."""
     try:
-        header: dict[str, Any] = json.loads(text)
+        header: dict[str, Any] = {"shards": {}, "places": [], **json.loads(text)}
         if header["form"] != _FORM:
             raise WireError(f"an update has form {header['form']!r}, this is {_FORM}: install the same fusionlayer")
         names = [row[0] for row in header["tensors"]]
@@ -172,6 +176,10 @@ def _header(text: bytearray) -> dict[str, Any]:
             and abs(header["version"]) <= _MOST_VERSION
             and isinstance(header["base"], (str, type(None)))
             and isinstance(header["digest"], str)
+            and isinstance(header["shards"], dict)
+            and isinstance(header["places"], list)
+            and len(header["places"]) <= _MOST_PLACES
+            and all(isinstance(place, str) and len(place) <= _MOST_PLACE_BYTES for place in header["places"])
             and len({*names, *again}) == len(names) + len(again)
             and {*again.values()} <= {*names}
             and (not (again or order) or sorted(order) == sorted([*names, *again]))
@@ -181,6 +189,26 @@ def _header(text: bytearray) -> dict[str, Any]:
     if not right:
         raise WireError("an update's header contradicts itself: it was damaged")
     return header
+
+
+def _shards(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
+    """Return where tensors of a part lie in the whole ones.
+
+    Raises:
+        WireError: this makes no sense.
+    """
+    found = {}
+    for name, given in header["shards"].items():
+        try:
+            box, shape = given
+            ((_, ranges),) = boxes_of([[name, box]])
+            found[name] = Shard(ranges, shape_of(shape))
+            right = fits(ranges, found[name].shape) and tensors[name].shape == tuple(n for _, n in ranges)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"an update describes a part of {name!r:.100} as {given!r:.100}: it was damaged") from error
+        if not right:
+            raise WireError(f"an update has a part of {name!r:.100} that does not fit in {given!r:.100}")
+    return found
 
 
 def _row(row: Any) -> _TensorEntry:

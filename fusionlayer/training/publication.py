@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import context
 from ..base.errors import ConfigError, UsageError, kind_of
+from ..process.interfaces import is_loopback, own_address, reachable_names
 from ..publishing import Outlet, Snapshot, open_outlet, parse
 from ..publishing.address import Endpoint, seconds_of
 from ..publishing.keyring import keyring_of
 from ..publishing.models import named_tensors
-from ..publishing.snapshot import check_tensor, copied, identity
+from ..publishing.shards import is_sharded, shard_of
+from ..publishing.snapshot import Shard, check_tensor, copied, identity
 from ..publishing.tls import TLS, check_tls
 
 __all__ = ["Publisher", "publish"]
@@ -42,10 +46,11 @@ def publish(
                 train(model, batch)
                 publisher.step()
 
-    All ranks of a job call it, and ``step``. Rank 0 publishes. If an elastic job loses rank 0, the process that is rank
-    0 next continues at the same address, or ``step`` raises. Parameters that are ``DTensor`` (FSDP2, tensor
-    parallelism) are gathered from all ranks, one at a time; of others rank 0's count. Names are those of
-    ``state_dict()`` without the prefixes of DistributedDataParallel and ``torch.compile``.
+    All ranks of a job call it, and ``step``. Rank 0 publishes. If an elastic job loses rank 0, the process that is
+    rank 0 next continues at the same address, or ``step`` raises. Of ``DTensor`` (FSDP2, tensor parallelism) each rank
+    publishes its own part over TCP, at a port of its own, which followers find by rank 0; into a folder rank 0 writes
+    what it gathers, one tensor at a time. Of other tensors rank 0's count. Names are those of ``state_dict()``
+    without the prefixes of DistributedDataParallel and ``torch.compile``.
 
     Args:
         source: a model, or tensors by name that training changes in place, such as a ``state_dict()``.
@@ -70,6 +75,8 @@ def publish(
     place, seconds = parse(address), seconds_of(timeout)
     check_tls(tls, place)
     make = partial(open_outlet, keep=keep, keyring=keyring_of(secret), tls=tls, timeout=seconds)
+    if place.is_tcp and _rank() is not None and any(map(is_sharded, named_tensors(source).values())):
+        return Publisher(source, place, partial(make, offers=keep), shards=True)
     return Publisher(source, place, make)
 
 
@@ -82,19 +89,29 @@ class Publisher:
     """
 
     def __init__(
-        self, source: nn.Module | Mapping[str, Tensor], place: Endpoint, make: Callable[[Endpoint], Outlet]
+        self,
+        source: nn.Module | Mapping[str, Tensor],
+        place: Endpoint,
+        make: Callable[[Endpoint], Outlet],
+        shards: bool = False,
     ) -> None:
         self.run = secrets.token_hex(8)
         self.version: int | None = None
         self._source = source
-        self._place, self._make = place, make
-        self._outlet = make(place) if (_rank() or 0) == 0 else None
+        self._place, self._make, self._shards = place, make, shards
+        self._is_first = (_rank() or 0) == 0
+        self._outlet: Outlet | None = None
+        self._others: tuple[str, ...] = ()
         self._closed = False
         self._newest: Snapshot | None = None
+        if shards:
+            self._open_all()
+        elif self._is_first:
+            self._outlet = make(place)
 
     @property
     def address(self) -> str:
-        """The publishing address, with the port that the system has chosen; empty on ranks other than 0."""
+        """The publishing address, with the port that the system has chosen; followers need that of rank 0."""
         return str(self._outlet.place) if self._outlet else ""
 
     @property
@@ -116,7 +133,8 @@ class Publisher:
     def digest(self) -> str | None:
         """The digest of the newest version, over all names and tensors; a pass over its bytes.
 
-        None before the first version, and on ranks other than 0.
+        None before the first version, and on a rank that publishes nothing. Where each rank publishes its part, that
+        of the part.
         """
         return self._newest.digest if self._newest else None
 
@@ -155,9 +173,9 @@ class Publisher:
         if not isinstance(number, int) or isinstance(number, bool) or not last < number < 10**12:
             raise ConfigError(f"version={version!r}; expected a number above {last}, the last version")
         self._follow_rank()
-        tensors = self._gather(self._source if source is None else source)
+        tensors, shards = self._gather(self._source if source is None else source)
         if self._outlet:
-            self._newest = Snapshot(self.run, number, tensors)
+            self._newest = Snapshot(self.run, number, tensors, shards, self._others)
             self._outlet.offer(self._newest)
         self.version = number
         return number
@@ -190,37 +208,67 @@ class Publisher:
     def _follow_rank(self) -> None:
         """Publish on the process that is rank 0 now: an elastic job may have lost the one that was."""
         rank = _rank()
-        if rank is None or (rank == 0) == (self._outlet is not None):
+        if self._shards or rank is None or (rank == 0) == (self._outlet is not None):
             return
         if self._outlet:
             self._outlet.close(0.0)
             self._outlet = self._newest = None
             return
-        if self._place.folder is None and not self._place.port:
+        if self._place.is_tcp and not self._place.port:
             raise UsageError(
                 "publish: this process has become rank 0, and followers know the port of another process; give "
                 'publish a port, such as "tcp://HOST:29600", or a folder'
             )
-        self._outlet = self._make(self._place)
+        self._outlet, self._is_first = self._make(self._place), True
         _logger.warning("this process has become rank 0, and publishes at %s from now on", self._outlet.place)
 
-    def _gather(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of all tensors on rank 0, nothing elsewhere; all ranks take part, in the order of names."""
+    def _open_all(self) -> None:
+        """Publish on each rank, and let rank 0 know where the others do; all ranks take part."""
+        place, why = self._place, None
+        if not self._is_first:
+            host = place.host if is_loopback(place.host) else own_address() or reachable_names()[0]
+            place = Endpoint(None, host, 0)
+        try:
+            self._outlet = self._make(place)
+        except ConfigError as error:
+            why = error
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self.run, self.address, why and str(why)))
+        for rank, (_, _, problem) in enumerate(found):
+            if problem:
+                if self._outlet:
+                    self._outlet.close(0.0)
+                raise ConfigError(f"rank {rank}: {problem}") from why
+        self.run = found[0][0]
+        self._others = tuple(address for _, address, _ in found[1:]) if self._is_first else ()
+
+    def _gather(self, source: nn.Module | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+        """Return copies of the tensors that this rank publishes, and where they lie in whole ones.
+
+        All ranks take part, in the order of names, where a tensor must be gathered.
+        """
         named = named_tensors(source)
         for name, x in named.items():
             check_tensor(name, x)
         copies: dict[object, Tensor] = {}
         found: dict[str, Tensor] = {}
+        shards: dict[str, Shard] = {}
         for name, x in named.items():
             sharded = type(x).__name__ == "DTensor"
             local = x.to_local() if sharded else x
             # Tied tensors are copied once. An empty one has no memory that would reveal it.
             key: object = (identity(local), x.shape) if local.numel() else name
-            if sharded:  # on all ranks, whatever each of them thinks is tied
+            publishes = self._is_first
+            if self._shards and is_sharded(x) and (shard := shard_of(x)):
+                lengths = [n for _, n in shard.box]
+                x = local if math.prod(lengths) else local.new_empty(lengths)
+                publishes = publishes or x.numel() > 0
+                shards |= {name: shard} if publishes else {}
+            elif sharded:  # on all ranks, whatever each of them thinks is tied
                 x = x.full_tensor()
-            if self._outlet:
+            if publishes and self._outlet:
                 found[name] = copies[key] = copies[key] if key in copies else copied(x)
-        return found
+        return found, shards
 
 
 def _rank() -> int | None:

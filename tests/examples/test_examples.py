@@ -284,3 +284,14 @@ def test_a_generator_switches_versions_while_it_runs(way: str, tmp_path: Path) -
     versions = [int(version) for version, _ in shown]
     assert versions == sorted(versions) and shown[-1] == ended[0]
     assert way == "folder" or len({*versions}) > 1
+
+
+@pytest.mark.medium
+@exhaustive(guarded_by="tests/publishing/test_processes.py::test_every_version_that_a_follower_shows_is_the_publishers")
+def test_a_reward_rises_while_weights_stream() -> None:
+    command = [sys.executable, str(EXAMPLES / "rl_weights.py"), "--steps", "40"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.fullmatch(r"reward (\d\.\d+) -> (\d\.\d+) in 40 steps; 40 versions", done.stdout.splitlines()[-1])
+    assert told is not None, done.stdout
+    assert float(told[1]) < 0.5 < float(told[2])

@@ -12,6 +12,7 @@ from torch import nn
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, FusionLayerError, TransportError, UsageError
 from fusionlayer.publishing.folder import UpdateFile, files_of, way
+from fusionlayer.publishing.stores import FolderStore
 from tests.loops import looped
 from tests.publishing.states import bits, odd_state, plain_state, until
 from tests.synthetic import mixed
@@ -23,7 +24,7 @@ LONG = 180.0
 def test_the_way_is_the_shortest_of_all(seed: int) -> None:
     numbers = iter(int(n) for n in mixed(np.arange(300, dtype=np.uint64) + np.uint64(seed * 300)))
     files = [
-        UpdateFile("run", b, a, 1 + next(numbers) % 100, Path(f"{a}-{b}"))
+        UpdateFile("run", b, a, 1 + next(numbers) % 100, f"{a}-{b}")
         for a, b in itertools.combinations([-1, *range(6)], 2)
         if next(numbers) % 3
     ]
@@ -45,7 +46,7 @@ def test_the_way_is_the_shortest_of_all(seed: int) -> None:
 
 def test_the_way_over_many_files_takes_memory_for_one() -> None:
     """Any process that can write there can make as many empty files as it likes."""
-    files = [UpdateFile("run", version, version - 1 if version else None, 0, Path("x")) for version in range(5000)]
+    files = [UpdateFile("run", version, version - 1 if version else None, 0, "x") for version in range(5000)]
     tracemalloc.start()
     try:
         assert way(files, None, 4999) == files
@@ -72,9 +73,9 @@ def test_followers_of_a_folder_show_every_version_to_the_bit(tmp_path: Path) -> 
                 assert publisher.flush(LONG)
                 assert follower.wait(LONG) == version
                 assert bits(follower.state_dict()) == bits(odd_state(version)) and follower.digest == publisher.digest
-                left = {file.version for file in files_of(folder)}
+                left = {file.version for file in files_of(FolderStore(folder))}
                 assert left == set(range(max(0, version - 2), version + 1))
-                assert sum(file.since is None for file in files_of(folder)) == 1
+                assert sum(file.since is None for file in files_of(FolderStore(folder))) == 1
             with fl.subscribe(folder) as late:
                 assert late.wait(LONG) == 7 and late.digest == publisher.digest
     with fl.subscribe(folder) as late:
@@ -92,7 +93,7 @@ def test_one_who_was_away_takes_the_shortest_way(tmp_path: Path) -> None:
         for version in range(1, 8):
             publisher.update(plain_state(version))
             assert publisher.flush(LONG)
-        files = files_of(tmp_path)
+        files = files_of(FolderStore(tmp_path))
         steps, whole = way(files, 0, 7), min(file.nbytes for file in files if file.since is None)
         assert steps is not None and len(steps) == 7 and sum(step.nbytes for step in steps) < whole
         source = follower._source
@@ -105,7 +106,7 @@ def test_a_damaged_file_is_told_and_left_out(tmp_path: Path, caplog: pytest.LogC
         for version in range(3):
             publisher.update(plain_state(version))
             assert publisher.flush(LONG)
-        (broken,) = [file.path for file in files_of(tmp_path) if file.version == 1]
+        (broken,) = [tmp_path / file.name for file in files_of(FolderStore(tmp_path)) if file.version == 1]
         data = bytearray(broken.read_bytes())
         data[-30] ^= 8
         broken.write_bytes(data)
@@ -135,7 +136,7 @@ def test_a_restarted_publisher_takes_over_and_the_old_one_is_told(tmp_path: Path
             new.update(plain_state(5) | {"more": odd_state()["scalar"]}, version=2)
             assert follower.wait(LONG) == 2 and follower.digest == new.digest
             assert follower.state_dict()["weight"] is before["weight"], "what is known is not held twice"
-            assert {file.run for file in files_of(tmp_path)} == {new.run}
+            assert {file.run for file in files_of(FolderStore(tmp_path))} == {new.run}
             assert not half.exists() and (tmp_path / ".mine.partial").exists()
             old.update(plain_state(6))
             old.flush(LONG)
@@ -167,9 +168,9 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: py
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    for address in ("localhost:1", "tcp://localhost", "tcp://h:99999", "udp://h:1", "file://host/x", "s3://b/x", ""):
+    for address in ("localhost:1", "tcp://localhost", "tcp://h:99999", "udp://h:1", "file://host/x", ""):
         for call in (fl.publish, fl.subscribe):
-            with pytest.raises(ConfigError, match="expected|mount it"):
+            with pytest.raises(ConfigError, match="expected"):
                 call(model, address) if call is fl.publish else call(address)  # type: ignore[operator]
     for wrong in ({"keep": 0}, {"keep": True}, {"timeout": 1}, {"secret": ""}, {"secret": 3}):
         with pytest.raises(ConfigError, match="expected"):

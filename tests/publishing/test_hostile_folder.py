@@ -16,6 +16,7 @@ from fusionlayer.publishing.address import Endpoint
 from fusionlayer.publishing.folder import FolderSource, files_of
 from fusionlayer.publishing.signing import seal
 from fusionlayer.publishing.snapshot import Snapshot
+from fusionlayer.publishing.stores import FolderStore
 from fusionlayer.publishing.update import make
 from tests.loops import looped
 from tests.publishing.states import bits, plain_state, until
@@ -69,18 +70,19 @@ def test_both_ends_have_one_secret_or_none(tmp_path: Path) -> None:
 
 def forged(folder: Path, secret: bytes | None) -> None:
     """Replace the newest version's file by one with other weights, of the same run and number."""
-    (file,) = files_of(folder)
+    (file,) = files_of(FolderStore(folder))
     update = make(Snapshot(file.run, file.version, BAD))
     mark = b"" if secret is None else seal(secret, update.parts[0])
-    file.path.write_bytes(mark + b"".join(update.parts))
+    (folder / file.name).write_bytes(mark + b"".join(update.parts))
 
 
 def moved_tensor(folder: Path) -> None:
     """Change one byte of what comes after the header."""
-    (file,) = files_of(folder)
-    data = bytearray(file.path.read_bytes())
+    (file,) = files_of(FolderStore(folder))
+    path = folder / file.name
+    data = bytearray(path.read_bytes())
     data[-1] ^= 1
-    file.path.write_bytes(data)
+    path.write_bytes(data)
 
 
 def changed(folder: Path, **facts: object) -> None:
@@ -173,7 +175,7 @@ def test_nothing_that_strangers_put_there_ends_the_publisher(tmp_path: Path) -> 
 
 def test_pipes_links_and_endless_files_hold_no_follower_up(tmp_path: Path) -> None:
     published(tmp_path, 0, secret=None)
-    newest, (file,) = tmp_path / "newest.json", files_of(tmp_path)
+    newest, (file,) = tmp_path / "newest.json", files_of(FolderStore(tmp_path))
     right = newest.read_bytes()
 
     def outcome() -> str:
@@ -202,5 +204,5 @@ def test_pipes_links_and_endless_files_hold_no_follower_up(tmp_path: Path) -> No
     instead(newest, lambda path: path.write_text('{"form": 1, "run": "0", "version": ' + "9" * 4000 + "}"), "says")
     instead(newest, lambda path: path.write_text("[" * 4000), "says")
     newest.write_bytes(right)
-    instead(file.path, os.mkfifo, "no files of")
-    instead(file.path, lambda path: path.symlink_to("/dev/zero"), "no files of")
+    instead(tmp_path / file.name, os.mkfifo, "no files of")
+    instead(tmp_path / file.name, lambda path: path.symlink_to("/dev/zero"), "no files of")

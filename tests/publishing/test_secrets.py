@@ -69,7 +69,7 @@ def test_a_publisher_must_prove_that_it_has_the_secret() -> None:
 
 def test_versions_come_over_with_tags_and_changed_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of an update, whose digests are made once for all followers."""
-    monkeypatch.setattr("fusionlayer.publishing.frames._PIECE_BYTES", 1000)
+    monkeypatch.setattr("fusionlayer.publishing.frames.PIECE_BYTES", 1000)
     with Trainer(secret=SECRET) as trainer, Gateway(trainer.port) as gateway:
         followers = [fl.subscribe(gateway.address, secret=SECRET, name=f"replica {i}") for i in range(3)]
         until(lambda: trainer.publisher.followers == 3)

@@ -93,11 +93,12 @@ def test_whole_versions_go_where_there_is_no_base_and_few_are_kept() -> None:
     outlet: Any = object.__new__(TcpOutlet)
     versions = {str(number): SimpleNamespace(digest=str(number), version=number) for number in range(5)}
     outlet._kept, outlet._keep, outlet._missed, outlet._updates, sent = dict(versions), 2, {}, {}, []
+    asks = {"since": 1.0, "announced": None, "update": None, "takes": b"", "least": 0, "parent": ""}
     outlet._peers = {
-        has: SimpleNamespace(has=has, since=1.0, announced=None, update=None, send=lambda _, has=has: sent.append(has))
+        has: SimpleNamespace(has=has, **asks, send=lambda _, has=has: sent.append(has))
         for has in (None, "gone", *versions)
     }
-    outlet._send(SimpleNamespace(base=None, target=SimpleNamespace(digest="new", version=9)))
+    outlet._send(SimpleNamespace(base=None, takes=b"", target=SimpleNamespace(digest="new", version=9)), [])
     assert sent == [None, "gone"]
     outlet._forget()
     assert sorted(outlet._kept) == ["3", "4"]
