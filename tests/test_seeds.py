@@ -16,6 +16,7 @@ import fusionlayer.torch as hvd
 from fusionlayer import codecs, collectives, native
 from fusionlayer.base.seeds import derive_seed
 from fusionlayer.collectives import halves
+from fusionlayer.collectives.all_to_all import all_to_all
 from fusionlayer.parallel.moe import Dispatcher
 from fusionlayer.parallel.tensor_parallel import Channel
 from fusionlayer.sharded.replica import Replica
@@ -81,6 +82,7 @@ def sums(rank: int) -> None:
         halves.all_gather(x, every, codec, transport, seed=next(seeds), piece=piece)
         halves.reduce_scatter(every, row, codec, transport, seed=next(seeds), piece=piece)
         halves.ring_reduce_scatter(every, row, codec, transport, seed=next(seeds))
+        all_to_all(every.view(-1), every.clone().view(-1), *[[numel] * WORLD] * 2, codec, transport, seed=next(seeds))
 
 
 def functions(rank: int) -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import native
+from fusionlayer import codecs, native
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
 from tests.cores import all_cores
+from tests.loops import looped
 from tests.native.abi import each_isa, threads
-from tests.synthetic import awkward
+from tests.synthetic import awkward, gradient
 from tests.tiers import exhaustive
 
 from .conformance import DTYPES, as_bits, blank, encoded, rows
@@ -72,6 +73,20 @@ def test_changes_since_a_base_have_the_same_bytes() -> None:
                     with all_cores(), threads(count):
                         assert torch.equal(change(x, base), payload), isa
                         assert torch.equal(as_bits(applied(payload, base)), as_bits(x)), (isa, count)
+
+
+@looped("name", ["raw", "bf16", "int8"])
+def test_threads_that_begin_within_a_message_end_with_it(name: str) -> None:
+    codec, chunk = codecs.get(name).bare, 3 * 8192 + 512
+    x = gradient(20 * chunk - 99, 1)
+    payloads = torch.zeros(20, codec.wire(chunk).capacity + 64, dtype=torch.uint8)[:, :-64]  # apart
+    with all_cores(), threads(3):
+        codec.encode_chunks(x, payloads, chunk)
+        out = torch.empty_like(x)
+        codec.decode_chunks(payloads, out, chunk)
+    for part, payload, back in zip(x.split(chunk), payloads, out.split(chunk), strict=True):
+        own = codec.compress(part)
+        assert torch.equal(payload[: own.numel()], own) and torch.equal(back, codec.decompress(own, part.shape))
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
