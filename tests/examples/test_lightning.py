@@ -41,13 +41,27 @@ class Regression(LightningModule):
         return self.loss
 """
 FIT = """\
-model = Regression()
 before = float(model.layers[0].weight[0, 0])
 trainer.fit(model, DataLoader(torch.randn(256, 64, generator=torch.Generator().manual_seed(7)), batch_size=32))
-weight = float(model.layers[0].weight[0, 0])
-assert weight != before and fl.backend.traffic().calls["all_reduce"] == 3, fl.backend.traffic()
-print(f"rank {trainer.global_rank} of 2: loss {float(model.loss)}, first weight {weight:.8f}", flush=True)
+weight = float(getattr(model.layers[0].weight, "full_tensor", lambda: model.layers[0].weight)()[0, 0])
+assert weight != before and {check}
+print(f"rank {{trainer.global_rank}} of 2: loss {{float(model.loss)}}, first weight {{weight:.8f}}", flush=True)
 """
+SHARDED = """\
+from torch.distributed.fsdp import fully_shard
+
+class Sharded(Regression):
+    def configure_model(self):
+        if self.layers[0].weight.__class__ is torch.nn.Parameter:
+            for part in (self.layers[0], self.layers[2], self.layers):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+model = Sharded()
+"""
+FITS = (
+    "model = Regression()\n" + FIT.format(check='fl.backend.traffic().calls["all_reduce"] == 3'),
+    SHARDED + FIT.format(check="trainer.strategy.compression.bytes_sent > 10_000"),
+)
 SMALL = {
     **{"accelerator": "cpu", "devices": 2, "max_steps": 3, "logger": False},
     **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
@@ -58,11 +72,13 @@ SMALL = {
     guarded_by="tests/backend/test_differential.py::test_trainings_keep_their_bits_when_calls_pass_and_come_near_with_int8"
 )
 def test_a_script_that_lightning_starts(tmp_path: Path) -> None:
-    (page,) = (code for code in blocks("frameworks.md", "python") if "lightning" in code)
-    made, count = re.subn(r"\bTrainer\(", f"Trainer(**{SMALL}, ", page)
-    assert count == 1
-    (tmp_path / "train.py").write_text(MODEL + made + FIT)
-    check_losses(run(["python", "train.py"], tmp_path, OMP_NUM_THREADS="1"))
+    for page, fit in zip(
+        (code for code in blocks("frameworks.md", "python") if "lightning" in code), FITS, strict=True
+    ):
+        made, count = re.subn(r"\bTrainer\(", f"Trainer(**{SMALL}, ", page)
+        assert count == 1
+        (tmp_path / "train.py").write_text(MODEL + made + fit)
+        check_losses(run(["python", "train.py"], tmp_path, OMP_NUM_THREADS="1"))
 
 
 QUIET = {**SMALL, "devices": 1, "max_steps": -1}

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fusionlayer as fl
+from fusionlayer.training.parameters import local_part
 from tests.harness import run_ranks
 from tests.tiers import engine, exhaustive, needs
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.medium, engine, needs("accelerate", "transformers")]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 RULES, *_ = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-ACCELERATE, HOOK, SAVE, TRAINER, LIGHTNING, _, MESH = re.findall(
+ACCELERATE, HOOK, SAVE, FSDP2, TRAINER, LIGHTNING, _, _, MESH = re.findall(
     r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
 
@@ -46,6 +47,9 @@ def frameworks(rank: int, world: int, folder: Path) -> dict[str, Any]:
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)},
         **{"FUSIONLAYER_CONFIG": str(folder / "rules.yaml"), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
     }
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     real, dist.init_process_group = (
@@ -99,6 +103,19 @@ def frameworks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     callback.hook.close()
     del names
 
+    AcceleratorState._reset_state()
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # without one Accelerate shards nothing
+    model = Regression()
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    exec(FSDP2, names)
+    start = parameters(names["model"])
+    for _ in range(2):
+        names["accelerator"].backward(names["model"](x, x)["loss"])
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    results["fsdp2"] = (names["compression"].weights, names["compression"].bytes_sent)
+    assert parameters(names["model"]) != start
+
     code = ast.parse(LIGHTNING)
     code.body = [node for node in code.body if not re.search("lightning|Strategy", ast.unparse(node))]
     exec(compile(code, "docs/frameworks.md", "exec"), {})
@@ -121,7 +138,7 @@ def gradient(model: nn.Module) -> list[bytes]:
 
 
 def parameters(model: nn.Module) -> list[bytes]:
-    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return [local_part(parameter.detach()).numpy().tobytes() for parameter in model.parameters()]
 
 
 @exhaustive(
@@ -135,5 +152,6 @@ def test_the_programs_of_the_page(tmp_path: Path) -> None:
     assert first["hook"][0] != first["accelerate"][2], "int4 and int8 give different sums"
     assert first["trainer"] == second["trainer"] and first["trainer"][1] == 4
     assert first["trainer"][0] != parameters(Regression())
+    assert "differences" in first["fsdp2"][0] and first["fsdp2"][1] > 2000
     assert first["lightning"] and second["lightning"]
     assert first["mesh"] == second["mesh"] == ({"all_reduce": 1}, pytest.approx(3.0, rel=0.01))
