@@ -73,12 +73,6 @@ class CallQueue:
 
         A callback of an earlier call's future runs on the queue's own thread. If it submits a call, that call runs at
         once: if it were queued, and the callback waited for it, the thread would wait for itself.
-
-        Args:
-            what: description of the call, equal on all ranks. If the comparison differs, the call fails and names the
-                ranks.
-            call: reads and writes only tensors of one device.
-            results: the tensors that it writes.
         """
         device = results[0].device
         work = BackgroundWork(results, Ticket(device))

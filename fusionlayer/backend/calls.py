@@ -51,12 +51,7 @@ def is_sum(op: Any) -> bool:
 def describe(name: str, dtype: torch.dtype, tensors: Sequence[Tensor] = (), op: Any = None) -> str:
     """Return the text of a call, equal on all ranks that make the same one: "all_reduce SUM of (4096,) bfloat16".
 
-    Args:
-        name: the name of the call.
-        dtype: the type of all its tensors.
-        tensors: those whose shapes are equal on all ranks. Dimensions of 1 do not count: programs sum a scalar on one
-            rank and a vector of one element on another.
-        op: its reduction; None if it has none.
+    Dimensions of 1 do not count: programs sum a scalar on one rank and a vector of one element on another.
     """
     word = None if op is None else next(word for word, kind in _SUMS.items() if op == kind)
     return _text(name, word, tuple([x.shape for x in tensors]), dtype)

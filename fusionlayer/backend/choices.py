@@ -64,14 +64,6 @@ class CallChoices:
         """Return the codecs of an all_to_all; None if no part is compressed.
 
         Sizes do not decide whether all of it passes: they differ over ranks, and ranks must agree on that.
-
-        Args:
-            inputs: for each rank the tensor that is sent to it.
-            outs: for each rank the tensor that receives its message.
-
-        Returns:
-            The codec for each number of bytes that is compressed, and all codecs with messages of variable size that
-            any rank may use, in order.
         """
         if not self._fit([*inputs, *outs]) or inputs[0].device.type not in self._devices:
             return None

@@ -23,16 +23,7 @@ def connect(
     nccl: bool,
     alone: tuple[dist.Store, int] | None,
 ) -> Transport:
-    """Return the transport of a group's compressed calls. The thread that runs a call calls it.
-
-    Args:
-        ranks: the members' ranks in the default group.
-        name: the name of these connections alone.
-        timeout: the longest time that a call may wait.
-        settings: the settings of the group.
-        nccl: whether CUDA tensors are sent by NCCL.
-        alone: store and rank of a group that torch does not know; None: the members meet by the default group.
-    """
+    """Return the transport of a group's compressed calls. The thread that runs a call calls it."""
     rank = dist.get_rank() if alone is None else alone[1]
     each = settings.ranks_per_node
     return C10dTransport.among(

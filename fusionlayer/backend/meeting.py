@@ -39,11 +39,7 @@ class Meeting(EndingStore):
         self._rank, self._ranks = rank, ranks
 
     def begin(self) -> str:
-        """Wait until all ranks have called it; return a text that no other call returns, equal on all ranks.
-
-        Raises:
-            TransportError: some did not within the timeout.
-        """
+        """Wait until all ranks have called it; return a text that no other call returns, equal on all ranks."""
         self.set(f"here/{self._rank}", "")
         keys = [f"here/{rank}" for rank in range(len(self._ranks))]
         try:

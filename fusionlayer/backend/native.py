@@ -176,11 +176,7 @@ class Native:
             raise TransportError(f"process group of {self._size} ranks: {error}", [error.peer]) from None
 
     def agree(self, facts: str) -> None:
-        """Compare ``facts`` over ranks.
-
-        Raises:
-            PlanMismatch: on every rank, if any differ.
-        """
+        """Raise ``PlanMismatch`` on every rank if ``facts`` differ over ranks."""
         mine = torch.frombuffer(bytearray(digest(facts)), dtype=torch.uint8)
         every = self._gather(mine)
         differ = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]

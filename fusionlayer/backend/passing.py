@@ -29,13 +29,7 @@ class _GlooRefusal(ConfigError, RuntimeError):
 
 
 def explained(call: str, error: RuntimeError, given: Any) -> RuntimeError:
-    """Return the error that the program gets instead of gloo's; gloo's own if it is of another kind.
-
-    Args:
-        call: name of the method.
-        error: what gloo raised.
-        given: the tensors of the call, in lists nested in any way.
-    """
+    """Return the error that the program gets instead of gloo's; gloo's own if it is of another kind."""
     if isinstance(error, FusionLayerError):
         return error
     name, text = _NAMES.get(call, call), first_line(error)

@@ -14,13 +14,7 @@ __all__ = ["shown"]
 
 
 def shown(name: str, inputs: Sequence[Tensor], call: Call) -> Call:
-    """Begin the event ``fusionlayer:<name>`` if the calling thread is profiled; return ``call``, with the event's end.
-
-    Args:
-        name: the name of the operation.
-        inputs: the inputs whose shapes the event has.
-        call: ends the event, on whichever thread it runs.
-    """
+    """Begin the event ``fusionlayer:<name>`` if this thread is profiled; return ``call``, which then ends the event."""
     if not torch.autograd._profiler_enabled():
         return call
     # record_function, the public form, takes no tensors.

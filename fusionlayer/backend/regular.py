@@ -39,11 +39,7 @@ class Copies:
         return self._each(given, self._copy)
 
     def write(self, given: Any) -> Any:
-        """Return ``given`` for a call that overwrites it; ``restore`` copies the results back.
-
-        Raises:
-            UsageError: elements of an output overlap in memory.
-        """
+        """Return ``given`` for a call that overwrites it; ``restore`` copies the results back."""
         return self._each(given, lambda x: self._output(x, torch.empty_like))
 
     def update(self, given: Any) -> Any:

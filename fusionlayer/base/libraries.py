@@ -156,11 +156,7 @@ def library_path(kind: str) -> Path:
 
 
 def check(kind: str = "cpu") -> Path:
-    """Return where the library ``kind`` is, without loading it.
-
-    Raises:
-        FusionLayerError: the library is missing; the message has the remedy.
-    """
+    """Return where the library ``kind`` is, without loading it; raise ``FusionLayerError`` if it is missing."""
     path = library_path(kind)
     if not path.exists():
         remedy = {

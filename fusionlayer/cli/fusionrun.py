@@ -110,11 +110,7 @@ def _check_names(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> list[Agent]:
-    """Return the agents to start, one for each host.
-
-    Raises:
-        ConfigError: the options contradict each other, or there are not enough slots.
-    """
+    """Return the agents to start, one for each host."""
     settings = {**_settings(options), **_key(environ)}
     elastic = options.min_np is not None or options.max_np is not None
     hosts = _elastic_hosts(options) if elastic else assign(options.num_proc, _hosts(options))

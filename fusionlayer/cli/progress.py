@@ -107,13 +107,7 @@ class ProgressLine:
 
 
 def follow(what: str, items: Collection[T], name: Callable[[T], object] = str) -> Iterator[T]:
-    """Yield the items; before one that comes ten seconds or more after the last line, log the progress.
-
-    Args:
-        what: name of the work, such as "losses".
-        items: parts that take about equally long.
-        name: the name of an item, in a few words.
-    """
+    """Yield the items; before one that comes ten seconds or more after the last line, log the progress."""
     with ProgressLine(what, len(items), lines=True) as progress:
         for done, item in enumerate(items):
             progress.at(done, str(name(item)))

@@ -55,13 +55,7 @@ def verdict(ranks: Sequence[Breakdown]) -> str:
 
 
 def predicted(rank: Breakdown, workers: int | None, device: str | None = None) -> list[Forecast] | str:
-    """Return the rank's predicted step with other codecs, or why it is unknown.
-
-    Args:
-        rank: the recorded step.
-        workers: number of ranks; None: unknown.
-        device: the device whose times these are; None: the host's.
-    """
+    """Return what the rank's step would take with other codecs, or why that is unknown."""
     if workers is None or workers < 2:
         return "the timeline does not say how many ranks there were"
     if device is not None and not torch.cuda.is_available():

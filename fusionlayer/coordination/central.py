@@ -40,13 +40,7 @@ def to_bytes(tensors: Sequence[Tensor]) -> bytes:
 
 
 def compute(signature: Signature, requests: Sequence[Mapping[int, Request]], ranks: Sequence[int]) -> bytes:
-    """Return the results of fused operations, concatenated. Runs on rank 0, with the coordinator's lock held.
-
-    Args:
-        signature: signature of the first operation; the others differ in shapes and names only.
-        requests: the requests of each operation by rank. All operations have requests of the same ranks.
-        ranks: the ranks of the process set.
-    """
+    """Return the results of fused operations, concatenated. Runs on rank 0, with the coordinator's lock held."""
     present = [rank for rank in ranks if rank in requests[0]]
     if signature.kind == "allgather":
         return b"".join([part for each in requests for part in _gathered(each, present)])
@@ -75,13 +69,7 @@ def _gathered(requests: Mapping[int, Request], present: Sequence[int]) -> list[B
 
 
 def hand_out(operations: Sequence[Operation | None], items: Sequence[Item], data: Bytes) -> None:
-    """Give the operations of one rank their results.
-
-    Args:
-        operations: this rank's operations; None where it has none.
-        items: the response's description of each operation.
-        data: the results of all operations, concatenated.
-    """
+    """Give the operations of one rank their results."""
     mine = [(operation, item) for operation, item in zip(operations, items, strict=True) if operation is not None]
     if not mine:
         return

@@ -71,14 +71,7 @@ class OperationPart:
 
 
 def execute(parts: Sequence[OperationPart], transport: Transport, ranks: Sequence[int], span: Span) -> None:
-    """Run operations of one kind over the ranks of their process set and leave results with them.
-
-    Args:
-        parts: the operations, at least one; all with the same kind, op, scales and root.
-        transport: transport over those ranks.
-        ranks: their ranks in the job, in the order of the transport.
-        span: returns a context that records the named span in the timeline.
-    """
+    """Run operations of one kind over the ranks of their process set and leave results with them."""
     _KINDS[parts[0].signature.kind](parts, transport, ranks, span)
 
 

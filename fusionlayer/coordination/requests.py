@@ -239,11 +239,7 @@ class Reader:
         self._known: list[Any] = []
 
     def read(self, message: Bytes) -> list[Request]:
-        """Return the requests of a message.
-
-        Raises:
-            WireError: it has none.
-        """
+        """Return the requests of a message."""
         try:
             return self._read(message)
         except _NONSENSE as error:
@@ -283,11 +279,7 @@ def write_farewell(why: Reason) -> bytes:
 
 
 def read_farewell(message: Bytes) -> Reason | None:
-    """Return the reason in a rank's last message; None if the message has requests.
-
-    Raises:
-        WireError: it has none.
-    """
+    """Return the reason in a rank's last message; None if the message has requests."""
     size = len(_FAREWELL)
     try:
         return _reason(json.loads(bytes(message[size:]))) if message[:size] == _FAREWELL else None
@@ -308,11 +300,7 @@ def write_response(response: Response) -> bytes:
 
 
 def read_response(message: Bytes) -> Response:
-    """Return the response of a message.
-
-    Raises:
-        WireError: it has none.
-    """
+    """Return the response of a message."""
     try:
         return _read_response(message)
     except _NONSENSE as error:

@@ -209,11 +209,7 @@ class Session:
         return operation.handle
 
     def poll(self, handle: int) -> bool:
-        """Return whether ``wait`` would return at once.
-
-        Raises:
-            ConfigError: there is no such operation, or its result has been fetched.
-        """
+        """Return whether ``wait`` would return at once."""
         operation = self._table.get(handle)
         if operation is None:
             raise ConfigError(f"handle {handle!r} belongs to no operation whose result is still to be fetched")
@@ -223,13 +219,7 @@ class Session:
         return True
 
     def wait(self, handle: int) -> Any:
-        """Wait for an operation and return its result. A second call, or an unknown handle, returns None.
-
-        Raises:
-            PlanMismatch: ranks requested the operation with different arguments, or wait for each other in different
-                operations.
-            TransportError: a peer failed, stopped or timed out.
-        """
+        """Wait for an operation and return its result. A second call, or an unknown handle, returns None."""
         operation = self._table.get(handle)
         if operation is None:
             return None

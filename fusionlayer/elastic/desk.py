@@ -27,12 +27,7 @@ _KNOCK = 1.0
 
 
 def open_store(loopback: bool, patience: float) -> tuple[TCPStore, MemberAddress]:
-    """Open a store in this process, at a port of the system's choice; return it and where it is.
-
-    Args:
-        loopback: only processes of this host may reach it.
-        patience: seconds that a request may take.
-    """
+    """Open a store in this process, at a port of the system's choice; return it and where it is."""
     place = _LOOPBACK if loopback else own_address()
     store = serve(place, patience)
     found = (place,) if place else tuple(reachable_names())
@@ -59,11 +54,7 @@ class DistantStore:
         self._store = sealed(reach(address, patience))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; wait for it.
-
-        Raises:
-            TransportError: a process without the job key has written it.
-        """
+        """Return the value of a key; wait for it."""
         return self._ask(lambda: self._store.get(key))
 
     def set(self, key: str, value: str) -> None:
@@ -84,12 +75,7 @@ def sealed(store: TCPStore) -> SealedStore:
 
 
 def reach(address: MemberAddress, patience: float) -> TCPStore:
-    """Return torch's client of the store at an address, for callers that bound its requests themselves.
-
-    Raises:
-        TransportError: no process answers there, or another program does.
-        RuntimeError: it takes longer than ``patience`` seconds, and a second for each of the host's names.
-    """
+    """Return torch's client of the store at an address, for callers that bound its requests themselves."""
     end = time.monotonic() + patience + _KNOCK * len(names(address))
     return bounded(partial(_connect, address, patience), end, name=_REQUEST)
 

@@ -90,15 +90,7 @@ class Former:
         self._heard = 0
 
     def form(self, report: MemberReport, blamed: Sequence[str] = ()) -> Generation:
-        """Return the generation after that of ``report``, which has this member's progress.
-
-        Args:
-            report: the report of this member.
-            blamed: ids of the members that caused a call to fail.
-
-        Raises:
-            TransportError: this member is not in it, or too few are left.
-        """
+        """Return the generation that follows that of ``report``, which has this member's progress."""
         end = time.monotonic() + 2 * self._timeout
         silent: set[str] = set()
         while time.monotonic() < end:
@@ -130,12 +122,7 @@ class Former:
     # ---- by another's lead ------------------------------------------------------------------------------------------
 
     def _follow(self, leader: Member, report: MemberReport, silent: Collection[str]) -> Generation | MemberReport:
-        """Report to ``leader`` and return the generation that it forms; or a report of a newer one that has ended
-        already.
-
-        Raises:
-            _Lost: the leader is lost, or does not answer.
-        """
+        """Report to ``leader`` and return what it forms; or a report of a newer one that has ended already."""
         base, end = report.generation, time.monotonic() + 2 * self._timeout
         try:
             desk = DistantStore(leader.desk, PATIENCE)
@@ -287,16 +274,7 @@ class Former:
 
 
 def ask_to_join(me: Member, desks: Callable[[], Sequence[MemberAddress]], timeout: float) -> Generation:
-    """Return the generation that takes ``me`` in, when the members are between two steps.
-
-    Args:
-        me: the process that asks.
-        desks: returns the known addresses of members' store replicas; called again if none of them answers.
-        timeout: seconds until the members have to do so.
-
-    Raises:
-        TransportError: they do not.
-    """
+    """Return the generation that takes ``me`` in, when the members are between two steps."""
     end = time.monotonic() + timeout
     known: Sequence[MemberAddress] = ()
     why = "no member is known"

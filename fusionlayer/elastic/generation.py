@@ -85,11 +85,7 @@ class Generation:
 
     @classmethod
     def decode(cls, text: bytes | str) -> Generation:
-        """Return what ``encode`` has written.
-
-        Raises:
-            TransportError: it is something else.
-        """
+        """Return what ``encode`` has written."""
         try:
             return cls._of(json.loads(text))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -125,11 +121,7 @@ class MemberReport:
 
     @classmethod
     def decode(cls, text: bytes | str) -> MemberReport:
-        """Return what ``encode`` has written.
-
-        Raises:
-            TransportError: it is something else.
-        """
+        """Return what ``encode`` has written."""
         try:
             given = json.loads(text)
             return cls(Generation.decode(given["generation"]), _number(given["done"]), bool(given["between"]))
@@ -143,11 +135,7 @@ def encode_member(member: Member) -> str:
 
 
 def decode_member(text: bytes | str) -> Member:
-    """Return the value that ``encode_member`` has written.
-
-    Raises:
-        TransportError: it is something else.
-    """
+    """Return what ``encode_member`` has written."""
     try:
         return _member(json.loads(text))
     except (ValueError, KeyError, TypeError, RecursionError) as error:

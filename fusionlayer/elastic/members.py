@@ -346,13 +346,7 @@ def _is_dealing(sampler: object) -> bool:
 
 
 def _newest(address: str, timeout: float) -> tuple[Generation, MemberAddress]:
-    """Return the generation that a member knows, the joining process's prospective rank, and the address of its store
-    replica.
-
-    Raises:
-        ConfigError: ``address`` is neither an address of members nor a path.
-        TransportError: none answers in time.
-    """
+    """Return the generation that a member knows, for what a newcomer's rank would be, and where its desk is."""
     end = time.monotonic() + timeout
     why = "there is no such file"
     while True:
@@ -367,11 +361,7 @@ def _newest(address: str, timeout: float) -> tuple[Generation, MemberAddress]:
 
 
 def _desks(address: str) -> list[MemberAddress]:
-    """Return the desks that a text names: host:port with commas between, or a file with the roster, if it is there.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return the desks that a text names: host:port with commas between, or a file with the roster, if it is there."""
     found = []
     try:
         if os.path.sep in address:

@@ -60,11 +60,7 @@ class Call:
 
     @classmethod
     def exchange(cls, rank: int, size: int, messages: Mapping[int, tuple[Tensor, Tensor]], purpose: str = "") -> Call:
-        """Return the call ``exchange(messages)``.
-
-        Raises:
-            ConfigError: the arguments are invalid by themselves, whatever the other ranks pass.
-        """
+        """Return the call ``exchange(messages)``."""
         sends, recvs = [0] * size, [0] * size
         for peer, pair in messages.items():
             if not 0 <= peer < size:

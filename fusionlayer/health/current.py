@@ -33,17 +33,7 @@ def begin(
     asked: bool = True,
     name: str = "",
 ) -> Watcher | None:
-    """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone.
-
-    Args:
-        store: the store in which the ranks have met; the watcher ends with it.
-        rank: this rank.
-        size: number of ranks.
-        settings: the settings of the job.
-        patience: see ``watch``.
-        asked: whether the program has asked for it. A FileStore keeps every write, so it must be asked for.
-        name: see ``Watcher``.
-    """
+    """Watch this process of a job whose ranks have met by a store, unless it is watched already or is alone."""
     global _current
     if size < 2 or settings.watch is False or (not asked and not settings.watch and _is_file(store)):
         return None
@@ -67,13 +57,7 @@ def _open(
 
 
 def follow(store: dist.Store | None, rank: int, size: int, settings: config.Config) -> None:
-    """Watch the present members of an elastic job, if this process is watched or its settings ask for it.
-
-    Args:
-        store: the store in which they have met; None: this process is alone.
-        rank, size: of this process, and of the members.
-        settings: the settings of the job.
-    """
+    """Watch the members of an elastic job as they are now, if this process is watched or its settings ask for it."""
     global _members
     _members = store, rank, size
     if _current is not None and not _current.is_closed:

@@ -118,12 +118,6 @@ class Heartbeat:
         """Learn the processes of the other ranks. All ranks call it together.
 
         It blocks forever if the process that keeps the store is stopped, so a thread of its own calls it.
-
-        Args:
-            timeout: seconds within which all ranks must come.
-
-        Returns:
-            A client of the store, for the links, and why the ranks cannot meet, or None.
         """
         deadline, before = time.monotonic() + timeout, monitor.culprits
         own, store = monitor.own_store(self._met_by), monitor.take_meeting_store(self._met_by, timeout)

@@ -114,12 +114,7 @@ class Inquirer:
         return inquiry.position if inquiry else None
 
     def look(self, position: Position, otherwise: Finding | None) -> bool:
-        """Begin an inquiry or continue with it; return whether it is over, with its ``finding``. Never blocks.
-
-        Args:
-            position: where this rank is.
-            otherwise: this rank's own observation of a failure; None: none has been seen, but the call lasts.
-        """
+        """Begin an inquiry or continue with it; return whether it is over, with its ``finding``. Never blocks."""
         request, inquiry, now = StateRequest.parse(self._asked), self._inquiry, time.monotonic()
         if inquiry is not None and inquiry.position is not position:
             self._close(inquiry, None)  # that call has ended meanwhile
@@ -209,12 +204,7 @@ class Inquiry:
         return self.waited > self._patience + _MOST_POLL
 
     def step(self, otherwise: Finding, outcome: str | None = None) -> bool:
-        """Read new answers; return whether the inquiry is over. Does not wait: the monitor has other transports.
-
-        Args:
-            otherwise: what this rank has seen itself of the failure.
-            outcome: the outcome of another rank's inquiry, as ``StateRequest`` has it.
-        """
+        """Read what is new; return whether the inquiry is over. Does not wait: the monitor has other transports."""
         is_over = self._collect(otherwise) if self.is_own else self._follow(otherwise, outcome)
         if self.is_own and not any(each.kind == "conflict" for each in self.evidence):
             unfit = self._unfit()
@@ -293,14 +283,7 @@ class Inquiry:
         return []
 
     def _interpret(self, rank: int, state: RankState, waited: float, otherwise: Finding) -> Evidence | None:
-        """Return the evidence against a rank, from the state that it has written; None if there is none.
-
-        Args:
-            rank: the other rank.
-            state: the last state of the other rank.
-            waited: seconds since it was asked.
-            otherwise: what this rank has seen itself of the failure.
-        """
+        """Return the evidence against a rank, from the state that it has written; None if there is none."""
         known = state.finding or state.leaving
         stated = Evidence(rank, "failed", known.text, known.ranks) if known else None
         if state.finding:

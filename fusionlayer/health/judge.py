@@ -54,12 +54,7 @@ class Evidence:
 
 
 def verdict(evidence: Iterable[Evidence], call: Call | None) -> Finding | None:
-    """Return the finding that follows from the evidence, or None if there is none.
-
-    Args:
-        evidence: about the other ranks.
-        call: the call that does not end.
-    """
+    """Return the finding that follows from the evidence, or None if there is none."""
     evidence = list(evidence)
     if call is not None and call.partner is not None:
         evidence = [each for each in evidence if each.rank == call.partner] or evidence
@@ -144,12 +139,7 @@ def overdue(stalls: Sequence[Stall], limit: float) -> Finding | None:
 
 
 def judge(states: Mapping[int, RankState], trouble: Mapping[int, str]) -> list[Finding]:
-    """Return the defects, the causes first; empty while the job is healthy.
-
-    Args:
-        states: the last state that each rank has written.
-        trouble: "gone", "stopped" or "silent" for ranks whose process is so.
-    """
+    """Return what is wrong, the causes first; empty while the job is well."""
     # A wrong shape or type makes torch raise, on this rank or on another one: the calls show which is odd.
     failed = [
         Finding("failed", (rank,), f"rank {rank} failed: {state.error}{' at ' if state.where else ''}{state.where}")

@@ -127,13 +127,7 @@ class Ends:
         self._refused: dict[tuple[tuple[str, ...], int], tuple[float, bool]] = {}
 
     def has_ended(self, process: Identity, names: tuple[str, ...], port: int) -> bool:
-        """Return whether a process has ended, or has closed its port.
-
-        Args:
-            process: its identity.
-            names: names and addresses of its host.
-            port: the port that it listens at.
-        """
+        """Return whether a process has ended, or has closed its port."""
         if process.trouble(self._own) == "gone":
             return True
         # It may run and have left the job, or be on another host.

@@ -65,11 +65,7 @@ class Report:
 
 
 def folder() -> Path:
-    """Return the folder of this user's reports. It may not exist.
-
-    Raises:
-        ConfigError: it is another user's.
-    """
+    """Return the folder of this user's reports. It may not exist."""
     with suppress(FileNotFoundError):
         if not _is_own(_place()):
             raise ConfigError(f"{_place()} is not a folder of this user alone; name a file by FUSIONLAYER_STATUS")

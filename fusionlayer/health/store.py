@@ -106,12 +106,7 @@ class StatusKeys:
         return {rank: found.get(rank) or RankState(rank, Identity.unknown(), -1, life="unreadable") for rank in ranks}
 
     def ask(self, question: str, before: str | None = None) -> str:
-        """Ask the other ranks to write their states again; return the last question.
-
-        Args:
-            question: a text.
-            before: the question that this one may replace; None: any.
-        """
+        """Ask the other ranks to write their states again; return the last question."""
         if before is None:
             self._store.set(self._key("ask"), question)
             return question

@@ -79,12 +79,8 @@ VARIABLES = {
 def find_place(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
-    srun and Ray may have started another launcher, whose variables say more. So their own variables count only if there
-    are no others.
-
-    Raises:
-        ConfigError: the variables of launchers are incomplete, are not numbers, or contradict each other; or they
-            report other processes without a rank for this one.
+    srun and Ray may have started another launcher, whose variables say more. So their own count only where there are
+    no others.
     """
     places, halves = [], []
     for launcher, names in VARIABLES.items():
@@ -162,10 +158,6 @@ def make_store(place: RankInfo, timeout: float, environ: Mapping[str, str] = os.
     It uses MASTER_ADDR and MASTER_PORT if they are set, as by torchrun. Otherwise rank 0 opens a port and publishes it:
     through horovodrun's key-value server, or through a file for processes of one mpirun on one host. The connection
     stays open for the life of the process. A later call returns a fresh part of the same store.
-
-    Raises:
-        ConfigError: the processes are on several hosts without MASTER_ADDR, or a port is not a number.
-        TransportError: some ranks did not come within ``timeout`` seconds, or are gone. It names them.
     """
     global _store, _joined
     _joined += 1
@@ -196,13 +188,6 @@ def settle(place: RankInfo, store: Store, timeout: float, environ: Mapping[str, 
 
     Kubeflow's PyTorchJob, and users with variables of their own, often give RANK and WORLD_SIZE alone. All ranks
     of the launcher must call.
-
-    Args:
-        store: what ``make_store`` has returned on this rank.
-        timeout: seconds that it may take.
-
-    Raises:
-        TransportError: the store has failed, or its server is stopped.
     """
     names = VARIABLES.get(place.launcher)
     if names is None:
@@ -237,11 +222,7 @@ def _keys(kept: Store, place: RankInfo) -> StatusKeys:
 
 
 def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) -> None:
-    """Return when all ranks have come and each knows the others' processes.
-
-    Raises:
-        TransportError: some did not come, or are gone.
-    """
+    """Return when all ranks have come and know that of each other's processes."""
     keys, processes = _keys(kept, place), Processes(place.rank, place.size, {})
     try:
         _agree_on_size(SealedStore(kept, "meeting"), place)
@@ -290,11 +271,7 @@ def _announce(keys: StatusKeys, place: RankInfo, error: TransportError) -> None:
 
 
 def _numbers(text: bytes, count: int) -> list[int]:
-    """Return the numbers that a rank has written into the store.
-
-    Raises:
-        TransportError: something else stands there.
-    """
+    """Return the numbers that a rank has written into the store."""
     words = text.decode(errors="replace").split()
     if len(words) != count or not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
         raise TransportError(

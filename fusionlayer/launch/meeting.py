@@ -35,11 +35,7 @@ def clear() -> None:
 
 
 def port_of(environ: Mapping[str, str], name: str) -> int:
-    """Return the port that a variable names.
-
-    Raises:
-        ConfigError: it is not set, or no port.
-    """
+    """Return the port that a variable names."""
     text = environ.get(name, "")
     if not text.isdecimal() or int(text) > 65535:
         raise ConfigError(f"{name}={environ.get(name)!r}; expected a port number, at most 65535")
@@ -73,11 +69,7 @@ class Board(ABC):
         """Return the text, or None if it is not there yet."""
 
     def read(self) -> tuple[str, int]:
-        """Return host and port of rank 0 as soon as they are published.
-
-        Raises:
-            TransportError: rank 0 does not publish them in time, or another program has written something else.
-        """
+        """Return host and port of rank 0 as soon as they are there."""
         end = time.monotonic() + self._timeout
         while time.monotonic() < end:
             text = self.look()

@@ -26,11 +26,7 @@ class Task(NamedTuple):
 
 
 def find_task(environ: Mapping[str, str]) -> Task | None:
-    """Return this process's place in its step of a Slurm job; None outside Slurm.
-
-    Raises:
-        ConfigError: the job has several tasks, and srun has not started this process; or a variable makes no sense.
-    """
+    """Return this process's place in its step of a Slurm job; None outside Slurm."""
     size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     rank = _number(environ, "SLURM_PROCID")
     if size is None:
@@ -77,11 +73,7 @@ def step_of(environ: Mapping[str, str]) -> str | None:
 
 
 def meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the host of rank 0, and the port that the step's ranks meet at: the same on all of them.
-
-    Raises:
-        ConfigError: Slurm has not named the step's nodes or its job.
-    """
+    """Return the host of rank 0, and the port that the step's ranks meet at: the same on all of them."""
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "")))
     job = _number(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if not nodes or job is None:

@@ -233,9 +233,6 @@ def delta_decode(spec: Spec, offsets: Sequence[int], bodies: Tensor, base: Tenso
     """``fl_delta_decode``: fill ``out``, which may be ``base``, from ``bodies``; all on one device.
 
     On CUDA the host waits, and learns whether the messages were sound.
-
-    Raises:
-        WireError: ``base`` is not that of the message, or the message is damaged.
     """
     status = torch.empty(1, dtype=torch.int32, device=out.device)
     workspace = _delta_workspace(spec, out)

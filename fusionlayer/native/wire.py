@@ -169,11 +169,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """Return the header that ``data`` starts with.
-
-        Raises:
-            WireError: ``data`` is too short, is no header, was damaged, or has another wire version.
-        """
+        """Return the header that ``data`` starts with."""
         size = cls._STRUCT.size
         if len(data) < ALIGN:
             raise WireError(f"message of {len(data)} bytes; a header alone takes {ALIGN}: the message was cut short")

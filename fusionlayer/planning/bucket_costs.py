@@ -79,12 +79,7 @@ class BucketCosts:
         return self.encode(elements) + self.communicate(elements) + self.decode(elements)
 
     def phases(self, sizes: Sequence[int], unpack: bool = True) -> list[Phase]:
-        """Return the work of a communication thread for a bucket of tensors.
-
-        Args:
-            sizes: elements of each tensor. Tensors that are encoded ahead are decoded one by one.
-            unpack: copy results into the gradients.
-        """
+        """Return the work of a communication thread for a bucket of tensors."""
         elements = sum(sizes)
         if self.ahead:
             return [*self._transfers(elements), *(Phase(each, each) for each in map(self.decode, sizes))]
@@ -156,9 +151,6 @@ def codec_cost(profile: Profile, codec: Codec) -> CodecCost:
     """Return the measured costs of a codec, with the bits of its own options and of the model's type.
 
     If these options were not measured, the measured options with the nearest bits count.
-
-    Raises:
-        ConfigError: the codec was not measured with any options.
     """
     dtype = profile.model.dtype
     bits = _bits(codec, dtype)

@@ -337,16 +337,7 @@ with the registered ones.
 def message_phases(
     algorithm: str, elements: float, codec: CodecCost, cluster: Cluster, copy: Cost, unpack: bool = True
 ) -> list[Phase]:
-    """Return the work of a communication thread for a bucket of f32: pack, the collective, unpack.
-
-    Args:
-        algorithm: a key of ``ALGORITHMS``.
-        elements: the elements of the bucket.
-        codec: its costs.
-        cluster: the ranks.
-        copy: CPU seconds by number of elements, of packing and of unpacking.
-        unpack: copy results into the gradients.
-    """
+    """Return the work of a communication thread for a bucket of f32: pack, the collective, unpack."""
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {algorithm!r}; expected one of: {', '.join(ALGORITHMS)}")
     if cluster.workers == 1:

@@ -138,11 +138,7 @@ class OnlinePlanner(PlanController):
         return f"{self._planner} {codec} {self._algorithm} {self._ahead} {self._replan} {self._schedule}"
 
     def plan_by(self, profile: Profile) -> FusionPlan:
-        """Return the plan for the costs of a profile; the first steps are then not measured.
-
-        Raises:
-            ConfigError: the profile is of other tensors, or lacks costs.
-        """
+        """Return the plan for the costs of a profile; the first steps are then not measured."""
         known = {tensor.name: (tensor.numel, tensor.dtype) for tensor in self._tensors.values()}
         given = {tensor.name: (tensor.numel, tensor.dtype) for tensor in profile.model.tensors}
         differ = sorted(name for name in known.keys() | given.keys() if known.get(name) != given.get(name))

@@ -131,11 +131,7 @@ def backward_seconds(tensors: Sequence[Gradient]) -> dict[str, float]:
 
 
 def plan_costs(profile: Profile, plan: FusionPlan, scenario: Scenario, measured: bool = False) -> list[BucketCosts]:
-    """Return the costs of each bucket of a plan; ``measured``: as for ``costs_of``.
-
-    Raises:
-        ConfigError: the plan is not for the profile's model, or the profile lacks costs.
-    """
+    """Return the costs of each bucket of a plan; ``measured``: as for ``costs_of``."""
     plan.check([tensor.info for tensor in profile.model.tensors], plan.world_size)
     known: dict[str, BucketCosts] = {}
     costs = []
@@ -154,11 +150,7 @@ def plan_costs(profile: Profile, plan: FusionPlan, scenario: Scenario, measured:
 
 
 def predict_plan(profile: Profile, plan: FusionPlan, scenario: Scenario, measured: bool = False) -> SimulatedStep:
-    """Return the step of a plan until the last result, as planners predict it; ``measured``: as for ``costs_of``.
-
-    Raises:
-        ConfigError: the plan is not for the profile's model, or the profile lacks costs.
-    """
+    """Return the step of a plan until the last result, as planners predict it; ``measured``: as for ``costs_of``."""
     costs = plan_costs(profile, plan, scenario, measured)
     buckets = [PlannedBucket(bucket.names, cost) for bucket, cost in zip(plan.buckets, costs, strict=True)]
     return predict(profile.model, buckets, whole=False)

@@ -30,12 +30,7 @@ _LONG_ENOUGH = 0.25
 
 
 def shares_by(rates: Sequence[str], transport: Transport) -> tuple[int, ...]:
-    """Return the shares of the ranks by the setting ``rates``; empty: equal ones. All ranks call it together.
-
-    Raises:
-        ConfigError: these are no rates, or not one for each rank.
-        TransportError: a peer failed, stopped or timed out while rates were measured.
-    """
+    """Return the shares of the ranks by the setting ``rates``; empty: equal ones. All ranks call it together."""
     if not rates:
         return ()
     if list(rates) == [MEASURED]:

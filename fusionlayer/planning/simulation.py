@@ -205,11 +205,6 @@ def run_step(
     all earlier buckets are complete. The lanes take buckets in turn; each sends one after the other. Transfers that use
     a link at once get fair shares of it. Threads that want more cores than the rank has get fair shares of them. All
     buckets have arrived when the next backward begins, so all steps are alike.
-
-    Args:
-        compute: the rank's work without communication.
-        loads: its buckets.
-        resources: cores and threads of the rank.
     """
     cores, threads, lanes = resources.cores, resources.threads, resources.lanes
     computing = _SimulatedThread(_computation(compute, loads, resources.overlap_forward), threads)
@@ -235,16 +230,9 @@ def run_local_steps(
     """Return the mean step of a period of local steps, in which each bucket is sent once or more; it has no spans.
 
     The computing thread takes whole steps without waiting. At the end of a step it makes that step's buckets ready,
-    which takes ``ready`` seconds each. It waits for their results at the end of the step ``delay`` steps later, so they
-    are sent while those steps compute. The last of some equal periods counts, but no step is shorter than the
-    work of a lane or of a link: queues of buckets may take long to reach their final length.
-
-    Args:
-        compute: the rank's work without communication.
-        loads: the buckets.
-        leaving: numbers of the buckets that leave in each step of a period.
-        resources: cores and threads of the rank.
-        delay: steps after which results are waited for.
+    which takes ``ready`` seconds each. It waits for their results at the end of the step that is ``delay`` steps later,
+    so they are sent while those steps compute. The last of some equal periods counts, but no step is shorter than the
+    work of a lane or of a link: it may take long until buckets have queued up for as long as they can wait.
     """
     cores, threads, lanes = resources.cores, resources.threads, resources.lanes
     periods = 2 + 2 * -(-delay // len(leaving))

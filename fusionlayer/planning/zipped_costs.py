@@ -19,15 +19,6 @@ def expected_costs(profile: Profile, scenario: Scenario, workers: int, codec: st
     They are by bytes that a rank sends in the native form. For each exchange of the native form the zipped one takes a
     further latency. It sends the codec's share of the bytes, and encodes and decodes. ``Switcher`` takes the costs as
     ``expected``.
-
-    Args:
-        profile: with costs of the codec and of a link.
-        scenario: the cluster.
-        workers: number of ranks, at least 2.
-        codec: name of the codec's costs.
-
-    Raises:
-        ConfigError: the profile lacks costs of the codec or of a link.
     """
     cost = profile.codec(codec)
     link = scenario.cluster(profile, workers).between.fitted()

@@ -21,16 +21,7 @@ _TRANSPORTS = 3
 
 
 def reserve(size: int, *, keeps_store: bool, connections: int = 0) -> None:
-    """Raise the soft limit of open files, once, to the need of a job of this many ranks; log it.
-
-    Args:
-        size: number of ranks.
-        keeps_store: whether this process keeps the job's store.
-        connections: of our own to each rank, in one transport.
-
-    Raises:
-        ConfigError: the hard limit is too low.
-    """
+    """Raise the soft limit of open files, once, to what ``size`` ranks need, or raise ``ConfigError``."""
     each = _LEAST + _TRANSPORTS * connections + _CLIENTS * keeps_store
     least, wanted = size * each + _OTHERS // 4, size * (each + _SUMS) + _OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -29,13 +29,7 @@ class Outage(NamedTuple):
 
 
 def explain(error: BaseException, host: str | None = None, port: int | None = None) -> Outage:
-    """Return the meaning of an error of torch, gloo or the system.
-
-    Args:
-        error: the error.
-        host: where this process has tried to connect to, or to listen, if it was one place.
-        port: there.
-    """
+    """Return what an error of torch, gloo or the system means."""
     text = first_line(error)
     if _few_files_left(text):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

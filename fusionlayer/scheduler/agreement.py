@@ -60,11 +60,7 @@ class Agreement:
     why: str = ""
 
     def compare(self, step: int, plan: FusionPlan | None, transport: Transport) -> None:
-        """Compare model, options and plan with the other ranks.
-
-        Raises:
-            PlanMismatch: they differ; the error names ranks and tensors.
-        """
+        """Raise ``PlanMismatch``, with ranks and tensors, unless model, options and plan equal those of other ranks."""
         names = sorted(self.tensors)
         facts: list[object] = [[self.tensors[name] for name in names], *self.options]
         facts += [f"step {step}", f"plan_controller {self.plan_controller}", f"hold {self.hold_results}"]
@@ -87,13 +83,7 @@ class Agreement:
         return plan.shared(self.shares, TAKES_SHARES)
 
     def make_plan(self, step: int, arrived: Iterable[str], transport: Transport) -> FusionPlan:
-        """Compare, take rank 0's order of arrival, plan with it, and compare the plans.
-
-        Args:
-            step: the present one.
-            arrived: names of all tensors, in order of arrival on this rank.
-            transport: the transport of the lane.
-        """
+        """Compare, take rank 0's order of arrival, plan with it, and compare the plans."""
         self.compare(step, None, transport)
         names = sorted(self.tensors)
         position = {name: i for i, name in enumerate(names)}

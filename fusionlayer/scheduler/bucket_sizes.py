@@ -44,16 +44,7 @@ class BucketSizes:
 def bucket_sizes(
     codec: Codec, collective: str, ranks: int, tensors: Sequence[TensorInfo], on_device: bool, costs: StepCosts | None
 ) -> BucketSizes:
-    """Return the sizes of buckets of ``tensors``, which are of one job's step.
-
-    Args:
-        codec: the codec of the buckets.
-        collective: the collective of the buckets.
-        ranks: number of ranks.
-        tensors: at least one; the largest says how many bytes an element has.
-        on_device: whether gradients are on a device.
-        costs: the costs of the step, if they are known. By the rate of the network, a slow one may need no more bytes.
-    """
+    """Return the sizes of buckets of ``tensors``, which are of one job's step."""
     (edge, threshold), where = (_ON_DEVICE, "a GPU") if on_device else (_ON_CPU, "the CPU")
     reasons = [f"up to {threshold >> 20} MiB on {where}"]
     largest = max(tensors, key=lambda tensor: tensor.nbytes)

@@ -208,17 +208,6 @@ class Engine(Lifecycle):
 
         All ranks submit the same buckets, in the order of their numbers. A bucket may differ from the last step's: the
         plan then changes, and the ranks compare the new bucket before its payload.
-
-        Args:
-            index: number of the bucket in the step, from 0 on.
-            bucket: its tensors, codec and collective.
-            flat: (bucket.numel,) gradients, each in its slot.
-            seed: the seed of the codec's noise.
-            done: called on the lane's thread and stream when the result is in place, or when there will be none.
-
-        Raises:
-            UsageError: another bucket comes next, or a CUDA graph is captured.
-            FusionLayerError: an earlier step has failed; the same error again.
         """
         step, plans, lanes = self._step, self._plans, self.lanes
         self._check(f"gradient {bucket.names[0]!r} arrives")
@@ -250,10 +239,7 @@ class Engine(Lifecycle):
     def unused(self) -> frozenset[str]:
         """Return the tensors of the last step that no rank has used, with ``finds_unused``.
 
-        Their results mean nothing. Once those are taken, ``memory.restore`` restores their error feedback.
-
-        Raises:
-            TransportError: a peer failed, stopped or timed out.
+        Their results mean nothing. Once those are taken, ``memory.restore`` gives them their error feedback back.
         """
         usage = self._usage
         if usage is None:
@@ -322,13 +308,7 @@ class Engine(Lifecycle):
                 self.fail(error)
 
     def synchronize(self) -> None:
-        """End the step and wait until every gradient holds its result.
-
-        Raises:
-            UsageError: tensors are missing.
-            PlanMismatch: ranks disagree on model, plan or options.
-            TransportError: a peer failed, stopped or timed out; it names rank, bucket, tensors and sequence.
-        """
+        """End the step and wait until every gradient holds its result."""
         self.end_step()
         self.take_all()
 
@@ -336,9 +316,6 @@ class Engine(Lifecycle):
         """Wait for a bucket of a step that has ended; return its results by name, each in its gradient's shape.
 
         The caller may use them until it submits the bucket's next gradient. Each bucket is taken once.
-
-        Raises:
-            TransportError: a peer failed, stopped or timed out; it names rank, bucket, tensors and sequence.
         """
         results = self._results
         try:

@@ -133,10 +133,6 @@ class Lifecycle:
         """Remove the tensors that at least one rank names, and return their names.
 
         All ranks call it together, in the first step.
-
-        Raises:
-            PlanMismatch: ranks disagree on model or options.
-            TransportError: a peer failed, stopped or timed out.
         """
         out: list[frozenset[str]] = []
         leave_out, step = self._plans.agreement.leave_out, self._step
@@ -149,10 +145,6 @@ class Lifecycle:
         """Wait for the results that were not taken, and return "step" and copies of these "results" by name.
 
         They stay to be taken. Error feedback is in ``memory``.
-
-        Raises:
-            UsageError: the present step has gradients already.
-            FusionLayerError: a step has failed.
         """
         self._check("a state is saved")
         self._step.refuse_begun("a state is saved")
@@ -166,11 +158,6 @@ class Lifecycle:
 
         All ranks call it between the same two steps, each with its own saved state. Results belong to buckets of the
         plan, so the plan must be known by then.
-
-        Raises:
-            ConfigError: the results do not belong to whole buckets of the plan.
-            UsageError: the present step has gradients already.
-            FusionLayerError: a step has failed.
         """
         self._check("a state is loaded")
         self._step.refuse_begun("a state is loaded")
@@ -207,9 +194,6 @@ class Lifecycle:
         """Wait until the device has done all messages of the steps that have ended.
 
         Over NCCL, results are only queued when they are taken. Call it before you save them, or what they have changed.
-
-        Raises:
-            FusionLayerError: a step has failed; the values that it was to change are invalid.
         """
         self._check("what steps have queued is waited for")
         try:

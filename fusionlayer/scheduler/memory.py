@@ -54,9 +54,6 @@ class Memory:
         """Return the state of a tensor that is encoded by itself, with a residual of its own: (numel,) f32, or packed.
 
         It continues the state that the name had before. Without ``feedback`` it has no residual.
-
-        Raises:
-            ConfigError: the residual that was loaded for this name belongs to a tensor of another size.
         """
         state = self._known(name, numel)
         state.tensors.update({key: kept.to(device) for key, kept in state.tensors.items()})
@@ -79,9 +76,6 @@ class Memory:
         """Return the residual of a whole bucket, (numel,) f32 or packed; the states of its tensors become views of it.
 
         It starts with the residuals that the tensors had before.
-
-        Raises:
-            ConfigError: the residual that was loaded for a name belongs to a tensor of another size.
         """
         if self.bits == 8:
             packed = PackedResidual(((slot.offset, slot.numel) for slot in bucket.slots), bucket.numel, device)
@@ -99,11 +93,7 @@ class Memory:
         return flat
 
     def parts(self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> tuple[Part, ...]:
-        """Return the tensors of a bucket with their states; ``shapes`` are in the bucket's order.
-
-        Raises:
-            ConfigError: the residual that was loaded for a name belongs to a tensor of another size.
-        """
+        """Return the tensors of a bucket with their states; ``shapes`` are in the bucket's order."""
         return tuple(
             Part(slot.name, shape, slot.offset, self._known(slot.name, slot.numel))
             for slot, shape in zip(bucket.slots, shapes, strict=True)

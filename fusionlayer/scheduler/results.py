@@ -77,11 +77,7 @@ class Results:
         return results
 
     def load(self, saved: Mapping[str, Tensor], plan: FusionPlan | None, step: int, device: torch.device) -> None:
-        """Let ``saved`` results of ``step`` wait to be taken, as buckets of ``plan``, instead of the present ones.
-
-        Raises:
-            ConfigError: they are not all results of whole buckets of the plan.
-        """
+        """Let ``saved`` results of ``step`` wait to be taken, as buckets of ``plan``, instead of the present ones."""
         untaken: dict[int, tuple[Job, Buffer | _Loaded, int]] = {}
         buckets = () if plan is None else plan.buckets
         for index, bucket in enumerate(buckets):

@@ -50,12 +50,7 @@ class Step:
         self.buckets: Sequence[int] = ()
 
     def settle(self, plan: FusionPlan | None, tensors: Mapping[str, TensorInfo]) -> None:
-        """Determine the due buckets of the step, before its first gradient.
-
-        Args:
-            plan: the plan of the step; None: it makes one, and all tensors are due.
-            tensors: the tensors of the plan, by name.
-        """
+        """Find out what is due in the step, before its first gradient."""
         self.due = tensors
         self.skips = plan is not None and plan.skips
         if plan is not None and self.skips:

@@ -27,11 +27,7 @@ class CodecOrAuto:
 
     @classmethod
     def of(cls, codec: str | Codec | None, options: Mapping[str, Any]) -> CodecOrAuto:
-        """Return the codec that a user's ``codec`` and options name; without a name, the configured one.
-
-        Raises:
-            ConfigError: the name or an option is unknown, or ``codec`` is a ``Codec`` and options are given with it.
-        """
+        """Return what a user's ``codec`` and options name; without a name, what is configured."""
         auto = codec == AUTO
         chosen = codecs.get("zip", **options) if auto else make_codec(codec, options)
         return cls(chosen.bare, auto)

@@ -55,16 +55,7 @@ class Connection:
         arrange(planning, tensors, place.node_sizes)
 
     def connect(self, names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
-        """Return an engine for the parameters in ``names``, and its timeline; no engine in a job of one rank.
-
-        Args:
-            names: the names of the parameters that are reduced.
-            rejoining: this rank had a part in an earlier job, so no parameters are replaced.
-
-        Raises:
-            ConfigError: an option is invalid, or two are incompatible; the message names the expected value.
-            PlanMismatch, TransportError: as ``Replicas.unite``.
-        """
+        """Return an engine for the parameters in ``names``, and its timeline; no engine in a job of one rank."""
         transport = context.transport(self.group)
         scaling = Scaling(1 / transport.size if self.op is Average else 1.0)
         if self.op is Average and self.predivide != 1.0:

@@ -85,10 +85,7 @@ def make_engine(
 ) -> Engine:
     """Return an engine as ``options`` and the job's settings describe it, on a duplicate of ``transport``.
 
-    ``arrange`` may change its planning, and ``more`` tensors are sent than planned.
-
-    Raises:
-        ConfigError: an option is invalid, or two are incompatible; the message names the expected value.
+    ``arrange`` may change its planning, and ``more`` tensors are sent than those that are planned.
     """
     settings = context.settings()
     switches = {

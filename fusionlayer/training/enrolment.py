@@ -102,11 +102,7 @@ class Roster:
         return chosen
 
     def newcomers(self, groups: Groups) -> dict[Tensor, str]:
-        """Return the names of parameters added since the last call, also of frozen ones.
-
-        Raises:
-            ConfigError: one of them has the name of another one, is sharded, or is on another device.
-        """
+        """Return the names of parameters that have come since the last look, also of those that are frozen."""
         names = name_parameters(groups, self._given, self._group, known=self.names)
         new = {parameter: name for parameter, name in names.items() if parameter not in self.names}
         trained = {parameter: name for parameter, name in new.items() if parameter.requires_grad}

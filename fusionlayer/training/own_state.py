@@ -17,14 +17,7 @@ def has_own(saved: Mapping[str, Any]) -> bool:
 
 
 def check_place(saved: Mapping[str, Any], rank: int, size: int, what: str) -> None:
-    """Raise ``ConfigError`` if ``saved`` holds values of another rank than ``rank`` of ``size``.
-
-    Args:
-        saved: the state, with the "rank" and "size" that saved it; one without them belongs to no rank.
-        rank: this rank.
-        size: the number of ranks.
-        what: the object that loads it.
-    """
+    """Raise ``ConfigError`` if ``saved`` holds values of another rank than ``rank`` of ``size``."""
     if "rank" in saved and has_own(saved) and (saved["rank"], saved["size"]) != (rank, size):
         raise ConfigError(
             f"{what}: got the state of rank {saved['rank']} of {saved['size']}, this is rank {rank} of {size}; error "

@@ -75,9 +75,6 @@ def given_names(named_parameters: nn.Module | Iterable[tuple[str, Tensor]] | Non
     """Return the names that a user gives, by parameter; None if there are none.
 
     Names do not depend on what ``torch.compile`` has compiled, so plans, rules and states fit with and without it.
-
-    Raises:
-        ConfigError: these are no pairs, or names are not unique.
     """
     if named_parameters is None:
         return None

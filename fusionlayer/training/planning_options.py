@@ -71,11 +71,7 @@ class PlanningOptions(CodecOptions, total=False):
 
 
 def separate(planning: Planning | str | Planner | None, options: PlanningOptions) -> tuple[Planning, CodecOptions]:
-    """Return ``planning``, or that of a planner, with the ``options`` that belong to it, and the codec's options.
-
-    Raises:
-        ConfigError: ``planning`` is no ``Planning``, or a value is given in both.
-    """
+    """Return ``planning``, or that of a planner, with the ``options`` that belong to it, and the codec's options."""
     require(planning, (Planning, str, Planner, type(None)), "planning", "a fusionlayer.Planning, or a planner")
     if not isinstance(planning, Planning):
         planning = Planning(planner=planning)

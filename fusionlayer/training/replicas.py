@@ -41,11 +41,7 @@ Put = Callable[[Callable[[Transport], None]], Callable[[], None]]
 
 
 def check_interval(asked: bool | int | None) -> int:
-    """Return within how many steps replicas are compared, 0 for never; None and True take the configured number.
-
-    Raises:
-        ConfigError: ``asked`` is neither a number of at least 0 nor True, False or None.
-    """
+    """Return within how many steps replicas are compared, 0 for never; None and True take the configured number."""
     if asked is not None and (not isinstance(asked, int) or asked < 0):
         raise ConfigError(f"check_replicas={asked!r}; expected a number of steps, False for never, or None")
     configured = context.settings().check_replicas
@@ -88,15 +84,8 @@ class Replicas:
     def unite(self, transport: Transport, *, rejoining: bool = False) -> None:
         """Compare names, shapes and options with the other ranks, then give all of them rank 0's values.
 
-        Only what differs is sent. They are not, if ``rejoining`` is set on any rank.
-
-        Args:
-            transport: connects the ranks, all of which call this together.
-            rejoining: this rank had a part in an earlier job. That job makes states equal.
-
-        Raises:
-            PlanMismatch: ranks have other parameters or options; it names the first that differs.
-            TransportError: a peer failed, stopped or timed out.
+        ``PlanMismatch`` names the first that differs. Only values that differ are sent, none where ``rejoining`` (this
+        rank had a part in an earlier job) is set on any rank.
         """
         tensors, lines = {**self.named, **self.buffers}, self.lines
         value = digest_of(tensors.values()) if self.broadcast and not rejoining else 0
@@ -193,14 +182,10 @@ class ReplicaCheck:
             self._shares = iter(cut(self._named.values(), self._steps))
 
     def settle(self) -> None:
-        """Wait for a comparison that ``begin`` has begun, if there is one, and judge it.
+        """Wait for a comparison that ``begin`` has begun, if there is one; raise ``ReplicaMismatch`` on all ranks.
 
-        For parameters on a GPU the next ``begin`` does so: the GPU has not come so far yet, and waiting would delay the
-        step.
-
-        Raises:
-            ReplicaMismatch: parameters differ. All ranks raise it in the same step; it names tensors and ranks.
-            TransportError: a peer failed, stopped or timed out.
+        Of parameters on a GPU the next ``begin`` does so: the GPU has not come so far yet, and a wait for it would hold
+        up the step.
         """
         if self.waiting is not None and not self._on_gpu:
             self._judge(self.waiting)

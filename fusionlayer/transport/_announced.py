@@ -15,26 +15,13 @@ _STEP_BYTES = 16 << 20
 
 
 def pass_on(data: bytes, move: Callable[[Tensor], object]) -> None:
-    """Send ``data`` in the steps in which ``take_in`` receives it.
-
-    Args:
-        data: its length must be known to the receivers.
-        move: sends a tensor of bytes.
-    """
+    """Send ``data`` in the steps in which ``take_in`` receives it."""
     for start in range(0, len(data), _STEP_BYTES):
         move(torch.frombuffer(bytearray(data[start : start + _STEP_BYTES]), dtype=torch.uint8))
 
 
 def take_in(nbytes: int, move: Callable[[Tensor], object]) -> bytearray:
-    """Return ``nbytes`` that come in steps of 16 MiB.
-
-    Args:
-        nbytes: as announced.
-        move: fills a tensor of bytes with the next ones.
-
-    Raises:
-        WireError: no message has such a length.
-    """
+    """Return ``nbytes`` that come in steps of 16 MiB."""
     if nbytes < 0:
         raise WireError(f"a message of {nbytes} bytes is announced, which makes no sense")
     data = bytearray()

@@ -22,16 +22,7 @@ _KNOCK = 3.0
 
 
 def open_store(rank: int, timeout: float, broadcast: Callable[[Tensor], None]) -> dist.Store:
-    """Return a store that all ranks share. All ranks call it together.
-
-    Args:
-        rank: this rank. Rank 0 keeps the store for the life of its process.
-        timeout: seconds that the store may take to answer.
-        broadcast: a function that replaces a tensor (n,) uint8 by that of rank 0.
-
-    Raises:
-        TransportError: rank 0 cannot be reached by any of its addresses.
-    """
+    """Return a store that all ranks share. All ranks call it together."""
     notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8, device="cpu")
     if rank == 0:
         place = own_address()

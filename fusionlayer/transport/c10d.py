@@ -281,19 +281,7 @@ class C10dTransport(ConnectedTransport):
 def make_default_group(
     backend: str, store: dist.Store, rank: int, size: int, timeout: float, stall_warning: float
 ) -> None:
-    """Make torch's default process group, of all ranks that meet in ``store``.
-
-    Args:
-        backend: see ``torch.distributed.init_process_group``.
-        store: the ranks have met there.
-        rank: this rank.
-        size: number of ranks.
-        timeout: seconds that this may take, and later an operation of the group.
-        stall_warning: seconds of waiting after which a warning names the stragglers.
-
-    Raises:
-        TransportError: a rank failed meanwhile, or timed out.
-    """
+    """Make torch's default process group, of all ranks that meet in ``store``."""
     rendezvous = Rendezvous(
         store=store, name="fusionlayer/group", rank=rank, size=size, store_rank=_store_rank(range(size))
     )

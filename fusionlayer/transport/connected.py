@@ -40,19 +40,7 @@ class ConnectedTransport(LinkedTransport):
     def _open(
         self, rendezvous: Rendezvous, timeout: float, stall_warning: float, node: str | None, checksum: bool | None
     ) -> None:
-        """Make the transport. The constructors of subclasses call it.
-
-        Args:
-            rendezvous: where the processes find each other.
-            timeout: seconds that a call, or making the transport, may wait for other ranks.
-            stall_warning: seconds of waiting after which a warning names the stragglers, once per call.
-            node: name of this rank's node, equal on the ranks of that node; None: a host and its network.
-            checksum: whether messages carry a checksum; None: those between nodes do. Equal on all ranks.
-
-        Raises:
-            TransportError: not all ranks came in time.
-            PlanMismatch: ``checksum`` differs over ranks.
-        """
+        """Make the transport. The constructors of subclasses call it."""
         self._begin(rendezvous.rank, rendezvous.size, timeout)
         self._rendezvous = rendezvous
         self._stall_warning = stall_warning
@@ -68,11 +56,7 @@ class ConnectedTransport(LinkedTransport):
 
     @abstractmethod
     def _make_links(self, connecting: Connecting) -> Iterator[tuple[str, Link]]:
-        """Connect to the other ranks; yield each link with the device type that it serves. All ranks call it together.
-
-        Args:
-            connecting: runs the calls that wait for the other ranks.
-        """
+        """Connect to the other ranks, which call it too; yield each link with the device type that it serves."""
 
     def duplicate(self: Self) -> Self:
         self._check_open()
@@ -164,11 +148,7 @@ class ConnectedTransport(LinkedTransport):
 
     @contextmanager
     def _linking(self, connecting: Connecting) -> Iterator[None]:
-        """Let the body make links; wait until all ranks have theirs. An error closes the transport.
-
-        Raises:
-            TransportError: links failed. It names the cause, which is found out first.
-        """
+        """Let the body make links; wait until all ranks have theirs. An error closes the transport."""
         try:
             yield
             # A rank whose links are complete may end its transport at once. Others are then still connecting among

@@ -19,18 +19,7 @@ _LEAST = (8, 0)
 
 
 def check_devices(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """Compare the GPUs of all ranks, which call it together before NCCL connects them. Every rank raises the same.
-
-    Args:
-        store: for the keys of these connections alone.
-        rank: this rank.
-        size: number of ranks.
-        device: the GPU of this rank.
-
-    Raises:
-        PlanMismatch: two ranks share a GPU, which NCCL refuses.
-        ConfigError: there are no kernels for the GPU of a rank.
-    """
+    """Refuse GPUs that NCCL could not connect. All ranks call it together before, and every rank raises the same."""
     found = torch.cuda.get_device_properties(device)
     gpu = str(getattr(found, "uuid", device.index))
     # The place on the PCI bus, which all MIG slices of a GPU share. Not every version of torch knows it.
@@ -70,11 +59,7 @@ def _conflict(one: Mapping[str, object], other: Mapping[str, object]) -> str:
 
 
 def refuse_old_gpu() -> None:
-    """Refuse the current GPU if there are no kernels for it. Before CUDA is in use it is not asked.
-
-    Raises:
-        ConfigError: its compute capability is less than 8.0.
-    """
+    """Refuse the current GPU if there are no kernels for it. Before CUDA is in use it is not asked."""
     if torch.cuda.is_initialized() and (why := _why_unsupported(torch.device("cuda", torch.cuda.current_device()))):
         raise ConfigError(why)
 
@@ -92,11 +77,7 @@ def _why_unsupported(device: torch.device) -> str:
 
 
 def refuse_rocm() -> None:
-    """Refuse AMD's GPUs, for which there are no kernels.
-
-    Raises:
-        ConfigError: torch is built for ROCm and sees a GPU.
-    """
+    """Refuse AMD's GPUs, for which there are no kernels."""
     if torch.version.hip is not None and torch.cuda.is_available():
         raise ConfigError(
             f"this torch is built for AMD's ROCm ({torch.version.hip}) and sees a GPU; fusionlayer has kernels for "

@@ -78,14 +78,7 @@ class HorovodTransport(ConnectedTransport):
 def of_world(
     timeout: float, stall_warning: float, ranks_per_node: int | None, checksum: bool | None
 ) -> HorovodTransport:
-    """Return a transport over all processes of the job. It initializes Horovod if needed.
-
-    Args:
-        timeout: see ``HorovodTransport``.
-        stall_warning: see ``HorovodTransport``.
-        ranks_per_node: this many consecutive ranks count as one node; None: the ranks of a host do.
-        checksum: see ``HorovodTransport``.
-    """
+    """Return a transport over all processes of the job. It initializes Horovod if needed."""
     hvd = import_horovod()
     if not hvd.is_initialized():
         hvd.init()

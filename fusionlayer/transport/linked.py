@@ -85,11 +85,7 @@ class LinkedTransport(Transport):
         self._run(plan.call, self._exchange, plan, messages, tensors)
 
     def _plan_exchange(self, messages: Mapping[int, tuple[Tensor, Tensor]]) -> _ExchangePlan:
-        """Return the plan of ``exchange(messages)``, whose arguments it checks; exchanges of equal sizes share it.
-
-        Raises:
-            ConfigError: the arguments are invalid by themselves, whatever the other ranks pass.
-        """
+        """Return the plan of ``exchange(messages)``, whose arguments it checks; exchanges of equal sizes share it."""
         call = Call.exchange(self.rank, self.size, messages, self.purpose)
         nbytes = sum(call.sends) - call.sends[self.rank]
         if len(self._exchanges) >= _MOST_PLANS:
@@ -270,11 +266,7 @@ class LinkedTransport(Transport):
         return device.type == "cuda" and "cuda" not in self._links and not self._awaits_device
 
     def _link_for(self, x: Tensor) -> Link:
-        """Return the link for ``x``, which may be on another device.
-
-        Raises:
-            UsageError: ``x`` is on another GPU than the one for which the ranks have connected.
-        """
+        """Return the link for ``x``, which may be on another device."""
         if not x.is_cuda or "cuda" not in self._links:
             return self._links["cpu"]
         link = self._links["cuda"]
@@ -286,11 +278,7 @@ class LinkedTransport(Transport):
         return link
 
     def _fail_call(self, call: Call, error: BaseException) -> None:
-        """Close the transport after an error in a call.
-
-        Raises:
-            TransportError: the link failed. It names the cause, which is found out first. Other errors stay unchanged.
-        """
+        """Close the transport after an error in a call; raise ``TransportError``, with the cause, if a link failed."""
         if isinstance(error, LinkError):
             # If close() ended the call, that is the reason, and there is no cause to look for.
             self._check_open()

@@ -137,14 +137,7 @@ class MpiTransport(ConnectedTransport):
 
 
 def of_world(timeout: float, stall_warning: float, ranks_per_node: int | None, checksum: bool | None) -> MpiTransport:
-    """Return a transport over all processes of the job.
-
-    Args:
-        timeout: see ``MpiTransport``.
-        stall_warning: see ``MpiTransport``.
-        ranks_per_node: this many consecutive ranks count as one node; None: the ranks of a host do.
-        checksum: see ``MpiTransport``.
-    """
+    """Return a transport over all processes of the job."""
     node = None if ranks_per_node is None else f"node {load_mpi().COMM_WORLD.rank // ranks_per_node}"
     return MpiTransport(None, timeout, stall_warning=stall_warning, node=node, checksum=checksum)
 

@@ -125,12 +125,7 @@ class Connecting:
         self.watch.enter(Call(f"making {what}"), 0)
 
     def run(self, make: Callable[[dist.Store], Result]) -> Result:
-        """Return ``make(store)``. It connects to the other ranks, and the store is for its keys alone.
-
-        Raises:
-            LinkError: the time has passed, or a rank was lost.
-            RuntimeError: what ``make`` raised.
-        """
+        """Return ``make(store)``. It connects to the other ranks, and the store is for its keys alone."""
         watch = self.watch
         try:
             return bounded(
@@ -157,11 +152,7 @@ class Connecting:
         return dist.PrefixStore(self._rendezvous.name, own)
 
     def _meet(self) -> dist.Store:
-        """Wait for the other ranks; return a client of the store for the connections.
-
-        Raises:
-            TransportError: ranks did not come or are gone, or the store does not answer.
-        """
+        """Wait for the other ranks; return a client of the store for the connections."""
         watch = self.watch
         try:
             store, finding = bounded(

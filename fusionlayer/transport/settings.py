@@ -19,11 +19,7 @@ _REMEDIES = {"sees_cuda": "make GPUs visible to every rank or to none: CUDA_VISI
 def gather_settings(
     store: dist.Store, rank: int, size: int, node: str, settings: Mapping[str, object]
 ) -> tuple[list[str], list[dict[str, object]]]:
-    """Return node and settings of every rank, in rank order. All ranks call it together.
-
-    Raises:
-        TransportError: something else stands in the store.
-    """
+    """Return node and settings of every rank, in rank order. All ranks call it together."""
     nodes, every = [], []
     for peer, text in enumerate(gather(store, "settings", rank, size, json.dumps([node, settings]))):
         try:
@@ -40,11 +36,7 @@ def gather_settings(
 
 
 def check_equal(rank: int, every: Sequence[Mapping[str, object]]) -> None:
-    """Compare the settings of all ranks on ``rank``.
-
-    Raises:
-        PlanMismatch: they differ. Every rank raises it, since all know the same.
-    """
+    """Raise ``PlanMismatch`` if settings differ over ranks; all ranks do, since all know the same."""
     for name in every[0]:
         values = [settings[name] for settings in every]
         differ = [peer for peer, value in enumerate(values) if value != values[0]]

@@ -24,9 +24,6 @@ def window_base(sigma: float, dtype: torch.dtype = torch.bfloat16) -> int:
 
     This is the better of floor and ceil of log2(sigma) - 5.3607 (ZipCCL, equations 4 and 5), clamped to the exponents
     of ``dtype``.
-
-    Raises:
-        ConfigError: ``sigma`` is not a positive number.
     """
     if not isinstance(sigma, (int, float)) or not 0 < sigma < math.inf:
         raise ConfigError(f"zip codec: sigma={sigma!r}; expected a positive number, or None to find it in the data")

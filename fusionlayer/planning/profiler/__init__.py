@@ -60,19 +60,8 @@ def measure_profile(
 ) -> Profile:
     """Return the profile of this job: means over ranks of each rank's medians. All ranks call it together.
 
-    One rank alone measures the model, codecs and copies; two or more also measure a link and collectives, several nodes
-    of several ranks also the links inside and between nodes.
-
-    Args:
-        model: its name for ``load_model``.
-        codecs: by name.
-        transport: all ranks.
-        pair: on two of the ranks, a transport of these two; the link between them is measured. None on other ranks.
-        rate: the rate of the link, in the words of tc; None: the rate of its largest exchange.
-        sizes: which sizes are measured, and how often.
-        environment: facts for the profile, about hardware and software.
-        clock: the clock of the device that computes and has the messages.
-        note: as ``Note`` says.
+    One rank alone measures the model, codecs and copies; two or more also a link and collectives, and several nodes of
+    several ranks the links inside and between nodes.
     """
     module, batch = load_model(model)
     module.to(clock.device)

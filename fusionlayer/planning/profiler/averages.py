@@ -18,12 +18,7 @@ Points = list[list[float]]
 def average(found: Any, transport: Transport, measured_by: int | None = None) -> Any:
     """Return ``found`` with each float replaced by its mean over ranks.
 
-    Other values, such as integer sizes, stay unchanged on this rank. All ranks call it together.
-
-    Args:
-        found: this rank's measurements: mappings and lists, of the same shape on all ranks.
-        transport: all ranks.
-        measured_by: number of ranks that have measured; the others have zeros. None: all ranks.
+    Other values, such as integer sizes, stay as they are on this rank. All ranks call it together.
     """
     numbers = torch.tensor(list(_floats(found)), dtype=torch.float64, device="cpu")
     if transport.size > 1:

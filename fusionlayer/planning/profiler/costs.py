@@ -44,17 +44,6 @@ def measure_costs(
     """Return costs of codecs, copies and transfers, means over ranks of each rank's medians.
 
     All ranks call it together. One rank alone measures no transfers.
-
-    Args:
-        codecs: by name.
-        transport: all ranks; nothing else may compute or send meanwhile.
-        sizes: which sizes are measured, and how often.
-        clock: the clock of the device that computes and has the messages.
-        dtype: the type of the values that codecs encode.
-        limit: seconds for all transfers, as for ``measure_collectives``.
-        staged: a link carries the host's memory, so it is measured with that, and the copies there by themselves.
-        more: further measurements to make first, by name.
-        note: as ``Note`` says.
     """
     elements, repeats, carried = sizes.elements, sizes.repeats, HOST if staged else clock
     found: dict[str, Any] = {"codecs": {}}

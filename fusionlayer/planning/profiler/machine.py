@@ -48,11 +48,7 @@ def describe_machine(hardware: str | None = None) -> dict[str, str]:
 
 
 def file_name(theme: str, environment: dict[str, str]) -> str:
-    """Return ``<theme>_<hardware>_<date>``; other characters than letters and digits become hyphens.
-
-    Raises:
-        ConfigError: theme or hardware has no letters or digits.
-    """
+    """Return ``<theme>_<hardware>_<date>``; other characters than letters and digits become hyphens."""
     words = [re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") for text in (theme, environment["hardware"])]
     if not all(words):
         raise ConfigError(f"no file name can be made of {theme!r} and {environment['hardware']!r}; name the hardware")

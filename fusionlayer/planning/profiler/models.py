@@ -84,15 +84,7 @@ BUILT_IN: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"gpt": _gpt, "resn
 
 
 def load_model(name: str) -> tuple[nn.Module, Batch]:
-    """Return a model, whose forward returns its loss, and the arguments of that forward.
-
-    Args:
-        name: a key of ``BUILT_IN``, or ``module:function``, which is called without arguments and returns both. The
-            module may lie in the working directory.
-
-    Raises:
-        ConfigError: there is no such model, or the function does not return a model and its arguments.
-    """
+    """Return a model, whose forward returns its loss, and the arguments of that forward."""
     if name in BUILT_IN:
         return BUILT_IN[name]()
     module, colon, function = name.partition(":")

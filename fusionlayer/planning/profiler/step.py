@@ -32,15 +32,6 @@ def measure_step(
     ``ready``, ``used`` and ``tensors`` (elements, type, bytes of an element) are by name of the parameter. Forward
     includes making the batch, the update includes clearing gradients. A parameter whose own module's forward is not
     called counts as used at once. A parameter without a gradient is left out.
-
-    Args:
-        model: its forward returns the loss, a tensor of one element.
-        optimizer: of its parameters.
-        batch: returns the arguments of the model's forward for the number of a step.
-        warm_up: number of steps that do not count.
-        steps: number of steps after them, which count.
-        clock: the clock of the device of model and batch. It is waited for when all steps are over, so the host runs
-            ahead as in training.
     """
     names = {p: plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
     spans: dict[str, list[tuple[Stamp, Stamp]]] = defaultdict(list)

@@ -37,13 +37,6 @@ def profile_training(
 
     Backward begins with its first gradient. Forward is the rest of a step without encoding ahead and waiting, so it
     includes the update. All ranks use the link at once while it is measured, so its costs hold for as many ranks.
-
-    Args:
-        steps: the steps of this rank; each rank has equally many.
-        tensors: the tensors of a step, by name.
-        codecs: by registered name, each with the options to measure.
-        transport: all ranks; nothing else may compute or send meanwhile.
-        clock: the clock of the gradients' device; codecs and messages are measured there too.
     """
     names = sorted(tensors)
     largest = max(tensor.numel for tensor in tensors.values())

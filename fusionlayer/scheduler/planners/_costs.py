@@ -106,11 +106,8 @@ class Pipeline:
         """Return the score of a partition; a smaller one is better.
 
         The score is the time of the last result, to the nanosecond, and then the seconds of communication. It equals
-        the score of the step that ``planning.prediction`` simulates: with one lane and a core for each thread, a bucket
-        starts when it is ready and the previous one has ended.
-
-        Args:
-            ends: the runs end before these indices; the last is the number of tensors.
+        the score of the step that ``planning.prediction`` simulates, because with one lane and a core for each thread a
+        bucket starts when it is ready and the one before it has ended.
         """
         free = seconds = 0.0
         for n, (i, j) in enumerate(zip([0, *ends], ends, strict=False)):

@@ -120,9 +120,6 @@ class ElasticStepPolicy(StepPolicy):
         """Take the step of the wrapped optimizer with gradients averaged over the participants.
 
         The first call of a process that joins takes over the members' state instead.
-
-        Raises:
-            UsageError: a ``closure`` was given.
         """
         if closure is not None:
             raise UsageError("step(closure) in an elastic job: the loss of a rank would have to be evaluated again")
@@ -208,11 +205,7 @@ class ElasticStepPolicy(StepPolicy):
         return results
 
     def _settle(self) -> None:
-        """Wait until all members have the results of the last step. Until then this one keeps them for the others.
-
-        Raises:
-            TransportError: a member was lost. The step counts nevertheless.
-        """
+        """Wait until all members have the results of the last step. Until then this one keeps them for the others."""
         if self._vote is not None:
             assert self.reducer.engine is not None
             self._vote()
@@ -257,11 +250,7 @@ class ElasticStepPolicy(StepPolicy):
     # ---- a change ---------------------------------------------------------------------------------------------------
 
     def _change(self, error: TransportError | None = None) -> Mapping[str, Tensor] | None:
-        """Form the next generation; return the results of the present step, if another member has them, or None.
-
-        Args:
-            error: the failure of the present step; None: it is between two steps, and newcomers wait.
-        """
+        """Form the next generation; return the results of the present step, if another member has them, or None."""
         members, engine, at = self.members, self.reducer.engine, self.at
         fresh, between = not members.has_joined, error is None
         lacks = not between and self._held is None
@@ -298,13 +287,6 @@ class ElasticStepPolicy(StepPolicy):
     def _bring(self, transport: Transport, own: Mapping[str, Fingerprint]) -> None:
         """Give members that lack it the results of the last step, or the whole state, without loss; all others only
         wait.
-
-        Args:
-            transport: over the members.
-            own: of a newcomer, the fingerprints of the tensors that it has.
-
-        Raises:
-            TransportError: a member was lost, or a message was damaged.
         """
         members = self.members
         fresh, behind = members.fresh, members.behind

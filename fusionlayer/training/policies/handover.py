@@ -55,11 +55,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
 
 
 def parted(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state without its large tensors, and these tensors by their places in it.
-
-    Args:
-        state: dicts and lists in each other, with tensors, numbers and texts in them.
-    """
+    """Return a state without its large tensors, and these tensors by their places in it."""
     tensors: dict[str, Tensor] = {}
 
     def without(value: Any, *path: str | int) -> Any:
@@ -173,11 +169,7 @@ def send_bytes(data: bytes, transport: Transport, to: int) -> None:
 
 
 def receive_bytes(transport: Transport, source: int) -> bytes:
-    """Return the message of rank ``source``.
-
-    Raises:
-        WireError: it was damaged.
-    """
+    """Return what rank ``source`` sends."""
     nbytes, crc = _receive_numbers(2, transport, source)
     if not 0 <= nbytes <= _MOST_BYTES:
         raise WireError(f"a message of {nbytes} bytes of a newcomer's state: it was damaged")
@@ -195,11 +187,7 @@ def _send_numbers(numbers: list[int], transport: Transport, to: int) -> None:
 
 
 def _receive_numbers(count: int, transport: Transport, source: int) -> list[int]:
-    """Return this many numbers, which ``_send_numbers`` sends.
-
-    Raises:
-        WireError: they were damaged.
-    """
+    """Return this many numbers, which ``_send_numbers`` sends."""
     x = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
     transport.recv(x, source)
     if native.crc32c(x[:-1]) != x[-1]:

@@ -51,11 +51,7 @@ def room(data: Tensor, start: int) -> Tensor:
 
 
 def compare(sealed: Tensor, data: Tensor, start: int, sender: int, receiver: int) -> None:
-    """Copy the bytes of ``sealed`` to ``data`` from ``start`` on, and compare the checksum of all of ``data``.
-
-    Raises:
-        DamagedMessage: it is wrong.
-    """
+    """Copy ``sealed`` to ``data`` from ``start`` on; raise ``DamagedMessage`` if the checksum of ``data`` is wrong."""
     address = sealed.data_ptr()
     ctypes.memmove(data.data_ptr() + start, address + _BYTES, data.numel() - start)
     if _Checksum.from_address(address).value != native.crc32c(data):

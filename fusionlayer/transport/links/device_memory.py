@@ -34,12 +34,7 @@ class DeviceMemory:
 
     @staticmethod
     def reach(offer: bytes) -> Tensor:
-        """Return the memory that another process has offered, (n,) uint8.
-
-        Raises:
-            OSError: the bytes are no offer.
-            RuntimeError: the device cannot reach it.
-        """
+        """Return the memory that another process has offered, (n,) uint8."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         made: Tensor = rebuild_cuda_tensor(*unpack(offer))
@@ -47,12 +42,7 @@ class DeviceMemory:
 
 
 def pack(numel: int, facts: tuple[Any, ...]) -> bytes:
-    """Return the bytes of torch's description of a flat tensor's memory.
-
-    Args:
-        numel: elements of the tensor.
-        facts: the arguments of torch's ``rebuild_cuda_tensor``.
-    """
+    """Return the bytes of torch's description of a flat tensor's memory."""
     _, _, _, start, _, _, device, handle, nbytes, offset, _, counter, counter_at, event, waits = facts
     texts = b"".join(_LENGTH.pack(len(text)) + text for text in (handle, counter, event))
     if start:
@@ -61,11 +51,7 @@ def pack(numel: int, facts: tuple[Any, ...]) -> bytes:
 
 
 def unpack(offer: bytes) -> tuple[Any, ...]:
-    """Return the arguments of torch's ``rebuild_cuda_tensor``.
-
-    Raises:
-        OSError: the bytes are not what ``pack`` makes.
-    """
+    """Return the arguments of torch's ``rebuild_cuda_tensor``."""
     try:
         device, nbytes, offset, numel, counter_at, waits = _NUMBERS.unpack_from(offer)
         at, texts = _NUMBERS.size, []

@@ -57,11 +57,7 @@ class GlooMesh:
         self._store.detach()
 
     def join(self) -> None:
-        """Count a link that uses the connections.
-
-        Raises:
-            LinkError: another link has failed.
-        """
+        """Count a link that uses the connections."""
         with self._lock:
             if not self._is_open:
                 raise LinkError(self._rank, "the connections are closed")
@@ -100,19 +96,7 @@ class GlooMesh:
 def connect_over(
     gather: Callable[[Tensor], list[Tensor]], rank: int, size: int, deadline: float, place: str
 ) -> GlooMesh:
-    """Return more connections between ranks that are connected, which prove over them that they have the job key.
-
-    Args:
-        gather: returns the tensors (n,) uint8 of all ranks, for that of this rank. All ranks call it together.
-        rank: this rank.
-        size: number of ranks.
-        deadline: a time of the monotonic clock.
-        place: the purpose of the connections; equal on all ranks.
-
-    Raises:
-        LinkError: what answers for a rank has no job key.
-        RuntimeError: gloo cannot connect.
-    """
+    """Return more connections between ranks that are connected, which prove over them that they have the job key."""
 
     def swap(mine: bytes) -> list[bytes]:
         text = len(mine).to_bytes(_LENGTH_BYTES, "little") + mine

@@ -49,11 +49,7 @@ class GlooStore(WrappedStore):
         self._store.set(key, short)  # type: ignore[arg-type]  # it takes bytes
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key.
-
-        Raises:
-            TransportError: gloo has not written it.
-        """
+        """Return the value of a key."""
         self.wait([key])
         value = self._read[key] if key in self._read else self._store.get(key)
         if self._own is None or self._address_bytes(value) == self._own:

@@ -19,11 +19,7 @@ _MOST_BYTES = (1 << 31) - 1  # Horovod counts in 32 bits
 
 
 def import_horovod() -> Any:
-    """Return the module ``horovod.torch``.
-
-    Raises:
-        ConfigError: Horovod is not installed, or was not built for this torch.
-    """
+    """Return the module ``horovod.torch``."""
     try:
         import horovod.torch as hvd
     except ImportError as error:
@@ -32,12 +28,7 @@ def import_horovod() -> Any:
 
 
 def load_horovod() -> Any:
-    """Return the module ``horovod.torch`` of an initialized Horovod.
-
-    Raises:
-        ConfigError: Horovod is not installed, or was not built for this torch.
-        UsageError: Horovod is not initialized.
-    """
+    """Return the module ``horovod.torch`` of an initialized Horovod."""
     hvd = import_horovod()
     if not hvd.is_initialized():
         raise UsageError("Horovod is not initialized; call horovod.torch.init() first")

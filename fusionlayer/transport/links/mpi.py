@@ -40,12 +40,7 @@ _abandoned: list[Any] = []
 
 
 def load_mpi() -> Any:
-    """Return the module ``mpi4py.MPI``, with MPI initialized so that any thread may call it.
-
-    Raises:
-        ConfigError: mpi4py or an MPI library is missing, or MPI was initialized for fewer threads.
-        UsageError: MPI has been finalized already.
-    """
+    """Return the module ``mpi4py.MPI``, with MPI initialized so that any thread may call it."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -129,9 +124,6 @@ class MpiLink(ExchangeLink):
         """Keep the communicator from being freed while the body runs.
 
         If the body fails, ``_busy`` stays set and the communicator is never freed: its requests may be in flight still.
-
-        Raises:
-            LinkError: the link was closed before or during the body.
         """
         with self._lock:
             if self._closed:

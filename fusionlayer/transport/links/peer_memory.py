@@ -38,11 +38,7 @@ class OutOfReach(Exception):
 
 
 def together(gather: Gather, attempt: Callable[[], Result]) -> Result:
-    """Return ``attempt()`` if it succeeds on all ranks. All ranks call it together.
-
-    Raises:
-        OutOfReach: it has failed on some rank.
-    """
+    """Return ``attempt()`` if it succeeds on all ranks, else raise ``OutOfReach``. All ranks call it together."""
     problem, results = "", []
     try:
         results.append(attempt())

@@ -101,11 +101,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._keep, name="fusionlayer sockets", daemon=True)
 
     def start(self, lower: Sequence[Told]) -> None:
-        """Begin to take calls. ``lower``: the addresses of each lower rank, as it has them.
-
-        Raises:
-            LinkError: no kind of address is common to this rank and another.
-        """
+        """Begin to take calls. ``lower``: the addresses of each lower rank, as it has them."""
         self._lower = lower
         for peer, theirs in enumerate(lower):
             if not ways(self._places, 0, theirs):

@@ -77,11 +77,7 @@ class Invitation:
         return torch.frombuffer(bytearray(_RECORD.pack(self._place, self._token, *known)), dtype=torch.uint8)
 
     def accept(self, records: Sequence[Tensor]) -> bool:
-        """Map every rank's memory and connect to all lower ranks; return whether that was possible.
-
-        Args:
-            records: the records of all ranks, in rank order.
-        """
+        """Map every rank's memory and connect to all lower ranks; return whether that was possible."""
         self._records = [_RECORD.unpack(record.numpy().tobytes()) for record in records]
         try:
             for rank, (place, token, pid, file) in enumerate(self._records):
@@ -192,11 +188,7 @@ class SharedMemory:
             end.close()
 
     def _meet(self, word: bytes, deadline: float) -> None:
-        """Return when every rank has sent ``word``: what each wrote before the call may be read after it.
-
-        Raises:
-            LinkError: a rank is gone, late, or sent another word.
-        """
+        """Return when every rank has sent ``word``: what each wrote before the call may be read after it."""
         peer = self._rank
         try:
             for peer, end in self._ends.items():  # noqa: B007 - the except clause reads `peer`
@@ -239,13 +231,9 @@ def _address(token: bytes) -> str:
 
 
 def map_memory(pid: int, file: int, token: bytes, nbytes: int) -> Tensor:
-    """Return memory of a process of this host, which it has as ``file`` and which begins with ``token``, as uint8.
-
-    Raises:
-        OSError: this process cannot reach it, or it is no such memory.
-    """
-    # The pid may be that of an unrelated process, and the file any of its open files. So open() must not wait for it,
-    # and the token is compared.
+    """Return memory of a process of this host, which it has as ``file`` and which begins with ``token``, as uint8."""
+    # The pid may be that of an unrelated process, and the file anything that it has open. So open() must not wait for
+    # it, and the token is compared.
     path = f"/proc/{pid}/fd/{file}"
     own = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

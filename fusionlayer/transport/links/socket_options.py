@@ -91,11 +91,7 @@ class SocketOptions:
 
 
 def chosen(settings: Config) -> SocketOptions | None:
-    """Return how the settings want connections to be made; None: by torch's libraries.
-
-    Raises:
-        ConfigError: this host has no such interface.
-    """
+    """Return how the settings want connections to be made; None: by torch's libraries."""
     if settings.transport not in ("sockets", "auto"):
         return None
     return SocketOptions(
@@ -109,12 +105,7 @@ def chosen(settings: Config) -> SocketOptions | None:
 
 
 def places(options: SocketOptions, alone: bool) -> list[Place]:
-    """Return where to listen and from where to call.
-
-    Args:
-        options: the settings.
-        alone: whether all ranks are on this host.
-    """
+    """Return where to listen and from where to call."""
     here = addresses()
     if options.interfaces:
         return [Place(name, _one_of_each_family(here[name])) for name in options.interfaces]
