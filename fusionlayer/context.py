@@ -23,20 +23,6 @@ from .transport.c10d import C10dTransport, make_default_group
 from .transport.devices import refuse_old_gpu, refuse_rocm, refuse_torchcomms
 from .transport.links.socket_options import chosen
 
-__all__ = [
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "membership",
-    "rank",
-    "settings",
-    "shutdown",
-    "size",
-    "transport",
-]
-
-
 _logger = logging.getLogger("fusionlayer")
 
 # The transports whose processes meet by torch.distributed.

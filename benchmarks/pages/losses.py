@@ -95,8 +95,6 @@ def page() -> str:
         "",
         "from .losses import LossCost, LossCosts",
         "",
-        '__all__ = ["MEASURED"]',
-        "",
     ]
     known = costs()
     sources = {source: f"_{number}" for number, source in enumerate(dict.fromkeys(each.source for each in known), 1)}

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["native_options", "reduction", "rows", "tensors"]
-
 
 def tensors(given: Tensor | Sequence[Any]) -> list[Tensor]:
     """Return a list of tensors, given a tensor, a list of tensors, or a list that contains one list of tensors."""

@@ -15,8 +15,6 @@ from ..transport import Transport
 from ..transport.base import URGENT
 from .work import BackgroundWork, Ticket
 
-__all__ = ["CallQueue"]
-
 
 class CallQueue:
     """Runs calls one after the other, in call order, on a thread and a transport of its own.

@@ -22,20 +22,6 @@ from ..transport import Transport
 from ..transport.composed import by_rank
 from .hints import Differences
 
-__all__ = [
-    "Call",
-    "Seed",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "describe",
-    "gather_differences",
-    "is_sum",
-    "reduce_scatter",
-    "refuse_average",
-    "scaling_of",
-]
-
 Call = Callable[[Transport], None]
 Seed = Callable[[Transport], int]
 """Returns the seed of a call, when it runs."""

@@ -13,8 +13,6 @@ from ..native.wire import DTYPE_CODES
 from . import hints
 from .policy import CallPolicy
 
-__all__ = ["CallChoice", "CallChoices"]
-
 _MOST_SIZES = 4096
 
 

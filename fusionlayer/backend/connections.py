@@ -12,8 +12,6 @@ from ..transport import Transport
 from ..transport.c10d import C10dTransport
 from ..transport.links.socket_options import chosen
 
-__all__ = ["connect"]
-
 
 def connect(
     ranks: Sequence[int],

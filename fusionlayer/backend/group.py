@@ -32,8 +32,6 @@ from .policy import CallPolicy
 from .regular import Copies, in_place, into
 from .work import JoinedWork
 
-__all__ = ["NAME", "CompressingGroup", "CallCounts"]
-
 NAME = "fusionlayer"
 
 # torch's stubs give some methods narrower types than torch calls them with.

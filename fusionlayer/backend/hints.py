@@ -12,8 +12,6 @@ from torch import Tensor
 from ..base.errors import UsageError
 from ..codecs import Codec
 
-__all__ = ["NONE", "Differences", "Hint", "clear_padding", "current", "differences_of", "hint", "residual_of"]
-
 
 @dataclass(frozen=True)
 class Differences:

@@ -12,8 +12,6 @@ from ..base.errors import UsageError
 from .policy import CallPolicy
 from .registration import use
 
-__all__ = ["adopt"]
-
 
 def adopt(policy: CallPolicy | Mapping[str, Any] | str | Path | None) -> None:
     """Set the policy of all groups of this process, present and future; all ranks call it together.

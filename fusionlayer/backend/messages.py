@@ -15,8 +15,6 @@ from ..base.seeds import derive_seed
 from ..codecs import Codec
 from .work import DecodedWork, JoinedWork
 
-__all__ = ["PointToPoint"]
-
 Native = Callable[[list[Tensor]], dist.Work]
 
 

@@ -17,8 +17,6 @@ from ..transport.links.gloo_store import GlooStore
 from ..transport.links.proof import prove
 from .meeting import Meeting
 
-__all__ = ["Native"]
-
 # The longest policy, in bytes: more than any file with rules.
 _MOST_FACTS = 1 << 24
 _NEW_NAMES = {

@@ -15,8 +15,6 @@ from ..base.errors import ConfigError, FusionLayerError, TransportError
 from ..process.outages import first_line
 from .work import WrappedWork
 
-__all__ = ["PassedWork", "explained"]
-
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 _LATE = re.compile(r"[Tt]imed out waiting (\d+) ?ms")
 _LOST = re.compile(r"connection (was )?(closed|reset)|broken pipe|caused pair closure|socket closed", re.IGNORECASE)

@@ -17,8 +17,6 @@ from ..base.registry import nearest
 from ..codecs import Codec
 from ..native.wire import DTYPE_CODES, WIRE_VERSION
 
-__all__ = ["OPS", "CallPolicy", "CallRule"]
-
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 """The operations that rules may name; a receive follows the rule for "send"."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..transport import Transport
 from .calls import Call
 
-__all__ = ["shown"]
-
 
 def shown(name: str, inputs: Sequence[Tensor], call: Call) -> Call:
     """Begin the event ``fusionlayer:<name>`` if this thread is profiled; return ``call``, which then ends the event."""

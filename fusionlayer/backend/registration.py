@@ -19,8 +19,6 @@ from ..transport.devices import refuse_torchcomms
 from . import arguments
 from .policy import CallPolicy
 
-__all__ = ["create", "create_alone", "register", "traffic", "use"]
-
 _NAME = "fusionlayer"
 
 _default: CallPolicy | None = None

@@ -13,8 +13,6 @@ from torch import Tensor
 from ..base.errors import UsageError
 from .passing import explained
 
-__all__ = ["Copies", "in_place", "into"]
-
 
 class Copies:
     """The contiguous copies of one call's arguments.

@@ -17,8 +17,6 @@ from torch.futures import Future
 from ..base.errors import FusionLayerError, TransportError
 from ..scheduler.lanes import Job
 
-__all__ = ["BackgroundWork", "DecodedWork", "JoinedWork", "Ticket", "WrappedWork"]
-
 _NO_TIMEOUT = timedelta(0)
 
 

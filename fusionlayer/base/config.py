@@ -16,18 +16,6 @@ from . import records
 from .errors import ConfigError
 from .registry import closest, nearest
 
-__all__ = [
-    "REMOVED",
-    "TRANSPORTS",
-    "VARIABLES",
-    "Config",
-    "PlanningSettings",
-    "blame",
-    "flat",
-    "load",
-    "unknown_variables",
-]
-
 TRANSPORTS = ("c10d", "sockets", "auto", "mpi", "horovod")
 MOST_CONNECTIONS = 64
 

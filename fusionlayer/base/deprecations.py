@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-__all__ = ["deprecated"]
-
 
 def deprecated(old: str, instead: str, *, gone: str | None = None, frames: int = 1) -> None:
     """Warn the user whose code uses ``old``, by a ``DeprecationWarning`` at that line.

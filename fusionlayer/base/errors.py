@@ -6,16 +6,6 @@ import operator
 from collections.abc import Iterable
 from typing import TypeVar
 
-__all__ = [
-    "ConfigError",
-    "FusionLayerError",
-    "PlanMismatch",
-    "ReplicaMismatch",
-    "TransportError",
-    "UsageError",
-    "WireError",
-]
-
 
 class FusionLayerError(Exception):
     """Base class of all exceptions that fusionlayer raises on purpose."""

@@ -17,8 +17,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Folder", "is_private", "opened", "read", "whole"]
-
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from .errors import ConfigError, TransportError
 from .secrets import PROOF_BYTES, is_proof, prove
 
-__all__ = ["FILE", "KEY", "find", "looks_secret", "seal", "shared_secret", "unseal"]
-
 KEY, FILE = "FUSIONLAYER_JOB_KEY", "FUSIONLAYER_JOB_KEY_FILE"
 
 _LEAST_BYTES = 16

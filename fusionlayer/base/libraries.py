@@ -15,31 +15,6 @@ from pathlib import Path
 
 from .errors import ConfigError, FusionLayerError
 
-__all__ = [
-    "ABI_VERSION",
-    "MAX_PEERS",
-    "MAX_PLANES",
-    "NO_CUDA_LIBRARY",
-    "SEEDS",
-    "BuildInfo",
-    "Chooser",
-    "LinkMessageStruct",
-    "LinkResult",
-    "Messages",
-    "Peers",
-    "Spec",
-    "build_info",
-    "check",
-    "cpu",
-    "cuda",
-    "declare",
-    "declare_cuda",
-    "isa",
-    "library_path",
-    "select_isa",
-    "set_threads",
-]
-
 ABI_VERSION = 14
 MAX_PLANES = 5
 MAX_PEERS = 16

@@ -14,8 +14,6 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-__all__ = ["Offer", "offers"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

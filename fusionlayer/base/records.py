@@ -26,8 +26,6 @@ import yaml
 from .errors import ConfigError, require
 from .registry import nearest
 
-__all__ = ["build", "check", "load", "parse", "plain", "read", "save"]
-
 T = TypeVar("T")
 
 _WORDS = {

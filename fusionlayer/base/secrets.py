@@ -13,8 +13,6 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["NONCE_BYTES", "PROOF_BYTES", "TAG_BYTES", "Keys", "Seal", "is_proof", "make_nonce", "prove", "slow_key"]
-
 NONCE_BYTES, PROOF_BYTES, TAG_BYTES = 16, 32, 16
 _COUNTER = struct.Struct("<Q")
 # 16 MiB and some 50 ms for each guess of a secret.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["derive_seed"]
-
 _MASK = (1 << 64) - 1
 
 

@@ -14,8 +14,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from .arguments import REPORT
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun's command line, that of the process by default; return the exit status."""

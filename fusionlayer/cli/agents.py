@@ -16,8 +16,6 @@ from pathlib import Path
 from ..base.errors import ConfigError
 from .arguments import REPORT
 
-__all__ = ["Agent", "run"]
-
 # Seconds that agents get to end their processes once the job has failed.
 _GRACE = 10.0
 # Bytes that a pipe holds, and the most that it can be made to hold without privileges.

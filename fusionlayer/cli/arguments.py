@@ -16,27 +16,6 @@ from typing import Any, NoReturn
 from ..base.errors import ConfigError
 from ..base.registry import nearest
 
-__all__ = [
-    "REPORT",
-    "Parser",
-    "above_zero",
-    "chance",
-    "add_cluster",
-    "add_device",
-    "as_options",
-    "check_file",
-    "check_folder",
-    "count",
-    "join",
-    "key_value",
-    "names",
-    "numbers",
-    "planner",
-    "positive",
-    "seconds",
-]
-
-
 REPORT = "FUSIONRUN_REPORT"
 """The variable with the file for the report of a failed rank of ``fusionrun``; without it the report is printed."""
 

@@ -25,8 +25,6 @@ from .spawn import RankError, run_on_ranks
 from .tables import screen_width
 from .units import MEMORY, in_words
 
-__all__ = ["run"]
-
 _SIZE_OF_A_STARTUP = 1 << 18
 """Bytes that take about as long as a call's startup, for the estimate of the remaining time."""
 

@@ -11,20 +11,6 @@ from typing import Any
 
 from ..base.errors import ConfigError
 
-__all__ = [
-    "CODEC",
-    "KINDS",
-    "LATE",
-    "NETWORK",
-    "OTHER",
-    "PACKING",
-    "PHASES",
-    "Breakdown",
-    "BucketTimes",
-    "break_down",
-    "exchanges",
-]
-
 PHASES = {
     "FORWARD": "forward",
     "BACKWARD": "backward",

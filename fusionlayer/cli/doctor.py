@@ -40,8 +40,6 @@ from .progress import ProgressLine
 from .spawn import run_on_ranks, without_launcher
 from .tables import Column, Table, print_text, show
 
-__all__ = ["CheckResult", "diagnose", "report", "run"]
-
 _PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "horovod", "deepspeed", "matplotlib", "rich")
 _NEEDED = ("numpy", "scipy", "PyYAML")
 _PROBE = ["-c", "from fusionlayer.cli.probes import sum_over_ranks; sum_over_ranks()"]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["GREY", "PALETTE", "SIZE", "figure", "name_bars", "name_lines", "save", "style"]
-
 PALETTE = ("#0072B2", "#C4500A", "#007A57", "#9C4A7C", "#8A6100", "#5C5CB8")
 """Like Okabe and Ito's colours for any kind of colour vision, but dark enough to be read as text on white."""
 

@@ -11,8 +11,6 @@ from ..base.job_key import looks_secret
 from ..base.registry import nearest
 from ..torch.environment import VARIABLES
 
-__all__ = ["HOROVOD", "HOROVOD_UNUSED", "OTHERS", "Variable", "report"]
-
 HOROVOD = {
     "HOROVOD_RANK": "this process's rank, as horovodrun sets it",
     "HOROVOD_SIZE": "number of processes, as horovodrun sets it",

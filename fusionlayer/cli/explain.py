@@ -24,8 +24,6 @@ from .resolve import scenario_of
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit, in_words
 
-__all__ = ["run"]
-
 _ZIP = "zip"
 _SWITCH_SIZES = (1 << 20, 16 << 20)
 

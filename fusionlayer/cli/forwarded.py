@@ -11,8 +11,6 @@ from ..base.errors import ConfigError
 from ..base.job_key import FILE, KEY, looks_secret
 from .spawn import without_launcher
 
-__all__ = ["FORWARDED", "assigned", "exports", "forwarded"]
-
 FORWARDED = (
     *("FUSIONLAYER_*", "HOROVOD_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
     *("CUDA_*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "HIP_*", "ROCR_*", "HSA_*", "OMP_*", "MKL_*", "KMP_*"),

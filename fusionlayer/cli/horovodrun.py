@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from ..base.errors import ConfigError
 
-__all__ = ["add_flags", "refuse"]
-
 
 class _Flag(NamedTuple):
     """A refused flag: the number of its values, and a remedy."""

@@ -16,8 +16,6 @@ from ..base.errors import ConfigError
 from ..process.interfaces import addresses
 from .forwarded import exports
 
-__all__ = ["Host", "assign", "parse_hosts", "read_hostfile", "remote_command"]
-
 # A name that no program takes for an option, with the user to log in as before it.
 _USER = r"(?:[\w.+\\][\w.+\\@-]*@)?"
 _NAME = re.compile(rf"{_USER}\w[\w.-]*", re.ASCII)

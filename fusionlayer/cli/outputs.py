@@ -19,8 +19,6 @@ from .spawn import RANKS_PREFIX
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "add_plot", "check_picture", "drop_output", "keep", "keep_picture", "tell"]
-
 PICTURES = (".png", ".svg", ".pdf")
 _WORDS = ", ".join(PICTURES[:-1]) + f" or {PICTURES[-1]}"
 

@@ -12,8 +12,6 @@ from .units import MEMORY, RATES, in_words, unit_for
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MOST", "draw_bandwidths", "draw_speedups"]
-
 MOST = 5
 """Lines of a picture next to the baselines: the best ones are drawn."""
 

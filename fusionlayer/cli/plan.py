@@ -29,8 +29,6 @@ from .resolve import get_codec, scenario_of
 from .tables import Column, Table, print_text, show
 from .units import SECONDS, in_one_unit
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> None:
     """Make the plan, or the comparison, that ``options`` ask for."""

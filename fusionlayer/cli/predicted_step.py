@@ -13,8 +13,6 @@ from ..planning.prediction import backward_seconds
 from ..planning.profile import Profile
 from ..planning.simulation import SimulatedStep
 
-__all__ = ["write_trace"]
-
 _BACKWARD, _ENCODING, _NETWORK = range(3)  # rows
 Bar = tuple[int, str, float, float]
 """Row, name, start and length in seconds."""

@@ -7,8 +7,6 @@ import torch
 from .. import context
 from ..functional import Sum, all_reduce
 
-__all__ = ["sum_over_ranks"]
-
 
 def sum_over_ranks() -> None:
     """Sum over the job's ranks with and without a codec. Rank 0 prints which transport moved the bytes."""

@@ -20,8 +20,6 @@ from .outputs import keep
 from .progress import ProgressLine
 from .resolve import check_device, device_of
 
-__all__ = ["run"]
-
 _COMMENT = "A measured cost profile; profiles/README.md has the schema. Written by: {command}"
 
 

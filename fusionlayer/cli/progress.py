@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import TextIO, TypeVar
 
-__all__ = ["ProgressLine", "follow"]
-
 T = TypeVar("T")
 
 _REDRAWN = 0.1

@@ -13,8 +13,6 @@ from ..planning.profile import Profile
 from .tables import print_text
 from .units import BYTES, SECONDS, in_words
 
-__all__ = ["ROWS", "Recommendation", "run"]
-
 _MEASURED = 1e9  # bits per second of the fastest link with results
 _LINE = 'optimizer = fl.DistributedOptimizer(optimizer, model, codec="{}")'
 

@@ -15,8 +15,6 @@ from ..planning.cluster import Scenario
 from ..planning.profile import Profile
 from .arguments import as_options
 
-__all__ = ["check_device", "device_of", "get_codec", "scenario_of"]
-
 
 def get_codec(name: str, options: Sequence[tuple[str, Any]] | None, density: float | None) -> Codec:
     """Return the codec that a command line names; raise ``ConfigError`` for an unknown name or option."""

@@ -12,8 +12,6 @@ from .. import __version__
 from .tables import Column, Table, layout
 from .units import MEMORY, RATES, SECONDS, in_one_unit
 
-__all__ = ["FORMATS", "Row", "bandwidths", "table", "title"]
-
 
 @dataclass(frozen=True)
 class Row:

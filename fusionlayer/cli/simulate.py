@@ -22,8 +22,6 @@ from .progress import ProgressLine
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
 
-__all__ = ["run"]
-
 _LATENCY_FACTORS = (0.25, 1.0, 4.0)
 
 

@@ -13,8 +13,6 @@ from typing import IO
 
 from ..base.errors import FusionLayerError
 
-__all__ = ["LAUNCHER_PREFIXES", "RANKS_PREFIX", "RankError", "run_on_ranks", "without_launcher"]
-
 RANKS_PREFIX = "fusionlayer-ranks-"
 """With which the name of the ranks' temporary folder begins; it goes when they have ended."""
 

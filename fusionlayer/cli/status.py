@@ -16,8 +16,6 @@ from ..health.state import RankState
 from .tables import Column, Table, print_text, show
 from .units import BYTES, in_words
 
-__all__ = ["page", "run"]
-
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
 _SHOWN = 8
 """Lines of the log that are shown."""

@@ -13,17 +13,6 @@ from dataclasses import dataclass
 from ..base.errors import printable
 from .arguments import some_of
 
-__all__ = [
-    "Column",
-    "Table",
-    "add_columns",
-    "layout",
-    "print_table",
-    "print_text",
-    "screen_width",
-    "show",
-]
-
 _ALL = "all"
 _GAP = 2
 _NARROWEST = 24

@@ -14,8 +14,6 @@ from typing import Any
 from ..base.errors import ConfigError
 from .breakdown import Span, exchanges
 
-__all__ = ["Recording", "files", "latest_exchanges", "merge", "read"]
-
 _MOST = 1e15
 _WHAT = "expected a list of events with ph, name, ts, dur, pid, tid and args, as FUSIONLAYER_TIMELINE writes it"
 

@@ -16,8 +16,6 @@ from .tables import print_table
 from .timelines import Recording
 from .verdict import predicted, told, verdict
 
-__all__ = ["run"]
-
 _WIDTH = 80
 
 

@@ -6,8 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-__all__ = ["BYTES", "MEMORY", "RATES", "SECONDS", "in_one_unit", "in_words", "unit_for"]
-
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 """Bytes that are sent."""

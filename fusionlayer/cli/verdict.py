@@ -16,8 +16,6 @@ from ..planning.recorded import MODELLED, Forecast, RecordedBucket, RecordedStep
 from ..process.clock import HOST, clock_of
 from .breakdown import CODEC, KINDS, LATE, NETWORK, OTHER, PACKING, Breakdown, BucketTimes
 
-__all__ = ["TRIED", "predicted", "told", "verdict"]
-
 TRIED = ("raw", "int8", "int4")
 """Codecs that the prediction tries."""
 

@@ -21,8 +21,6 @@ from .encoding import Encoding, piece
 from .header import Sender, seal, verify
 from .state import TensorState
 
-__all__ = ["Codec", "registry", "remember"]
-
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 

@@ -16,17 +16,6 @@ from .state import Part
 if TYPE_CHECKING:
     from ..transport import Transport
 
-__all__ = [
-    "AgreeingCodec",
-    "ChangeCodec",
-    "PartsCodec",
-    "StatefulCodec",
-    "TransformCodec",
-    "TwoLevelCodec",
-    "VariableSizeCodec",
-    "ZippedCodec",
-]
-
 
 class VariableSizeCodec(Codec):
     """A codec whose messages may use fewer bytes than their capacity."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Encoding"]
-
 
 class Encoding(NamedTuple):
     """The random numbers and the error feedback of values that are encoded.

@@ -12,8 +12,6 @@ from .. import native
 from ..base.errors import WireError
 from ..native.wire import Header, WireFormat
 
-__all__ = ["Sender", "seal", "verify"]
-
 
 class Sender(NamedTuple):
     """The codec of a message: its name, the checksum of its options, and both in words."""

@@ -15,8 +15,6 @@ from .base import Codec
 if TYPE_CHECKING:
     from ..transport import Transport
 
-__all__ = ["HomomorphicCodec"]
-
 
 class HomomorphicCodec(Codec):
     """A codec whose codes stand for integers; the sum of all ranks' integers stands for the sum of their values.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-__all__ = ["CodecOptions"]
-
 
 class CodecOptions(TypedDict, total=False):
     """The keywords that functions which take a codec's name take for its options.

@@ -15,8 +15,6 @@ from ..observe.timeline import here
 from .base import Codec, remember
 from .encoding import Encoding
 
-__all__ = ["RUN", "NativeCodec"]
-
 RUN = 32
 """Number of codes that are packed together: they take 4 bytes for each bit of a code."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .quantized.integer import Int
 
-__all__ = ["PackedPart", "PackedResidual"]
-
 # Fused tensors begin at multiples of 128 elements, so that groups of 128 never hold values of two of them.
 _GROUP = 128
 _NEAREST = Int(bits=8, group_size=_GROUP, header=False)

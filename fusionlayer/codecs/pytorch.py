@@ -12,8 +12,6 @@ from ..native.wire import WireFormat
 from .base import Codec
 from .encoding import Encoding
 
-__all__ = ["TorchCodec"]
-
 
 class TorchCodec(Codec):
     """A codec in torch operations. A subclass gives ``_planes``, ``_encode`` and ``_decode``; all else follows."""

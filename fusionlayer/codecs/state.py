@@ -8,8 +8,6 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-__all__ = ["Part", "StoredResidual", "TensorState"]
-
 
 class StoredResidual(Protocol):
     """A residual in fewer bits, as ``PackedResidual`` keeps it between two steps."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ..base.errors import ConfigError
 
-__all__ = ["AlphaBeta", "Costs", "describe"]
-
 
 @dataclass(frozen=True)
 class AlphaBeta:

@@ -14,23 +14,6 @@ from ..base.registry import Registry
 from ..codecs import Codec
 from ..transport import Transport
 
-__all__ = [
-    "AllReduce",
-    "Gather",
-    "MessageSpan",
-    "check_pair",
-    "collective",
-    "encloses",
-    "gather_collective",
-    "gathers",
-    "get",
-    "get_gather",
-    "instead_of",
-    "is_gather",
-    "registry",
-    "split_evenly",
-]
-
 
 class AllReduce(Protocol):
     """The signature of a collective that sums a flat tensor."""

@@ -15,8 +15,6 @@ from ..transport import Transport
 from ._base import check_pair
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
-__all__ = ["NOTHING", "Hop", "HopSchedule", "balanced", "multi_hop", "segments", "send_and_receive"]
-
 NOTHING = range(0)
 
 # A tensor is cut into two segments if the messages of both have at least this many elements. Recoding a shorter message

@@ -16,22 +16,6 @@ from ..codecs import Codec, TwoLevelCodec
 from ..transport import Transport
 from ._pieces import IN_FLIGHT, Piece, pipeline
 
-__all__ = [
-    "BETWEEN",
-    "INSIDE",
-    "Grid",
-    "TwoLevelHop",
-    "gather",
-    "grid_of",
-    "in_rows",
-    "node_grid",
-    "one_level",
-    "overlap",
-    "scatter",
-    "scatter_sums",
-    "slot_of",
-]
-
 
 @dataclass(frozen=True)
 class Grid:

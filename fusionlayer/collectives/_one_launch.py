@@ -18,8 +18,6 @@ from ..transport.links.peer_memory import OutOfReach, PeerMemory
 from ._base import split_evenly
 from ._pieces import cut
 
-__all__ = ["LaunchMemory", "sum_in_one_launch"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

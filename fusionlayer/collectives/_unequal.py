@@ -18,8 +18,6 @@ from ._base import AllReduce, get
 from ._pieces import cut
 from .two_shot import summing
 
-__all__ = ["TAKES_SHARES", "by_shares", "parts_of", "two_shot_by_shares"]
-
 TAKES_SHARES = "two_shot"
 """The collective that can have shares."""
 

@@ -14,8 +14,6 @@ from ..transport import Transport
 from ..transport.composed import by_rank
 from . import zipped
 
-__all__ = ["all_to_all"]
-
 
 def all_to_all(
     x: Tensor,

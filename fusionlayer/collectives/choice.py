@@ -15,8 +15,6 @@ from ..native.wire import DTYPE_CODES
 from ..transport import Transport
 from ._base import check_pair, get, get_gather, instead_of, is_gather
 
-__all__ = ["choose", "describe", "in_words", "log_once", "sent_by_node", "usual"]
-
 _logger = logging.getLogger("fusionlayer")
 _logged: set[str] = set()
 

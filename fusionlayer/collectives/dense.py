@@ -8,8 +8,6 @@ from ..codecs import Codec
 from ..transport import Transport
 from ._base import check_pair, collective
 
-__all__ = ["dense"]
-
 
 @collective("dense", takes=lambda codec, size: codec.lossless, because="sends values as they are")
 def dense(x: Tensor, codec: Codec, transport: Transport, *, seed: int = 0, residual: Tensor | None = None) -> None:

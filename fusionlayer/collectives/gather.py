@@ -13,8 +13,6 @@ from ..transport import Transport
 from ..transport.composed import by_rank
 from ._base import MessageSpan, gather_collective
 
-__all__ = ["gather", "gather_v"]
-
 
 @gather_collective("gather")
 def gather(payload: Tensor, every: Tensor, messages: Sequence[MessageSpan], codec: Codec, transport: Transport) -> None:

@@ -14,8 +14,6 @@ from ._levels import Grid, grid_of, in_rows
 from .two_level import sum_on
 from .two_shot import two_shot
 
-__all__ = ["grid"]
-
 
 @collective("grid", takes=sums_anew, because="encodes partial sums anew, where nothing may be left out,")
 def grid(

@@ -20,8 +20,6 @@ from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 from .choice import choose, log_once
 from .ring import schedule
 
-__all__ = ["SUITABLE", "all_gather", "reduce_scatter", "ring_reduce_scatter"]
-
 SUITABLE = 0
 """As a piece: the number of elements that suits the device."""
 

@@ -10,8 +10,6 @@ from ..observe.timeline import here
 from ..transport import Transport
 from ._base import check_pair, collective, split_evenly
 
-__all__ = ["LARGEST", "integer_sum"]
-
 LARGEST = 30
 """The largest integer that a code of THC's table stands for."""
 

@@ -19,8 +19,6 @@ from ..transport import Transport
 from ._base import check_pair, collective, get
 from .choice import usual
 
-__all__ = ["low_rank"]
-
 _KEPT = "right"
 
 

@@ -18,8 +18,6 @@ from ..transport import Transport
 from ..transport.composed import by_rank
 from ._base import check_pair, collective
 
-__all__ = ["oktopk"]
-
 INFINITY = 0x7F800000  # bits of f32; larger magnitudes are NaN
 DIGITS = ((31, 24), (24, 16), (16, 8), (8, 0))  # the bits of a magnitude, in four numbers
 

@@ -12,8 +12,6 @@ from ..transport import Transport
 from ._base import check_pair, collective
 from .ring import ring
 
-__all__ = ["omnireduce"]
-
 
 @collective(
     "omnireduce",

@@ -12,8 +12,6 @@ from ..transport import Transport
 from ._base import collective
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
-__all__ = ["one_shot"]
-
 
 @collective("one_shot", encloses=True)
 def one_shot(

@@ -15,8 +15,6 @@ from . import halves
 from ._base import AllReduce, get
 from .choice import choose, log_once
 
-__all__ = ["UNSCALED", "Scaling", "reduce_flat", "reduce_scatter_flat", "scale_"]
-
 
 @dataclass(frozen=True)
 class Scaling:

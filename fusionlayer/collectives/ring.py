@@ -11,8 +11,6 @@ from ..transport import Transport
 from ._base import collective, sums_anew
 from ._hops import Hop, HopSchedule, multi_hop
 
-__all__ = ["ring", "schedule"]
-
 
 @collective(
     "ring",

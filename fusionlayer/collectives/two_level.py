@@ -30,8 +30,6 @@ from ._levels import (
 from ._pieces import cut
 from .two_shot import two_shot
 
-__all__ = ["reduce_scatter", "sum_on", "two_level"]
-
 
 @collective("two_level", takes=sums_anew, because="encodes partial sums anew, where nothing may be left out,")
 def two_level(

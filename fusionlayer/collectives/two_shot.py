@@ -13,8 +13,6 @@ from ._base import collective, split_evenly
 from ._one_launch import sum_in_one_launch
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
-__all__ = ["summing", "two_shot"]
-
 
 @collective("two_shot", encloses=True)
 def two_shot(

@@ -20,8 +20,6 @@ from ..transport.composed import by_rank
 from ._base import check_pair, collective, split_evenly
 from ._pieces import IN_FLIGHT, Piece, cut, pipeline
 
-__all__ = ["PIECE_BYTES", "all_gather", "all_to_all", "reduce_scatter", "zipped"]
-
 PIECE_BYTES = 4 << 20
 """Bytes of elements that are sent at a time by default. Shorter pieces would pay for two round trips too often."""
 

@@ -16,8 +16,6 @@ from .operation import Operation
 from .reductions import combine
 from .requests import Bytes, Item, Request, Signature
 
-__all__ = ["compute", "fits", "hand_out", "to_bytes"]
-
 # Limit for the tensors of one operation, summed over ranks.
 _BYTES = 64 << 10
 

@@ -14,8 +14,6 @@ from ..transport.star import Center
 from .matching import Matcher
 from .requests import READY, Reader, Reason, Request, Response, read_farewell, write_response
 
-__all__ = ["Coordinator", "Patience"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Responses that rank 0 may have to execute at a time: one that runs and one that follows. Operations that become ready

@@ -22,8 +22,6 @@ from .pages import by_large_pages
 from .reductions import combine, neutral, reduce_as
 from .requests import Item, Signature
 
-__all__ = ["OperationPart", "execute"]
-
 Span = Callable[[str], AbstractContextManager[None]]
 
 

@@ -11,8 +11,6 @@ from ..health.judge import Stall
 from .central import compute
 from .requests import ALL_RANKS, Begun, Item, Key, Reason, Request, Response, Signature, flatten, unflatten
 
-__all__ = ["Matcher", "differing"]
-
 # Kinds of operations in which a rank that has joined takes part without a tensor of its own.
 _WITHOUT_TENSOR = ("allreduce", "allgather", "broadcast", "barrier")
 # Kinds of operations that move tensors, so that several of them can be fused into one message.

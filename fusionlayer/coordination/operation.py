@@ -16,8 +16,6 @@ from ..collectives import Scaling
 from ..transport import Transport
 from .requests import Key, Signature
 
-__all__ = ["DTYPES", "Operation", "Reduce", "signature_of"]
-
 Reduce = Callable[[Tensor, Transport, Scaling], None]
 """Replaces a contiguous tensor by its scaled reduction over ranks. The communication thread calls it."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["by_large_pages"]
-
 # Smallest tensor, in bytes, that gets large pages. At least two whole pages lie in it, at any address.
 _FROM_BYTES = 8 << 20
 _PAGE = 2 << 20

@@ -12,8 +12,6 @@ from ..collectives import Scaling, reduce_flat
 from ..transport import Transport
 from ..transport.composed import by_rank
 
-__all__ = ["combine", "neutral", "reduce_as"]
-
 _RAW = codecs.get("raw").bare
 
 _COMBINERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -10,8 +10,6 @@ from ..transport.star import StarConnection
 from .coordinator import Coordinator
 from .requests import Request, Writer
 
-__all__ = ["Requester"]
-
 # Most requests of one message. So few fit in the connection's buffers, so that sending does not wait for the reader.
 _REQUESTS_AT_ONCE = 1000
 # A burst is over when no request comes for _PAUSE seconds. If that does not happen, it counts as over after _PAUSES of

@@ -14,25 +14,6 @@ import torch
 from ..base.errors import WireError
 from ..collectives import Scaling
 
-__all__ = [
-    "ALL_RANKS",
-    "Begun",
-    "Bytes",
-    "Item",
-    "Key",
-    "Reader",
-    "Request",
-    "Response",
-    "Signature",
-    "Writer",
-    "flatten",
-    "read_farewell",
-    "read_response",
-    "unflatten",
-    "write_farewell",
-    "write_response",
-]
-
 ALL_RANKS = 0
 """The process set of all ranks."""
 

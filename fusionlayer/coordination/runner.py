@@ -18,8 +18,6 @@ from .execution import OperationPart, execute
 from .operation import Operation
 from .requests import ALL_RANKS
 
-__all__ = ["ProcessSetMembers", "Runner"]
-
 
 @dataclass(frozen=True)
 class ProcessSetMembers:

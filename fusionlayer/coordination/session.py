@@ -38,8 +38,6 @@ from .requests import (
 from .runner import Runner
 from .table import OperationTable
 
-__all__ = ["Session"]
-
 # Seconds that the coordinator has, beyond the limit of patience, to say itself that this has passed.
 _GRACE = 1.0
 _BEGIN = Signature("begin")

@@ -9,8 +9,6 @@ from typing import Any
 from .operation import Operation
 from .requests import Item, Key
 
-__all__ = ["OperationTable"]
-
 
 class OperationTable:
     """The operations of one session.

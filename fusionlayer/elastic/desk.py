@@ -16,8 +16,6 @@ from ..process.interfaces import own_address, reachable_names
 from ..process.processes import node_name
 from .generation import MemberAddress
 
-__all__ = ["DistantStore", "is_reachable", "names", "open_store", "reach", "sealed"]
-
 Result = TypeVar("Result")
 
 _LOOPBACK = "127.0.0.1"

@@ -22,8 +22,6 @@ from ..process import outages
 from .desk import DistantStore, is_reachable, names
 from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
 
-__all__ = ["Final", "Former", "ask_to_join", "publish"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Seconds between two reads of a number in a store replica: at least this share of the time waited so far, at most

@@ -11,8 +11,6 @@ from typing import Any
 from ..base.errors import TransportError
 from ..process.processes import Identity
 
-__all__ = ["MemberAddress", "Generation", "Member", "MemberReport"]
-
 # More names than a host has, and no more than one has the time to try.
 _MOST_NAMES = 256
 _ID = re.compile(r"\w{1,64}", re.ASCII)

@@ -28,8 +28,6 @@ from .desk import DistantStore, open_store, reach, sealed
 from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join, publish
 from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
 
-__all__ = ["Members"]
-
 _MOST_ROSTER = 1 << 24
 """Bytes of a file that names the members."""
 

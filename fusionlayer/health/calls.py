@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 
-__all__ = ["MODULUS", "Call"]
-
 MODULUS = (1 << 61) - 1
 """A prime that the balances of calls are less than."""
 

@@ -13,8 +13,6 @@ from ..base.errors import FusionLayerError, UsageError
 from ..observe import counts
 from .watcher import Watcher
 
-__all__ = ["begin", "follow", "leave", "watch"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # The thread that makes and ends transports alone sets these two. Others read the first once, for its numbers.

@@ -31,8 +31,6 @@ from .processes import Culprits, Processes
 from .state import ChannelState, Finding, RankState
 from .store import StatusKeys, lost_store
 
-__all__ = ["Heartbeat"]
-
 _logger = logging.getLogger("fusionlayer")
 
 _LOOK_POLL = 0.01

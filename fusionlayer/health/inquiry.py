@@ -15,9 +15,7 @@ from .processes import Processes
 from .state import ChannelState, Finding, RankState, StateRequest, decode_finding, encode
 from .store import StatusKeys
 
-__all__ = ["POLL", "Inquirer", "Inquiry", "Position", "Question"]
-
-# Seconds between two steps of an inquiry: at first, and at most. Long waits are checked more seldom.
+# Seconds between two steps of an inquiry: at first, and at most. What has lasted for long is looked at more seldom.
 POLL = 0.1
 _MOST_POLL, _POLL_SHARE = 1.0, 0.25
 # Intervals within which a rank has to answer: it checks once in each whether it was asked.

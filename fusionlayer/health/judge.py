@@ -11,10 +11,8 @@ from typing import TypeVar
 from .calls import Call
 from .state import BLOCK, ChannelState, Finding, RankState
 
-__all__ = ["EVIDENT", "Evidence", "Stall", "judge", "overdue", "verdict"]
-
-# The possible defects of a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
-# one. A rank's own statement comes first: it has left after finding that out.
+# What can be wrong with a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
+# one. What a rank states itself comes first: it left after it had found that out.
 _CAUSES_FIRST = ("failed", "gone", "conflict", "stopped", "ended", "silent", "late", "disconnected")
 # With one of these the cause is certain, so there is no need to wait for the answers of other ranks.
 EVIDENT = _CAUSES_FIRST[:4]

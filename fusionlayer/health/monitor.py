@@ -22,8 +22,6 @@ from ..process import forks
 from .processes import Culprits
 from .state import ChannelState
 
-__all__ = ["STORE_PATIENCE", "monitor"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Seconds that a store may take to answer. A store on another host takes a millisecond.

@@ -13,8 +13,6 @@ from ..process.processes import Identity
 from .judge import Evidence
 from .state import Finding
 
-__all__ = ["Culprits", "Ends", "Processes", "is_refused"]
-
 # Seconds for which ranks continue connecting after one is gone: it may have done its part, and had nothing more to do.
 _GRACE = 0.5
 # The share of the host's processor time that all its ranks may spend on looking for processes that are gone: each look

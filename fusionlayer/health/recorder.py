@@ -22,8 +22,6 @@ from .calls import Call
 from .monitor import monitor
 from .state import BLOCK, ChannelState
 
-__all__ = ["Recorder"]
-
 _Numbered = tuple[int, Call]
 
 _TAIL = 32

@@ -22,8 +22,6 @@ from ..base.errors import ConfigError
 from ..process.processes import Identity
 from .state import Finding, RankState
 
-__all__ = ["Report", "folder", "forget_old", "read", "reports", "write"]
-
 VERSION = 2
 _WEEK = 7 * 86400.0
 _MOST_BYTES = 1 << 28

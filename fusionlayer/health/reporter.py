@@ -21,8 +21,6 @@ from .judge import judge
 from .state import Finding, RankState
 from .store import StatusKeys
 
-__all__ = ["Reporter"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Seconds after which a rank that has written nothing is silent: it writes every three.

@@ -14,18 +14,6 @@ from ..base.errors import ConfigError, printable
 from ..process.processes import Identity
 from .calls import Call
 
-__all__ = [
-    "BLOCK",
-    "ChannelState",
-    "Finding",
-    "LinkState",
-    "RankState",
-    "StateRequest",
-    "decode",
-    "decode_finding",
-    "encode",
-]
-
 BLOCK = 64
 """Calls whose checksums are compared together."""
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from ..process.processes import Identity
 from .state import Finding, RankState, decode, decode_finding, encode
 
-__all__ = ["StatusKeys", "lost_store"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from .state import LinkState
 
-__all__ = ["TcpCounters", "Links", "counters"]
-
 # struct tcp_info of linux/tcp.h: the offsets of 32-bit numbers in its first 104 bytes, and of 64-bit ones after them.
 _TRIP, _AGAIN, _ACKED, _BUSY, _WINDOW = 68, 100, 120, 168, 176
 _SIZE = 256

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["UsualWait"]
-
 # A wait is long if it lasts this many times the second longest one; a single long wait is not yet usual.
 _TIMES = 3.0
 # The share of it that remains after a second, so that old observations fade.

@@ -26,8 +26,6 @@ from .store import StatusKeys
 from .tcp import Links, counters
 from .waits import UsualWait
 
-__all__ = ["Watcher"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Seconds between two checks of this host's processes and of this rank's position.

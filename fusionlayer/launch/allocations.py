@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ..base.errors import ConfigError
 
-__all__ = ["VARIABLES", "refuse_alone"]
-
 
 def _hosts_in_file(name: str) -> int:
     try:

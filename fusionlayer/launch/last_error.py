@@ -12,8 +12,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-__all__ = ["leave_to_launcher"]
-
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 

@@ -18,8 +18,6 @@ from ..base.errors import ConfigError, TransportError
 from ..base.job_key import seal, unseal
 from ..process import forks
 
-__all__ = ["Board", "FileBoard", "HorovodBoard", "clear", "port_of"]
-
 # The files of this process that name its store.
 _published: list[Path] = []
 

@@ -16,8 +16,6 @@ from ..base.errors import ConfigError, TransportError
 from ..process.bounded import Overdue, bounded
 from .meeting import Board
 
-__all__ = ["RayBoard", "find_worker"]
-
 
 def find_worker() -> tuple[int, int, int, int] | None:
     """Return rank, size, local rank and local size of this worker; None where Ray Train knows of no other worker.

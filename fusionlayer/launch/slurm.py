@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 from ..base.errors import ConfigError
 
-__all__ = ["Task", "find_task", "meeting_point", "speaks_pmi", "step_of"]
-
-
-# Variables that srun alone sets, and those that a batch script has as well.
+# What srun alone sets, and what a batch script has as well.
 _OF_A_STEP = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
 _OF_A_JOB = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE"}
 

@@ -19,19 +19,6 @@ from ..base.errors import ConfigError, TransportError
 from ..process import outages
 from ..process.interfaces import allowed_address, family_of, is_loopback
 
-__all__ = [
-    "EndingStore",
-    "SealedStore",
-    "WrappedStore",
-    "await_count",
-    "dial",
-    "gather",
-    "listen",
-    "mark",
-    "open_store",
-    "serve",
-]
-
 _TOKEN = "fusionlayer/token"
 _POLL = 0.01
 _BACKLOG = 1024

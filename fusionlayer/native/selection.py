@@ -12,20 +12,6 @@ from torch import Tensor
 from .. import native
 from ..base.libraries import Chooser, Spec
 
-__all__ = [
-    "MagnitudeStats",
-    "accumulate",
-    "accumulate_momentum",
-    "choose_drawn",
-    "choose_largest",
-    "choose_threshold",
-    "count_above",
-    "kth_magnitude",
-    "magnitude_stats",
-    "norm",
-    "sparse_encode",
-]
-
 SPARSE_BITMAP, SPARSE_BYTE, SPARSE_SHORT = 0, 1, 2
 SPARSE_RANDOM = 1
 MAX_THRESHOLDS, THRESHOLD_NUMBERS = 16, 5

@@ -16,8 +16,6 @@ from torch import Tensor
 from .. import native
 from ..base.errors import WireError
 
-__all__ = ["ALIGN", "WIRE_VERSION", "Header", "Plane", "Section", "WireFormat", "aligned", "digest", "lay_out"]
-
 WIRE_VERSION = 2
 ALIGN = 128
 

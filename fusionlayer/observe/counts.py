@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-__all__ = ["Counted", "Labelled", "add_gauges", "add_labelled", "gauges", "labelled", "read", "register", "retire"]
-
 
 class Counted(Protocol):
     """A part of this process that counts."""

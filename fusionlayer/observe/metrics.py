@@ -20,8 +20,6 @@ from ..base.errors import ConfigError
 from ..process import forks
 from . import counts, timeline
 
-__all__ = ["METRICS", "Histogram", "Meter", "Metric", "every", "histograms", "read", "serve", "to_tensorboard"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

@@ -22,8 +22,6 @@ from ..process import forks
 from ..process.clock import Clock, Stamp
 from .trace_file import TraceFile, encode, metadata
 
-__all__ = ["PROFILER_STATE", "Timeline", "carried", "here", "hear", "unhear"]
-
 _NOTHING = nullcontext()
 _PREFIX = "fusionlayer: "
 _IN_PROFILES = {

@@ -13,8 +13,6 @@ from typing import TextIO
 from ..base.errors import ConfigError
 from ..process import forks
 
-__all__ = ["TraceFile", "encode", "metadata"]
-
 _logger = logging.getLogger("fusionlayer")
 encode = json.JSONEncoder(default=str).encode
 

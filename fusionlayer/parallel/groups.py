@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.errors import ConfigError
 from ..transport import Transport
 
-__all__ = ["resolve"]
-
 
 def resolve(group: object, what: str, axis: str) -> dist.ProcessGroup | Transport | None:
     """Return a group in a form that ``context.transport`` takes.

@@ -16,8 +16,6 @@ from .collective_phases import BETWEEN, Phase, message_phases, seconds_of
 from .cost_model import FREE, CodecCost, Cost, LinkCost
 from .profile import Profile
 
-__all__ = ["BucketCosts", "codec_cost", "codec_of", "collectives_for", "costs_of", "short_name"]
-
 _BITS_FROM = 1 << 20
 _GATHERED = 8
 """Number of ranks up to which whole messages may go to each rank; with more, that takes more bytes than any other

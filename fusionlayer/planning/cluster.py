@@ -12,8 +12,6 @@ from .cost_model import AlphaBeta, Cost, LinkCost, parse_rate
 from .profile import Profile
 from .rates import least_time
 
-__all__ = ["Cluster", "Scenario"]
-
 
 @dataclass(frozen=True)
 class Cluster:

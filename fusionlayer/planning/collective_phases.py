@@ -12,8 +12,6 @@ from ..collectives.integer_sum import LARGEST
 from .cluster import Cluster
 from .cost_model import CodecCost, Cost, LinkCost
 
-__all__ = ["ALGORITHMS", "BETWEEN", "OWN", "Phase", "exchange_phases", "message_phases", "seconds_of"]
-
 
 @dataclass(frozen=True)
 class Phase:

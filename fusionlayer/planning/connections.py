@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ..base.errors import ConfigError
 from ..base.registry import nearest
 
-__all__ = ["CONGESTION_CONTROLS", "Connections", "tcp_rate", "way_name"]
-
 _SEGMENT_BYTES = 1448
 """Payload of a TCP segment on Ethernet, with timestamps."""
 

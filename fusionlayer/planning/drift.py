@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 
-__all__ = ["Drift", "TypicalStep"]
-
 _LEAST_SHARE = 0.1
 
 

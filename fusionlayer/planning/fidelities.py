@@ -1,7 +1,5 @@
 """How much of a gradient the cost model may lose. Apart from ``codec_rules``, because this needs no torch."""
 
-__all__ = ["AUTO", "BUDGET", "FIDELITIES", "LOCAL"]
-
 AUTO = "auto"
 """Instead of a codec's name: the cost model chooses."""
 LOCAL = "local"

@@ -19,8 +19,6 @@ from .prediction import PlannedBucket, plan_costs, predict, predict_local_steps
 from .profile import Profile
 from .selection import Selection, ways
 
-__all__ = ["LocalChoice", "SyncChoice", "choose_local"]
-
 _LOSSLESS = "it changes no bit"
 
 

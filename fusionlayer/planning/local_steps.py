@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from ..base.errors import ConfigError
 
-__all__ = ["MOST", "TOLERANCE", "EveryRules", "EveryState", "divergence"]
-
 MOST = 256
 """Longest period that is chosen."""
 TOLERANCE = 0.05

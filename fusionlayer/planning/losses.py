@@ -11,8 +11,6 @@ from ..base import records
 from ..base.errors import ConfigError
 from .bucket_costs import short_name
 
-__all__ = ["LossCost", "LossCosts"]
-
 
 @dataclass(frozen=True)
 class LossCost:

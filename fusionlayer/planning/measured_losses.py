@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .losses import LossCost, LossCosts
 
-__all__ = ["MEASURED"]
-
 _1 = "wire-2-losses-three-after_intel-r-xeon-r-processor_2026-11-26"
 _2 = "scoreboard-gpt-2x1-adamw_amd-epyc-zen-5_2026-11-24"
 _3 = "scoreboard-gpt-4x1-adamw_amd-epyc-zen-5_2026-11-24"

@@ -31,8 +31,6 @@ from .profiler import average, profile_training
 from .selection import select
 from .simulation import SimulatedStep
 
-__all__ = ["CANDIDATES", "OnlinePlanner", "ReplanSchedule"]
-
 CANDIDATES = ("raw", "bf16", "int8", "int4", "int3", "int2", "topk", "chunked_topk", "dgc")
 """The codecs that "auto" chooses from in training, as far as the fidelity allows."""
 

@@ -14,8 +14,6 @@ from .cluster import Scenario
 from .prediction import backward_seconds
 from .profile import Profile
 
-__all__ = ["make_plan"]
-
 
 def make_plan(
     profile: Profile,

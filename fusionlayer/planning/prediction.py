@@ -19,15 +19,6 @@ from .cluster import Scenario
 from .profile import Gradient, Model, Profile
 from .simulation import OWN_CORES, Compute, Load, Resources, SimulatedStep, run_local_steps, run_step
 
-__all__ = [
-    "PlannedBucket",
-    "backward_seconds",
-    "plan_costs",
-    "predict",
-    "predict_local_steps",
-    "predict_plan",
-]
-
 
 @dataclass(frozen=True)
 class PlannedBucket:

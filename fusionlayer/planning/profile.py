@@ -17,8 +17,6 @@ from ..base.registry import nearest
 from ..native.wire import DTYPE_CODES
 from .cost_model import CodecCost, Cost, LinkCost, parse_rate
 
-__all__ = ["PROFILE_VERSION", "Gradient", "Machine", "Model", "Profile", "Validation"]
-
 PROFILE_VERSION = 1
 _NO_LINKS = "profile has no links; measure one with two ranks or more: `torchrun --no-python ... fusionlayer profile`"
 

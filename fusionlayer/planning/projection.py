@@ -24,8 +24,6 @@ from .prediction import PlannedBucket, backward_seconds, predict
 from .profile import Profile
 from .simulation import Resources, SimulatedStep
 
-__all__ = ["BASELINE", "Band", "Method", "break_even", "project", "projected_band"]
-
 BASELINE = "ddp"
 _OVERLAP = "+overlap"
 _DDP_FIRST_BYTES, _DDP_BYTES, _DDP_TUNED_BYTES = 1 << 20, 25 << 20, 4 << 20

@@ -12,8 +12,6 @@ from ..base.errors import ConfigError
 from ..transport import Transport
 from .cost_model import parse_rate
 
-__all__ = ["MEASURED", "least_time", "measure_rates", "shares_by", "shares_of"]
-
 MEASURED = "measured"
 
 _logger = logging.getLogger("fusionlayer")

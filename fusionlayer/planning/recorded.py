@@ -18,8 +18,6 @@ from .profiler.codecs import measure_codecs
 from .profiler.results import as_codecs
 from .simulation import Resources
 
-__all__ = ["MODELLED", "Forecast", "RecordedBucket", "RecordedStep", "forecast"]
-
 MODELLED = ("dense", "one_shot", "two_shot", "ring", "butterfly")
 """Collectives whose transfers follow from one link between equal ranks, because a timeline shows no more."""
 

@@ -17,8 +17,6 @@ from .prediction import predict_plan
 from .profile import Profile
 from .simulation import SimulatedStep
 
-__all__ = ["WORTH", "Selection", "choose_codecs", "select", "ways"]
-
 WORTH = 0.02
 """Share of the predicted step that a codec must save to be chosen, if it loses anything."""
 

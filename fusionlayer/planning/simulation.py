@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from .collective_phases import Phase
 
-__all__ = ["OWN_CORES", "Compute", "Load", "Resources", "SimulatedSpan", "SimulatedStep", "run_local_steps", "run_step"]
-
 
 @dataclass(frozen=True)
 class Compute:

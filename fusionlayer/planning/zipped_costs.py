@@ -7,8 +7,6 @@ from .cluster import Scenario
 from .cost_model import AlphaBeta, CodecCost, Cost
 from .profile import Profile
 
-__all__ = ["expected_costs"]
-
 _MANY = 1 << 20
 _F32 = 4
 

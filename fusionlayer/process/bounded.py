@@ -20,8 +20,6 @@ from typing import TypeVar
 
 from . import forks
 
-__all__ = ["Aside", "Overdue", "bounded", "settle"]
-
 Result = TypeVar("Result")
 
 # Seconds between two looks at whether the call is still worth waiting for.

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["HOST", "Clock", "DeviceClock", "HostClock", "Stamp", "clock_of"]
-
 Stamp = Any
 """A moment, as its clock marks it: seconds on the host, an event on a device."""
 

@@ -7,8 +7,6 @@ import resource
 
 from ..base.errors import ConfigError
 
-__all__ = ["reserve"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Files that a process has open besides connections to other ranks: of the program, of libraries and of datasets.

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from ..base.errors import UsageError
 
-__all__ = ["at_exit", "generation", "keep", "not_at_exit", "refuse"]
-
 _handlers: list[Callable[[], object]] = []
 _last: list[Callable[[], object]] = []
 

@@ -10,18 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = [
-    "addresses",
-    "allowed_address",
-    "family_of",
-    "ipv4_addresses",
-    "is_loopback",
-    "own_address",
-    "reachable_names",
-    "restrict",
-    "with_port",
-]
-
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 # linux/if_addr.h: not an address yet (tentative), or never one (its duplicate was found); soon none any more.
 _UNUSABLE, _PASSING = 0x48, 0x21

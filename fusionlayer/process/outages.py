@@ -8,9 +8,7 @@ import resource
 import socket
 from typing import NamedTuple
 
-__all__ = ["Outage", "between_hosts", "explain", "first_line"]
-
-# A connection of gloo takes a few descriptors at a time. With fewer descriptors left, some call has failed for lack of
+# A connection of gloo takes a few descriptors at a time. With fewer than these left, some call has failed for want of
 # them, though others may have been freed since.
 _FEW_FILES = 6
 _PROBE_SECONDS = 2.0

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ..base.errors import printable
 
-__all__ = ["Identity", "machine_name", "node_name", "return_free_memory"]
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:

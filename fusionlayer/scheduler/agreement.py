@@ -19,8 +19,6 @@ from .fusing import check_pairs, fuse
 from .plan_controller import PlanController
 from .planners import Planner
 
-__all__ = ["Agreement"]
-
 _SHOWN = 3  # tensors in an error
 _MOST_LIST_BYTES = 64 << 20
 

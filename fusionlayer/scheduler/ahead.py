@@ -17,8 +17,6 @@ from ..observe.timeline import Timeline
 from ..transport import Transport
 from .buffers import PACKING, Buffer
 
-__all__ = ["AheadBuffer"]
-
 
 @dataclass
 class _MessagePlace:

@@ -12,8 +12,6 @@ from ..codecs import Codec
 from ..native.wire import DTYPE_CODES
 from .planners import StepCosts
 
-__all__ = ["BucketSizes", "bucket_sizes"]
-
 _PEER_BYTES = 16 << 10
 """Least bytes of a message to one rank. Below that, headers, padding and the call may cost more than the bytes."""
 _MOST = 64 << 20

@@ -20,8 +20,6 @@ from ..observe.timeline import PROFILER_STATE, Timeline
 from ..transport import Transport
 from .compression_error import EVERY, MEASURING, ErrorProbe
 
-__all__ = ["PACKING", "Buffer", "FlatBuffer", "located"]
-
 _NOTHING = nullcontext()
 _SHOWN = 3  # names of tensors in an error
 # Stands for a tensor's name where one tensor holds all gradients of its bucket.

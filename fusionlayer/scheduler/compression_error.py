@@ -19,8 +19,6 @@ from ..base.plan import Bucket
 from ..codecs import Codec, PartsCodec, StatefulCodec
 from ..observe import counts
 
-__all__ = ["EVERY", "FIRST", "LIMIT", "MEASURING", "ErrorProbe", "relative_error"]
-
 _logger = logging.getLogger("fusionlayer")
 
 EVERY, FIRST = 100, 20

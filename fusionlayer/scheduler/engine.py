@@ -27,8 +27,6 @@ from .planners import Planner
 from .results import Results
 from .step import Step, Usage, all_used
 
-__all__ = ["Engine"]
-
 _CPU = torch.device("cpu")
 
 

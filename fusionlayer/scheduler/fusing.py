@@ -11,8 +11,6 @@ from ..codecs import Codec
 from .bucket_sizes import bucket_sizes
 from .planners import Planner, StepCosts
 
-__all__ = ["check_pairs", "fuse", "slot_alignment"]
-
 _SLOT_ALIGNMENT = 128
 
 

@@ -27,8 +27,6 @@ from .buffers import Buffer, located
 from .order import SendOrder
 from .plan_controller import StepTimer
 
-__all__ = ["LANES", "Job", "Lane", "Lanes", "Worker"]
-
 LANES = 2
 """How many lanes an optimizer has by default. Over NCCL an engine always has one."""
 

@@ -21,8 +21,6 @@ from .plan_state import PlanState
 from .results import Results
 from .step import Step
 
-__all__ = ["Lifecycle"]
-
 
 class Lifecycle:
     """The part of ``Engine`` that its steps do not come by. The thread that ends steps calls all of it.

@@ -14,8 +14,6 @@ from ..base.errors import ConfigError
 from ..base.plan import Bucket
 from ..codecs import Codec, PackedPart, PackedResidual, Part, StatefulCodec, TensorState
 
-__all__ = ["FEEDBACK_BITS", "Memory", "merged_residuals"]
-
 FEEDBACK_BITS = (32, 8)
 """The bits that an element of a residual may take between two steps."""
 

@@ -10,8 +10,6 @@ import torch
 from ..process.clock import HOST, Clock, Stamp
 from ..transport import Transport
 
-__all__ = ["SendOrder", "send_order"]
-
 WARM_UP = 2
 MEASURED = 3
 

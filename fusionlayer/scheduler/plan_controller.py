@@ -13,8 +13,6 @@ from ..process.clock import HOST, Clock, Stamp
 from ..transport import Transport
 from .compression_error import ErrorProbe
 
-__all__ = ["StepSeconds", "StepTimer", "PlanController"]
-
 
 @dataclass(frozen=True)
 class StepSeconds:

@@ -29,8 +29,6 @@ from .plan_controller import PlanController, StepTimer
 from .results import Results
 from .step import Step
 
-__all__ = ["BufferMaker", "PlanState", "check_plan"]
-
 _logger = logging.getLogger("fusionlayer")
 
 _READING = ("gather_v", "oktopk", "omnireduce")  # collectives that read the sizes of their messages on the host

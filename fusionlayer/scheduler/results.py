@@ -15,8 +15,6 @@ from .buffers import Buffer
 from .lanes import Job, Worker
 from .plan_controller import StepTimer
 
-__all__ = ["Results"]
-
 
 class Results:
     """The launched buckets of ended steps whose results have not been taken yet.

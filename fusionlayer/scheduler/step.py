@@ -18,8 +18,6 @@ from ..transport import Transport
 from .lanes import Job
 from .plan_controller import PlanController
 
-__all__ = ["Step", "Usage", "all_used"]
-
 
 class Step:
     """The number of the present step, the tensors that are due in it, and the gradients that have arrived.

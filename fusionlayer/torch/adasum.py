@@ -9,8 +9,6 @@ from ..base.errors import ConfigError
 from ..transport import Transport
 from ..transport.composed import by_rank
 
-__all__ = ["all_reduce", "check_world"]
-
 
 def check_world(size: int) -> None:
     """Raise ``ConfigError`` unless ``size`` is a power of two, which Adasum needs to pair ranks."""

@@ -20,8 +20,6 @@ from .adasum import check_world
 from .basics import size
 from .compression import codec_of
 
-__all__ = ["adasum_optimizer"]
-
 
 def adasum_optimizer(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, compression: Any

@@ -19,33 +19,6 @@ from ..observe.timeline import Timeline
 from ..transport import Transport, local
 from . import environment
 
-__all__ = [
-    "HorovodInternalError",
-    "begin",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "rocm_built",
-    "session",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
-
 _logger = logging.getLogger("fusionlayer")
 
 

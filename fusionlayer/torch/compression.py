@@ -12,8 +12,6 @@ from .. import codecs
 from ..base.errors import ConfigError
 from ..codecs import Codec
 
-__all__ = ["CodecCompressor", "Compression", "Compressor", "codec_of"]
-
 
 class Compressor:
     """Base of ``compression=``: one function before the sum over ranks and one after it.

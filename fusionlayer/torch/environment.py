@@ -12,8 +12,6 @@ from ..base import config
 from ..base.errors import ConfigError
 from ..coordination import Patience
 
-__all__ = ["VARIABLES", "Settings", "elastic_timeout", "is_set", "read"]
-
 VARIABLES: Mapping[str, str] = {
     "HOROVOD_FUSION_THRESHOLD": "bytes of small tensors that are sent as one message; 8 MiB without it",
     "HOROVOD_CACHE_CAPACITY": "names that ranks remember of each other; 4096 without it",

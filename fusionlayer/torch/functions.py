@@ -20,8 +20,6 @@ from . import mpi_ops as ops
 from .basics import rank, size
 from .process_sets import ProcessSet, global_process_set
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
-
 T = TypeVar("T")
 
 

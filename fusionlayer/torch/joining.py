@@ -18,8 +18,6 @@ from ..scheduler.lanes import Job, Worker
 from ..training.step_state import StepState
 from .basics import HorovodInternalError, session
 
-__all__ = ["enlist", "join"]
-
 _Key = tuple[int, int]
 
 _enlisted: WeakKeyDictionary[Session, WeakValueDictionary[_Key, Any]] = WeakKeyDictionary()

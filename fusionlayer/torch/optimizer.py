@@ -23,8 +23,6 @@ from .mpi_ops import Adasum, Average, ReduceOp, Sum, sparse_allreduce_async
 from .process_sets import ProcessSet, global_process_set, number_of, transport_of
 from .requests import choose_op
 
-__all__ = ["DistributedOptimizer"]
-
 
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer: Optimizer,

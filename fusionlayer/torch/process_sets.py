@@ -10,8 +10,6 @@ from ..coordination.requests import ALL_RANKS
 from ..transport import Transport
 from .basics import HorovodInternalError, rank, session, size
 
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set", "transport_of"]
-
 
 class ProcessSet:
     """A set of ranks. Give it to ``init`` or ``add_process_set`` first, then to operations.

@@ -27,22 +27,6 @@ from ..transport import Transport
 from .basics import HorovodInternalError, session
 from .process_sets import ProcessSet, global_process_set, number_of
 
-__all__ = [
-    "ReduceOp",
-    "Reduction",
-    "all_of",
-    "allreduce_of",
-    "checked",
-    "choose_op",
-    "first_of",
-    "grouped_allreduce_of",
-    "grouped_reducescatter_of",
-    "reducescatter_of",
-    "several",
-    "submit",
-    "taking",
-]
-
 P = ParamSpec("P")
 Request = TypeVar("Request")
 Result = TypeVar("Result")

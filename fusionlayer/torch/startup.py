@@ -8,8 +8,6 @@ from ..base.errors import require
 from .basics import begin
 from .process_sets import ProcessSet, add_process_set
 
-__all__ = ["init"]
-
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job in which torchrun, mpirun, horovodrun or fusionrun has started this process. All ranks call it.

@@ -11,8 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import mpi_ops as ops
 from .basics import size
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization of (N, C, ...). In training its statistics are those of all ranks' batches together.

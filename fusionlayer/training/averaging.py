@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from ..base.errors import ConfigError
 from ..functional import Group
 
-__all__ = ["claim", "refuse_averaged", "refuse_wrapper"]
-
 _REMEDIES = {
     "DistributedDataParallel": "keep it and compress its gradients by fusionlayer.ddp.register(model), with a plain "
     "optimizer; or train the bare model, without it",

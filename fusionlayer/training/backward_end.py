@@ -9,8 +9,6 @@ from types import FrameType
 
 import torch
 
-__all__ = ["NO_BACKWARD", "at_end_of_backward", "current_node", "is_nested", "queue_callback", "running_backward"]
-
 NO_BACKWARD = -1
 """Stands for the number of the running backward while none runs."""
 

@@ -10,8 +10,6 @@ from .. import codecs
 from ..codecs import Codec
 from ..functional import AUTO, make_codec
 
-__all__ = ["CodecOrAuto"]
-
 
 @dataclass(frozen=True)
 class CodecOrAuto:

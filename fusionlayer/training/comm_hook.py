@@ -29,10 +29,7 @@ from .snapshots import Snapshot, is_still, snapshot
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-__all__ = ["CommHook", "registered"]
-
-
-# The hook of each model, and the arguments of its registration.
+# The hook of each model, and the arguments with which it was registered.
 registered: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[object, ...], CommHook]] = (
     weakref.WeakKeyDictionary()
 )

@@ -21,8 +21,6 @@ from .parameters import describe
 from .reduction_policy import ReductionPolicy
 from .replicas import Replicas
 
-__all__ = ["Connection"]
-
 
 @dataclass(frozen=True)
 class Connection:

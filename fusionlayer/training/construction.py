@@ -29,8 +29,6 @@ from ..transport import Transport
 from .fallback import CodecFallback
 from .planning_options import Planning
 
-__all__ = ["Arrange", "GradientOptions", "EnginePlanning", "as_it_is", "make_engine", "make_planning"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from .. import native
 from .parameters import local_part
 
-__all__ = ["Digest", "await_gpus", "cut", "digest_of", "flat", "sum_of_bits"]
-
 _SHARE_BYTES = 1 << 20
 """Bytes that are digested in a step, at least: a step pays for each call, so small models are done in few steps."""
 

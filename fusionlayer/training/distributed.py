@@ -24,8 +24,6 @@ from .replicas import Replicas
 from .step_policy import StepPolicy
 from .step_state import StepState
 
-__all__ = ["Distributed"]
-
 
 class Distributed(Optimizer):
     """The type of the result of ``DistributedOptimizer``: the wrapped optimizer, with these methods in addition.

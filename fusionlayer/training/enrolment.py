@@ -14,8 +14,6 @@ from ..base.errors import ConfigError, UsageError
 from ..functional import Group
 from .parameters import given_names, local_part, name_parameters, one_device
 
-__all__ = ["Roster", "listed", "what_changed"]
-
 Groups = Sequence[Mapping[str, Any]]
 
 _PARAMS = itemgetter("params")

@@ -16,8 +16,6 @@ from ..scheduler.compression_error import EVERY, FIRST, LIMIT, ErrorProbe
 from ..scheduler.plan_controller import StepSeconds
 from ..transport import Transport
 
-__all__ = ["CodecFallback"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

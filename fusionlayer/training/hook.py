@@ -16,8 +16,6 @@ from .reducer import Reducer
 from .snapshots import is_still, snapshot
 from .step_state import StepState
 
-__all__ = ["take"]
-
 
 def take(me: Callable[[], Any], parameter: Tensor) -> None:
     """Count a gradient that backward has just accumulated; in the last pass of a step, submit it.

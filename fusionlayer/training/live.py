@@ -15,8 +15,6 @@ from ..base.errors import ConfigError
 from ..scheduler import Engine
 from .reduction_policy import ReductionPolicy
 
-__all__ = ["enlist", "forget", "refuse_twice", "release"]
-
 
 class Live(Protocol):
     """The part of a ``Reducer`` that this module uses; ``Reducer`` imports this module."""

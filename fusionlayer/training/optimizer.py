@@ -41,8 +41,6 @@ from .step_policy import StepPolicy
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DistributedOptimizer"]
-
 
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer: Optimizer,

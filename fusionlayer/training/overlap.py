@@ -16,8 +16,6 @@ from ..base.errors import ConfigError, UsageError
 from ..scheduler import Engine
 from .parameters import is_distributed
 
-__all__ = ["ForwardOverlap", "check", "check_parameters"]
-
 # These optimizers update each parameter from its own gradient and state alone, so updates may happen one by one.
 # Another class says so by an attribute ``updates_separately = True`` next to its ``step``.
 SEPARABLE = (

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..base.errors import ConfigError
 
-__all__ = ["check_place", "has_own"]
-
 
 def has_own(saved: Mapping[str, Any]) -> bool:
     """Return whether ``saved`` holds values that differ over ranks, and not only a step."""

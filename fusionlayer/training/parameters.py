@@ -14,18 +14,6 @@ from ..base.errors import ConfigError, require
 from ..base.plan import TensorInfo, plain_name
 from ..functional import Group
 
-__all__ = [
-    "all_finite",
-    "describe",
-    "given_names",
-    "is_distributed",
-    "local_part",
-    "name_parameters",
-    "one_device",
-    "refuse_sharded",
-    "replicated_by",
-]
-
 
 def name_parameters(
     groups: Iterable[Mapping[str, Any]],

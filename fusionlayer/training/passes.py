@@ -9,8 +9,6 @@ from torch import Tensor
 from ..base.errors import UsageError
 from .backward_end import at_end_of_backward
 
-__all__ = ["BackwardPasses", "computed_again", "computed_too_often"]
-
 
 class BackwardPasses:
     """How often backward has still to compute each gradient before it is complete.

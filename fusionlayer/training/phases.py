@@ -13,8 +13,6 @@ from ..observe.timeline import Timeline
 from ..process.clock import Stamp
 from ..scheduler import Engine
 
-__all__ = ["StepPhases"]
-
 
 class StepPhases:
     """Finds out from hooks when forward and backward run, and puts both into a timeline.

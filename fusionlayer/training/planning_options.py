@@ -17,8 +17,6 @@ from ..planning.codec_rules import CodecRules
 from ..planning.profile import Profile
 from ..scheduler.planners import Planner
 
-__all__ = ["PLANNING", "Planning", "PlanningOptions", "separate"]
-
 
 @dataclass(frozen=True)
 class Planning:

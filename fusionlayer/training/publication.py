@@ -25,8 +25,6 @@ from ..publishing.shards import is_sharded, shard_of
 from ..publishing.snapshot import Shard, check_tensor, copied, identity
 from ..publishing.tls import TLS, check_tls
 
-__all__ = ["Publisher", "publish"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

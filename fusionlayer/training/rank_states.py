@@ -25,8 +25,6 @@ from ..functional import Group
 from ..scheduler.memory import merged_residuals
 from .distributed import Distributed
 
-__all__ = ["load_ranks", "rank_state", "save_ranks"]
-
 _KEY = re.compile(r"rank (\d+) of (\d+)")
 _TENSOR = "tensor of this rank"
 """The key of the mapping that stands for a tensor in a form."""

@@ -29,8 +29,6 @@ from .snapshots import Snapshot, changed_gradient, snapshot
 from .sparse import ByName, SparseGradients
 from .step_state import WITH_RESULTS, StepState
 
-__all__ = ["Reducer"]
-
 
 class Reducer:
     """The gradient reduction of a distributed optimizer; ``Distributed`` holds one.

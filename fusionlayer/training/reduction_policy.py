@@ -11,8 +11,6 @@ from torch import Tensor
 from ..base.plan import TensorInfo
 from .construction import EnginePlanning, GradientOptions
 
-__all__ = ["ReductionPolicy"]
-
 
 class ReductionPolicy(ABC):
     """The part of a ``StepPolicy`` by which gradients are reduced. It imports no ``Reducer``, which imports it.

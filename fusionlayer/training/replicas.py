@@ -25,8 +25,6 @@ from ..transport.composed import by_rank
 from .digests import Digest, await_gpus, cut, digest_of, flat
 from .parameters import is_distributed, local_part
 
-__all__ = ["ReplicaCheck", "Replicas", "broadcast_from_0", "check_interval"]
-
 _FUSED_BYTES = 1 << 25
 """Bytes that a broadcast copies into one message: what it needs next to the parameters."""
 

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from ..base.errors import ConfigError
 from ..codecs import Codec
 
-__all__ = ["FollowsSyncs", "SendsItsOwn", "Sent", "sent_by"]
-
 Sent = tuple[str, str | Codec | None]
 """A description of the values that an optimizer sends, and their codec; None: ``DistributedOptimizer``'s codec."""
 

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from ..base.errors import UsageError
 
-__all__ = ["Snapshot", "changed_gradient", "is_still", "snapshot"]
-
 Snapshot = tuple[Tensor, int, int]
 """A gradient, its version, which each change of its values raises, and the address of its memory."""
 

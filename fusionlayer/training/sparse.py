@@ -11,8 +11,6 @@ from torch import Tensor
 from ..base.errors import ConfigError
 from ..scheduler import Engine
 
-__all__ = ["ByName", "SparseGradients"]
-
 
 @dataclass(frozen=True)
 class ByName:

@@ -19,8 +19,6 @@ from .reducer import Reducer
 from .reduction_policy import ReductionPolicy
 from .step_state import WITH_RESULTS, StepState
 
-__all__ = ["StepPolicy"]
-
 
 class StepPolicy(ReductionPolicy):
     """The kind of a step. This policy averages gradients in every step; subclasses implement other kinds.

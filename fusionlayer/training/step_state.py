@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["WITH_RESULTS", "StepState"]
-
 
 class StepState(Enum):
     """How far an optimizer's step has come.

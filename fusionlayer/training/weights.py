@@ -11,8 +11,6 @@ from ..base.errors import ConfigError
 from ..codecs import ChangeCodec, Codec
 from ..functional import make_codec
 
-__all__ = ["NAMES", "PRESETS", "Weights", "both_ways"]
-
 _INT4: tuple[str, Mapping[str, Any]] = ("int4", {"hadamard": False, "group_size": 2048})
 NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwd": _INT4, "qw": _INT4, "qwz": ("int8", {"group_size": 2048})}
 """Names for ``weights`` that are not names of codecs, with the codec and options of each."""

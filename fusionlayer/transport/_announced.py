@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..base.errors import WireError
 
-__all__ = ["pass_on", "take_in"]
-
 _STEP_BYTES = 16 << 20
 
 

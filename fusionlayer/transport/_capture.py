@@ -10,8 +10,6 @@ import torch
 
 from ..base.errors import UsageError
 
-__all__ = ["DRIVER", "beside_captures", "refuse_capture"]
-
 DRIVER = "libcuda.so.1"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 

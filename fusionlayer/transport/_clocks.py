@@ -8,8 +8,6 @@ import torch
 
 from .base import Transport
 
-__all__ = ["measure_clock"]
-
 _ROUNDS = 8
 
 

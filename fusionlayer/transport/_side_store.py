@@ -14,8 +14,6 @@ from ..launch.stores import dial, mark, serve
 from ..process.interfaces import own_address, reachable_names
 from ..process.processes import node_name
 
-__all__ = ["open_store"]
-
 _NOTICE_BYTES = 4096
 # Seconds that a host may take to accept a connection before the next of its addresses is tried.
 _KNOCK = 3.0

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["bring", "bring_back", "space"]
-
 
 def space(xs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return the tensors on this type of device unchanged, and uninitialised ones on ``device`` for the others."""

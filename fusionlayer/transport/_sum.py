@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["sum_in_rank_order"]
-
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """Set ``out`` to parts[0] + parts[1] + ..., added in that order; ``out`` may be one of the parts.

@@ -6,8 +6,6 @@ import os
 import time
 from collections.abc import Callable
 
-__all__ = ["wait_until"]
-
 # The first polls follow each other without sleep. Then the seconds of sleep between two polls double up to a limit.
 _LOOKS_AT_ONCE = 20
 _SHORTEST_SLEEP = 20e-6

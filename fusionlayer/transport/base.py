@@ -11,8 +11,6 @@ from ..base.errors import ConfigError, TransportError
 from .composed import Composed
 from .queueing import Queueing
 
-__all__ = ["URGENT", "Transport", "check_subset", "group_by_node"]
-
 URGENT = -1
 """Priority of a stream that carries messages. Kernels of backward that are queued already must not hold up a message:
 other ranks wait for it."""

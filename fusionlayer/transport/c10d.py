@@ -34,8 +34,6 @@ from .links.socket_options import SocketOptions
 from .links.sockets import SocketLink
 from .rendezvous import Connecting, Rendezvous
 
-__all__ = ["C10dTransport"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Number of transports made so far over the same ranks, for each default group. It makes their names unique.

@@ -14,8 +14,6 @@ from torch import Tensor
 from ..base.errors import PlanMismatch
 from ..native.wire import digest
 
-__all__ = ["Composed", "by_rank"]
-
 # Up to this size all_reduce_max sends whole tensors: less than half as many exchanges.
 _WHOLE_BYTES = 1 << 12
 # With at most this many ranks, small tensors go to all ranks at once: one round trip instead of log2(size).

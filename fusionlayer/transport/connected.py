@@ -27,8 +27,6 @@ from .links.checksums import checked_peers
 from .rendezvous import Connecting, Rendezvous
 from .settings import check_equal, gather_settings
 
-__all__ = ["ConnectedTransport"]
-
 Self = TypeVar("Self", bound="ConnectedTransport")
 
 

@@ -12,9 +12,7 @@ from ..base.errors import ConfigError, PlanMismatch
 from ..process.processes import node_name
 from .settings import gather_settings
 
-__all__ = ["check_devices", "refuse_old_gpu", "refuse_rocm", "refuse_torchcomms"]
-
-# The compute capability that the CUDA kernels need: A100's.
+# The compute capability that the CUDA kernels need: that of an A100.
 _LEAST = (8, 0)
 
 

@@ -27,8 +27,6 @@ from ._staging import bring, bring_back, space
 from .base import Transport
 from .links.base import DamagedMessage, DeviceError, Link, LinkError, LinkMessage, RowLink, peers
 
-__all__ = ["LinkedTransport"]
-
 _logger = logging.getLogger("fusionlayer")
 
 _IS_CUDA, _DTYPE, _SEND, _RECV = attrgetter("is_cuda"), attrgetter("dtype"), itemgetter(0), itemgetter(1)
@@ -351,6 +349,7 @@ def _are_rows(x: Tensor, out: Tensor) -> bool:
 
 
 def close_all(links: Mapping[str, Link], *, has_failed: bool = False) -> None:
+    """Close links, or abort them where this rank ``has_failed``."""
     for link in [*links.values()]:  # the monitor's thread closes them while a call may add the one of a device
         if has_failed:
             link.abort()

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Queueing"]
-
 
 class Queueing(ABC):
     """How a transport treats devices. By default calls end with their work, and kernels do not wait for other ranks."""

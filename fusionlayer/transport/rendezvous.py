@@ -22,8 +22,6 @@ from ..process.bounded import Overdue, bounded
 from ..process.processes import Identity
 from .links.base import LinkError
 
-__all__ = ["Connecting", "Rendezvous"]
-
 AnyRendezvous = TypeVar("AnyRendezvous", bound="Rendezvous")
 Result = TypeVar("Result")
 

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from ..base.errors import PlanMismatch, TransportError
 from ..launch.stores import gather
 
-__all__ = ["check_equal", "gather_settings"]
-
-# Actions for facts that no setting decides.
+# What to do about facts that no setting decides.
 _REMEDIES = {"sees_cuda": "make GPUs visible to every rank or to none: CUDA_VISIBLE_DEVICES, and the driver, decide"}
 
 

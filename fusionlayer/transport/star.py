@@ -38,8 +38,6 @@ from .base import Transport
 from .links.base import damaged
 from .links.introduction import PATIENCE, ConnectionKeys, Reception, introduce
 
-__all__ = ["Center", "StarConnection", "connect"]
-
 # Length and tag of a message, then a checksum of these two.
 _FACTS = struct.Struct(f"<I{TAG_BYTES}s")
 _PREFIX = struct.Struct(f"{_FACTS.format}I")

@@ -13,8 +13,6 @@ from ..outputs import add_plot
 from ..rows import FORMATS, table
 from ..tables import add_columns
 
-__all__ = ["DEFAULT", "DTYPES", "KINDS", "add_parser", "as_bytes"]
-
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """torch's names of types by ours."""
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

@@ -6,8 +6,6 @@ from typing import Any
 
 from ..tables import add_columns
 
-__all__ = ["COLUMNS", "add_parser"]
-
 COLUMNS = ("section", "name", "state", "detail")
 """The fields of a ``doctor.Finding``."""
 

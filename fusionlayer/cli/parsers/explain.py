@@ -10,8 +10,6 @@ from ...base.errors import ConfigError
 from ..arguments import above_zero, add_cluster, add_removed, positive
 from ..tables import add_columns
 
-__all__ = ["add_parser"]
-
 _COLUMNS = (
     *("bucket", "tensors", "elements", "sends", "codec", "sent by", "sent in steps", "F", "C", "ready", "start"),
     *("end", "idle", "tensor", "bits", "alone", "saves"),

@@ -11,8 +11,6 @@ from ...planning.fidelities import BUDGET, FIDELITIES
 from ..arguments import add_cluster, key_value, names, planner, positive
 from ..tables import add_columns
 
-__all__ = ["add_parser"]
-
 _COLUMNS = (
     *("planner", "buckets", "waiting", "idle", "step", "tensor", "elements", "codec", "why"),
     *("sends", "mean step", "loss", "verdict"),

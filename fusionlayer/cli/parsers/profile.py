@@ -8,8 +8,6 @@ from typing import Any
 from ...planning.sizes import Sizes
 from ..arguments import add_device, names, positive
 
-__all__ = ["add_parser"]
-
 _EPILOG = """\
 examples:
     fusionlayer profile --model gpt --codec raw,int8,int4

@@ -12,8 +12,6 @@ from ..arguments import above_zero, chance, join, names, numbers, planner, posit
 from ..outputs import add_plot
 from ..tables import add_columns
 
-__all__ = ["ALGORITHMS", "WORKERS", "add_parser"]
-
 ALGORITHMS = (
     *("dense", "ring", "butterfly", "one_shot", "gather", "gather_v", "oktopk", "two_shot", "zipped", "switched"),
     *("integer_sum", "low_rank", "omnireduce", "two_level", "grid"),

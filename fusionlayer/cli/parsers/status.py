@@ -7,8 +7,6 @@ from typing import Any
 
 from ..arguments import above_zero
 
-__all__ = ["add_parser"]
-
 _DESCRIPTION = "Show the activity of a job's ranks, stragglers, and the cause of a failure."
 _EPILOG = """\
 It reads the file of a watched job: one with `fl.watch()`, the default process group

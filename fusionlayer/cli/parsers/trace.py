@@ -7,8 +7,6 @@ from typing import Any
 
 from ..arguments import add_removed, count
 
-__all__ = ["add_parser"]
-
 _EPILOG = """\
 FUSIONLAYER_TIMELINE=trace.json makes a file trace.json.RANK for each rank, which Perfetto (ui.perfetto.dev) and
 chrome://tracing show too. "other" is the rest of the training loop. The loss counts as backward.

@@ -16,8 +16,6 @@ from ..capabilities import ChangeCodec
 from ..encoding import Encoding
 from .exponents import ROW_ALIGNMENT, ExponentCodec, copying, rounded
 
-__all__ = ["Delta"]
-
 _BLOCK = 16384
 
 

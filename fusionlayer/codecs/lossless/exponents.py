@@ -18,8 +18,6 @@ from ..capabilities import ZippedCodec
 from ..encoding import Encoding
 from ..native import NativeCodec
 
-__all__ = ["ROW_ALIGNMENT", "ExponentCodec", "copying", "rounded"]
-
 _HEAD = struct.Struct("<IIII")
 _RAW, _CODED = 0, 1
 ROW_ALIGNMENT = 16

@@ -12,8 +12,6 @@ from ... import native
 from ...base.errors import ConfigError
 from .exponents import ExponentCodec
 
-__all__ = ["Zip", "window_base"]
-
 _CHOICES = {"auto": native.ZIP_AUTO, "window": native.ZIP_WINDOW, "table": native.ZIP_TABLE}
 _GROUP, _TILE, _REGION = 64, 1024, 65536
 _CODES = 7

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ...base.seeds import derive_seed
 
-__all__ = ["orthonormal", "product", "random_factor", "square_shape"]
-
 _F64_BITS = 53
 _ROUNDER = 1.5 * 2.0**52
 _VANISHED = 2.0**-30  # a row counts as dependent if no more of its square is left: few bits of the rest are known

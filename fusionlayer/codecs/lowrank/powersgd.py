@@ -17,8 +17,6 @@ from ..pytorch import TorchCodec
 from ..state import Part
 from .factors import orthonormal, product, random_factor, square_shape
 
-__all__ = ["PowerSGD"]
-
 _FACTORS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -11,8 +11,6 @@ from ... import native
 from ...native.wire import Plane
 from ..native import NativeCodec
 
-__all__ = ["BlockCodec"]
-
 _SCALE_PLANES = {
     native.SCALE_F32: ("scales", 1, torch.float32),
     native.SCALE_DUAL: ("scales", 2, torch.float32),

@@ -12,8 +12,6 @@ from ... import native
 from ...native.wire import Plane
 from ..native import NativeCodec
 
-__all__ = ["BF16", "FP16", "Raw"]
-
 
 @dataclass(frozen=True)
 class Raw(NativeCodec, name="raw"):

@@ -9,8 +9,6 @@ from ... import native
 from ...base.errors import ConfigError
 from .block import BlockCodec
 
-__all__ = ["FP8", "FP8Block"]
-
 
 @dataclass(frozen=True)
 class FP8(BlockCodec, name="fp8"):

@@ -20,8 +20,6 @@ from ..capabilities import TransformCodec
 from ..encoding import Encoding
 from ..native import NativeCodec
 
-__all__ = ["FullRangeInt", "Int"]
-
 
 @dataclass(frozen=True)
 class Int(TransformCodec, NativeCodec, name="int"):

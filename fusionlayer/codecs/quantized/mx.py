@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...transport import Transport
     from ..base import Codec
 
-__all__ = ["MXFP4", "MXFP6", "MXFP8"]
-
 
 class _MX(AutoScaled):
     """Blocks of 32 small floats with one scale."""

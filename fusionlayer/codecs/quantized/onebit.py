@@ -14,8 +14,6 @@ from ...native.wire import Plane
 from ..base import Codec, registry
 from ..native import NativeCodec
 
-__all__ = ["OneBit"]
-
 
 @dataclass(frozen=True)
 class OneBit(NativeCodec, name="onebit"):

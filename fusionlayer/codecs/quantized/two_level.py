@@ -11,8 +11,6 @@ from ..base import Codec, registry
 from ..capabilities import TwoLevelCodec
 from .integer import FullRangeInt, Int
 
-__all__ = ["QuantizedGradients", "TwoLevelInt"]
-
 
 @dataclass(frozen=True)
 class TwoLevelInt(TwoLevelCodec, Int, name="tlq"):

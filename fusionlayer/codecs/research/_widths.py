@@ -8,8 +8,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["allocate", "deal", "pack_widths"]
-
 # A super-group gets 8 bits if its energy is at least 512 / 17 times that of one that just gets 4: each bit then gains
 # as much in both (section 3.2).
 _RATIO = (512, 17)

@@ -23,8 +23,6 @@ from ._widths import allocate, deal, pack_widths
 if TYPE_CHECKING:
     from ...transport import Transport
 
-__all__ = ["DynamiQ"]
-
 SUPER_GROUP, GROUP = 256, 16
 _LINE = 64  # bytes of codes of a super-group with 2 bits
 _UNIT = 1e-4  # the core takes epsilons in steps of this size

@@ -13,8 +13,6 @@ from ..capabilities import PartsCodec
 from ..sparse.sparsifier import ThresholdSparsifier
 from ..state import Part
 
-__all__ = ["BALANCE", "OkTopk"]
-
 BALANCE = 2.0
 """Times their mean number of sums that a rank may have before sums are dealt out evenly."""
 

@@ -14,8 +14,6 @@ from ...base.errors import ConfigError
 from ...native.wire import Plane
 from ..pytorch import TorchCodec
 
-__all__ = ["OmniReduce"]
-
 _VALUE_BITS = 16
 _MOMENTUM = 0.8
 

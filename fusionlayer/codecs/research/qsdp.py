@@ -14,8 +14,6 @@ from ...native.wire import Plane
 from ..base import registry
 from ..native import NativeCodec
 
-__all__ = ["QSDP"]
-
 
 @dataclass(frozen=True)
 class QSDP(NativeCodec, name="qsdp"):

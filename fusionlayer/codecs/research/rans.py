@@ -11,8 +11,6 @@ from ... import native
 from ...native.wire import WireFormat, aligned
 from ..lossless.exponents import ROW_ALIGNMENT, ExponentCodec, copying
 
-__all__ = ["Rans"]
-
 _BLOCK, _LANES, _CARRIED, _SYMBOLS, _FILLED = 16384, 32, 64, 256, 64
 
 

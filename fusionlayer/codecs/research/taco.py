@@ -15,8 +15,6 @@ from ..base import Codec
 from ..capabilities import TransformCodec
 from ..quantized.block import BlockCodec
 
-__all__ = ["Taco"]
-
 _TAU, _EPSILON = 448.0, 1e-6
 
 

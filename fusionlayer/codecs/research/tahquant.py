@@ -17,8 +17,6 @@ from ..base import Codec, registry
 from ..encoding import Encoding
 from ..native import RUN, NativeCodec
 
-__all__ = ["TAHQuant"]
-
 
 @dataclass(frozen=True)
 class TAHQuant(NativeCodec, name="tahquant"):

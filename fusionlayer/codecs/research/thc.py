@@ -23,8 +23,6 @@ from ..native import RUN, NativeCodec
 if TYPE_CHECKING:
     from ...transport import Transport
 
-__all__ = ["THC"]
-
 _BITS = 4
 # The largest integer that a code stands for. "normal" is the table of THC: its 16 levels on a grid of 31 minimize the
 # loss of normal values, cut off at 2.15 deviations.

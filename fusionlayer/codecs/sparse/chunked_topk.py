@@ -19,8 +19,6 @@ from ..encoding import Encoding
 from ..native import NativeCodec
 from ..state import TensorState
 
-__all__ = ["ChunkedTopK"]
-
 
 @dataclass(frozen=True)
 class ChunkedTopK(NativeCodec, name="chunked_topk"):

@@ -18,8 +18,6 @@ from ..encoding import Encoding
 from ..state import TensorState
 from .sparsifier import ThresholdSparsifier
 
-__all__ = ["DGC", "clipping", "warm_up_density"]
-
 _RANK = 16  # the threshold is the 16th largest of the sample or a later one: its count is mostly off by 1/4 at most
 
 

@@ -11,8 +11,6 @@ from ...native import selection
 from ..state import TensorState
 from .sparsifier import ThresholdSparsifier, check_guarded
 
-__all__ = ["GaussianK"]
-
 
 @dataclass(frozen=True)
 class GaussianK(ThresholdSparsifier, name="gaussiank"):

@@ -12,8 +12,6 @@ from ...native import selection
 from ..state import TensorState
 from .sparsifier import Sparsifier
 
-__all__ = ["RandomK"]
-
 
 @dataclass(frozen=True)
 class RandomK(Sparsifier, name="randomk"):

@@ -12,8 +12,6 @@ from ...native import selection
 from ..state import TensorState
 from .sparsifier import ThresholdSparsifier, check_guarded
 
-__all__ = ["RedSync", "RedSyncTrim"]
-
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier, name="redsync"):

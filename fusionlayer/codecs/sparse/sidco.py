@@ -15,8 +15,6 @@ from ...native import selection
 from ..state import TensorState
 from .sparsifier import MEMORY, ThresholdSparsifier
 
-__all__ = ["SIDCo", "gamma_tail"]
-
 _FIRST_SHARE = 0.25  # of the elements, for the first of several stages
 _MOST_STAGES = 64
 _SAMPLE = 1 << 16

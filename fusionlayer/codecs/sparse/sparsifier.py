@@ -22,8 +22,6 @@ from ..capabilities import VariableSizeCodec
 from ..encoding import Encoding
 from ..state import TensorState
 
-__all__ = ["ALL", "INFINITE", "MEMORY", "Choice", "Sparsifier", "ThresholdSparsifier", "bits_of", "check_guarded"]
-
 ALL = -1  # every element that equals the threshold is sent
 INFINITE = 0x7F800000  # the bits of Inf; magnitudes that are not finite have these bits or larger ones
 # A threshold, and how many elements equal to it are sent: numbers of the host, or (2,) int64 on the gradient's device,

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .sparsifier import ThresholdSparsifier
 
-__all__ = ["TopK"]
-
 
 @dataclass(frozen=True)
 class TopK(ThresholdSparsifier, name="topk"):

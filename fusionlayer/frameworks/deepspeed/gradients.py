@@ -28,8 +28,6 @@ from .patches import replace
 from .section import DeepSpeedSection
 from .spans import GradientSpan, Spans
 
-__all__ = ["Gradients", "padding_of"]
-
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3"
 _MOST_ELEMENTS = 1 << 28
 """For momenta that are sent together."""

@@ -17,8 +17,6 @@ from ...base.plan import plain_name
 from ...base.registry import nearest
 from ...training.policies.onebit_adam import OneBitAdam
 
-__all__ = ["EngineOneBitAdam", "Factory", "factory_of", "options_of"]
-
 Factory = Callable[[Any], "EngineOneBitAdam"]
 
 _NAME = "onebitadam"

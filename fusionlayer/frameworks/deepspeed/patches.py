@@ -7,8 +7,6 @@ from typing import Any
 
 from ...base.errors import ConfigError
 
-__all__ = ["replace"]
-
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Replace ``owner.name`` so that a call of it calls ``function`` with the original method and the arguments.

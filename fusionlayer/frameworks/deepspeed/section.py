@@ -17,8 +17,6 @@ from ...scheduler.memory import FEEDBACK_BITS
 from ...training.weights import NAMES, PRESETS, Weights, both_ways
 from . import one_bit
 
-__all__ = ["KEY", "ROUTERS", "DeepSpeedSection", "RoleCodec"]
-
 KEY = "fusionlayer"
 AUTO = "auto"
 RAW = "raw"

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["GradientSpan", "Spans"]
-
 
 @dataclass(frozen=True)
 class GradientSpan:

@@ -12,8 +12,6 @@ from ...backend import hints
 from ...codecs import Codec
 from .patches import replace
 
-__all__ = ["clear_padding_of_weights", "send_differences"]
-
 _OF_ZERO = ("bit16_groups_flat", "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups")
 _OF_BF16_OPTIMIZER = ("bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition")
 """For each group: all weights of the model, flat; their parts; and this rank's part in the optimizer."""

@@ -34,8 +34,6 @@ from ..groups import resolve
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["PIECE_BYTES", "Channel"]
-
 # Bytes of a tensor that are sent at a time. TACO found 64 MB best on fast links of GPUs (Fig. 10).
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 

@@ -17,8 +17,6 @@ from ...base.errors import ConfigError
 from ...codecs import Codec
 from .channel import Channel
 
-__all__ = ["ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequenceParallel"]
-
 
 class _Compressed:
     """The part that all styles share: options of the ``Channel`` that a style makes over its mesh."""

@@ -9,8 +9,6 @@ import torch
 
 from ...transport import Transport
 
-__all__ = ["Points", "average"]
-
 Points = list[list[float]]
 """A measured curve: [[size, seconds], ...]."""
 

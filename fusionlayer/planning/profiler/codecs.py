@@ -13,8 +13,6 @@ from ...codecs import Codec, TensorState, TwoLevelCodec
 from ...process.clock import HOST, Clock
 from .averages import Points
 
-__all__ = ["busy_seconds", "measure_codecs", "measure_copy", "measure_staging"]
-
 _EVICTED_BYTES, _DEVICE_EVICTED_BYTES = 32 << 20, 128 << 20
 """Bytes written before timed calls: they evict their data from the cache, as training does.
 

@@ -23,8 +23,6 @@ from .disturbance import measure_disturbance
 from .link import levels_of, measure_call, measure_collectives
 from .results import as_codecs, as_curve, as_link
 
-__all__ = ["Note", "make_profile", "measure_costs"]
-
 Note = Callable[[float, str], object]
 """Called with the completed share of the work, and the next subject."""
 

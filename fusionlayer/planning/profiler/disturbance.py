@@ -16,8 +16,6 @@ from ...scheduler.engine import Engine
 from ...scheduler.lanes import LANES
 from ...transport import Transport
 
-__all__ = ["measure_disturbance"]
-
 _TENSORS = 24
 _NUMEL = 1 << 10
 _ROWS, _DEVICE_ROWS = 192, 1024

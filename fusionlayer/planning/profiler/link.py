@@ -16,8 +16,6 @@ from ...process.clock import HOST, Clock
 from ...transport import Transport
 from .averages import Points
 
-__all__ = ["levels_of", "measure_call", "measure_collectives", "measure_link"]
-
 _CALLS = 20
 """Exchanges of one byte for each repeat."""
 

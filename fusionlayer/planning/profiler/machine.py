@@ -14,8 +14,6 @@ import torch
 
 from ...base.errors import ConfigError
 
-__all__ = ["cpu_name", "describe_machine", "device_name", "file_name"]
-
 
 def cpu_name() -> str:
     """Return the name of this machine's processor, as far as the system reports it."""

@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from ...base.errors import ConfigError
 
-__all__ = ["BUILT_IN", "load_model"]
-
 Batch = Sequence[Any]
 
 

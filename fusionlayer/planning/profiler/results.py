@@ -8,8 +8,6 @@ from typing import Any
 from ..cost_model import CodecCost, Curve, LinkCost
 from .averages import Points
 
-__all__ = ["as_codecs", "as_curve", "as_link"]
-
 
 def as_curve(points: Points) -> Curve:
     """Return measured points as a cost."""

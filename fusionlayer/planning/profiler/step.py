@@ -16,8 +16,6 @@ from ...base.plan import plain_name
 from ...process.clock import HOST, Clock, Stamp
 from ..profile import Gradient, Model
 
-__all__ = ["as_model", "measure_step"]
-
 
 def measure_step(
     model: nn.Module,

@@ -17,8 +17,6 @@ from .averages import average
 from .costs import make_profile, measure_costs
 from .machine import describe_machine, device_name
 
-__all__ = ["TRANSFER_SECONDS", "profile_training"]
-
 TRANSFER_SECONDS = 1.0
 """Limit for measuring all transfers, without the latency."""
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 20)

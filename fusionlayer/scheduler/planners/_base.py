@@ -12,8 +12,6 @@ from ...base.plan import TensorInfo
 from ...base.registry import Registry
 from ._costs import Pipeline, StepCosts
 
-__all__ = ["Planner", "registry"]
-
 registry: Registry[Planner] = Registry("planner", __package__, "fusionlayer.planners")
 
 

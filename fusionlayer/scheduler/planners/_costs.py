@@ -9,8 +9,6 @@ from itertools import accumulate
 
 from ...base.plan import TensorInfo
 
-__all__ = ["Pipeline", "StepCosts"]
-
 Seconds = Callable[[float], float]
 
 

@@ -10,8 +10,6 @@ from ...base.plan import TensorInfo
 from ._base import Planner, registry, split_at
 from ._costs import Pipeline, StepCosts
 
-__all__ = ["Cupcake"]
-
 _PARTITIONS = ("two", "optimal")
 
 

@@ -14,8 +14,6 @@ from ...base.plan import TensorInfo
 from ._base import Planner, registry
 from ._costs import StepCosts
 
-__all__ = ["Horovod"]
-
 
 @dataclass(frozen=True)
 class Horovod(Planner, name="horovod"):

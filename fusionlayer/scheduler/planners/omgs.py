@@ -9,8 +9,6 @@ from ...base.plan import TensorInfo
 from ._base import Planner, split_at
 from ._costs import StepCosts
 
-__all__ = ["OMGS"]
-
 
 @dataclass(frozen=True)
 class OMGS(Planner, name="omgs"):

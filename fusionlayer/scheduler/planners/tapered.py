@@ -10,8 +10,6 @@ from ...base.plan import TensorInfo
 from ._base import Planner
 from ._costs import StepCosts
 
-__all__ = ["Tapered"]
-
 
 @dataclass(frozen=True)
 class Tapered(Planner, name="tapered"):

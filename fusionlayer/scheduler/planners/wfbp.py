@@ -9,8 +9,6 @@ from ...base.plan import TensorInfo
 from ._base import Planner
 from ._costs import StepCosts
 
-__all__ = ["WFBP"]
-
 
 @dataclass(frozen=True)
 class WFBP(Planner, name="wfbp"):

@@ -20,8 +20,6 @@ from .signals import Notice
 from .state import HostsUpdatedInterrupt, State
 from .storage import Storage
 
-__all__ = ["run"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", bound=State)

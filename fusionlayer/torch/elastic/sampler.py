@@ -12,8 +12,6 @@ from ... import context
 from ...base.errors import require
 from .. import basics
 
-__all__ = ["ElasticSampler"]
-
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """The indices of a data set, dealt out to ranks in turn, without those that were processed in this epoch.

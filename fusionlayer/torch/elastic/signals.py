@@ -12,8 +12,6 @@ from typing import Any
 
 from .state import State
 
-__all__ = ["Notice"]
-
 
 class Notice:
     """Notes the agent's SIGTERM, so that the next ``commit`` can ask all ranks about it.

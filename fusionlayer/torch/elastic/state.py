@@ -12,8 +12,6 @@ import torch
 from .. import mpi_ops as ops
 from ..basics import is_initialized, size
 
-__all__ = ["HostsUpdatedInterrupt", "CommitStore", "ObjectState", "State"]
-
 
 class HostsUpdatedInterrupt(RuntimeError):
     """Workers will be added or removed. ``run`` catches it and lets training continue with the new workers.

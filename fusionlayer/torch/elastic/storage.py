@@ -19,8 +19,6 @@ import torch
 from ...base.errors import ConfigError
 from ...base.files import Folder
 
-__all__ = ["Storage"]
-
 _KEPT = 2
 """Generations of commits that stay: when a worker is killed, ranks are at most one commit apart."""
 

@@ -20,8 +20,6 @@ from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_p
 from .sampler import ElasticSampler
 from .state import ObjectState
 
-__all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
-
 
 class TorchState(ObjectState):
     """The part of a PyTorch training run that is kept when workers fail or are added.

@@ -13,8 +13,6 @@ from .elastic_policy import ElasticStepPolicy
 from .local_policy import LocalStepPolicy, go_on
 from .local_steps import Flight, LocalSteps, beginning
 
-__all__ = ["ElasticLocalStepPolicy"]
-
 
 class ElasticLocalStepPolicy(ElasticStepPolicy, LocalStepPolicy):
     """Local steps whose syncs are transactions.

@@ -37,8 +37,6 @@ from .elastic_state import (
 from .handover import Fingerprint
 from .local import Local
 
-__all__ = ["ElasticStepPolicy", "check_elastic"]
-
 
 def check_elastic(optimizer: Optimizer, **given: Any) -> None:
     """Raise ``ConfigError`` if an optimizer or one of the arguments ``given`` cannot lose a rank in a step."""

@@ -22,10 +22,8 @@ from ..step_state import StepState
 from . import handover
 from .handover import Fingerprint
 
-__all__ = ["own_fingerprints", "receive_results", "receive_state", "send_results", "send_state", "without_unsure"]
 
-
-class Elastic(Protocol):
+class _Elastic(Protocol):
     """The part of an ``ElasticStepPolicy`` that these functions use."""
 
     reducer: Reducer
@@ -38,8 +36,8 @@ class Elastic(Protocol):
     def begin_with(self, more: Any) -> None: ...
 
 
-def own_fingerprints(policy: Elastic) -> dict[str, Fingerprint]:
-    """Return the fingerprints of the tensors that a joining process has already, for ``receive_state``."""
+def own_fingerprints(policy: _Elastic) -> dict[str, Fingerprint]:
+    """Return the fingerprints of what a newcomer has already, for ``receive_state``."""
     return handover.fingerprints(handover.parted(state_of(policy))[1])
 
 
@@ -76,21 +74,21 @@ def without_unsure(memory: Mapping[str, Any], plan: FusionPlan | None) -> dict[s
     return {key: {name: x for name, x in kept.items() if name not in unsure} for key, kept in memory.items()}
 
 
-def tensors_of(policy: Elastic) -> list[Tensor]:
+def tensors_of(policy: _Elastic) -> list[Tensor]:
     """Return the tensors that all members hold alike, in the same order on all of them."""
     replicas = policy.reducer.replicas
     every = (*replicas.named.values(), *replicas.buffers.values())
     return [local_part(x.detach()).as_subclass(Tensor) for x in every]
 
 
-def facts_of(policy: Elastic) -> Tensor:
+def facts_of(policy: _Elastic) -> Tensor:
     """Return (32,) uint8 that differ where a newcomer's first step with the members would be a ``PlanMismatch``."""
     settings = flat(context.settings())
     facts = [policy.facts, *(settings[key] for key in _AGREED), policy.reducer.replicas.lines]
     return torch.frombuffer(bytearray(digest(*facts)), dtype=torch.uint8)
 
 
-def state_of(policy: Elastic) -> dict[str, Any]:
+def state_of(policy: _Elastic) -> dict[str, Any]:
     """Return the state that all members share: parameters, buffers, states of the optimizer and of objects."""
     members, reducer = policy.members, policy.reducer
     return {
@@ -103,15 +101,15 @@ def state_of(policy: Elastic) -> dict[str, Any]:
     }
 
 
-def send_state(policy: Elastic, transport: Transport, to: int) -> None:
-    """Send a joining process the state, as far as it differs from its own."""
+def send_state(policy: _Elastic, transport: Transport, to: int) -> None:
+    """Send a newcomer the state, as far as it has another one."""
     transport.send(facts_of(policy), to)
     theirs = json.loads(handover.receive_bytes(transport, to))
     known = {name: Fingerprint(*each) for name, each in theirs.items()}
     handover.send(state_of(policy), known, transport, to)
 
 
-def receive_state(policy: Elastic, transport: Transport, source: int, own: Mapping[str, Fingerprint]) -> None:
+def receive_state(policy: _Elastic, transport: Transport, source: int, own: Mapping[str, Fingerprint]) -> None:
     """Receive what ``send_state`` sends.
 
     Args:

@@ -25,8 +25,6 @@ from ...publishing.tensors import DTYPES, Message, decode, encode, expected_byte
 from ...transport import Transport
 from ...transport._announced import pass_on, take_in
 
-__all__ = ["Fingerprint", "fingerprints", "joined", "parted", "receive", "send"]
-
 _CODECS = ("same", "raw", "zip")
 _MOST_BYTES = 1 << 40
 _LEAST_BYTES = 1 << 14

@@ -17,8 +17,6 @@ from ..sends import FollowsSyncs
 
 Every = int | Literal["auto"]
 
-__all__ = ["Local", "check_sync", "state_name", "state_tensors"]
-
 
 @dataclass(frozen=True)
 class Local:

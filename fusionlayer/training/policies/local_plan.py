@@ -12,8 +12,6 @@ from ...scheduler.fusing import fuse
 from ..construction import EnginePlanning
 from .local import Local, state_tensors
 
-__all__ = ["planned_syncs"]
-
 
 def planned_syncs(
     sync: Local, planning: EnginePlanning, tensors: Sequence[TensorInfo], nodes: Sequence[int]

@@ -24,8 +24,6 @@ from .local import state_tensors
 from .local_plan import planned_syncs
 from .local_steps import Flight, LocalSteps, compare, due_states
 
-__all__ = ["LocalStepPolicy", "go_on"]
-
 
 class LocalStepPolicy(StepPolicy):
     """Local steps: the engine sums differences of parameters at each sync, not gradients.

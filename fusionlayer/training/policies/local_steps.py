@@ -21,8 +21,6 @@ from .gradient_noise import GradientNoise
 from .local import Local, state_name
 from .pace import Pace
 
-__all__ = ["Flight", "LocalSteps", "beginning", "compare", "due_states"]
-
 
 @dataclass
 class Flight:

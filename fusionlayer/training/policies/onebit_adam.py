@@ -15,8 +15,6 @@ from ...base.errors import ConfigError, UsageError
 from ...codecs import Codec
 from ..sends import Sent
 
-__all__ = ["OneBitAdam"]
-
 _logger = logging.getLogger("fusionlayer")
 
 

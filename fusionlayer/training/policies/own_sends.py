@@ -12,8 +12,6 @@ from ..reducer import Reducer
 from ..sends import SendsItsOwn, Sent, sent_by
 from ..step_policy import StepPolicy
 
-__all__ = ["OwnSends"]
-
 
 class OwnSends(StepPolicy):
     """Averages the values that a ``SendsItsOwn`` puts into its gradients, by the codec that it names."""

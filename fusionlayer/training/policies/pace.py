@@ -12,8 +12,7 @@ from ...planning.local_steps import EveryRules, EveryState
 from ...process.clock import Clock, Stamp
 from .gradient_noise import NOTHING
 
-__all__ = ["Pace"]
-
+_NOTHING = -1.0
 _logger = logging.getLogger("fusionlayer")
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DamagedMessage", "DeviceError", "Link", "LinkError", "LinkMessage", "RowLink", "damaged", "peers"]
-
 
 class LinkMessage(NamedTuple):
     """A tensor to send to a peer or to receive from it.

@@ -15,8 +15,6 @@ from torch import Tensor
 from ... import native
 from .base import DamagedMessage
 
-__all__ = ["checked_peers", "compare", "room", "seal"]
-
 _Checksum = ctypes.c_uint32
 _BYTES = ctypes.sizeof(_Checksum)
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .._capture import DRIVER
 
-__all__ = ["CopyEngines"]
-
 # From cuda.h: CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, CU_MEMHOSTREGISTER_*, CU_STREAM_MEM_OP_*, and flags.
 _CAN_WAIT = 122
 _PORTABLE, _MAPPED = 1, 2

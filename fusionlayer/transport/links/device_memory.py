@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceMemory", "pack", "unpack"]
-
 _NUMBERS = struct.Struct("<qqqqq?")
 _LENGTH = struct.Struct("<H")
 _MOST_HANDLE = 4096

@@ -12,8 +12,6 @@ from torch import Tensor
 from .._sum import sum_in_rank_order
 from .base import Link, LinkMessage, peers
 
-__all__ = ["ExchangeLink"]
-
 # Below this length a sum is one exchange of the whole tensor. From this length on it is two exchanges of shares.
 WHOLE_BELOW_BYTES = 8 << 10
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .base import Link, LinkMessage
 
-__all__ = ["is_faster"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # The least gain. A smaller gain may be chance, and a well-known library is preferable.

@@ -30,8 +30,6 @@ from .gloo_mesh import GlooMesh, connect_over
 from .gloo_waits import SendWaits, Works, wait
 from .shared_memory import Invitation, SharedMemory
 
-__all__ = ["GlooLink"]
-
 # When a connection is lost, gloo fails all waits for messages from there, except the one for a message that is being
 # read. So a long message is sent as head and tail, and the tail is waited for first. The receiver of a very long
 # message also acknowledges it. For messages to there see ``SendWaits``.

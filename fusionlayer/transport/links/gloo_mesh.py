@@ -16,8 +16,6 @@ from .base import LinkError
 from .gloo_store import GlooStore
 from .proof import prove
 
-__all__ = ["NEVER_SENT", "GlooMesh", "connect_over"]
-
 NEVER_SENT = 0x7FFFFFFF
 """A tag that no message has."""
 

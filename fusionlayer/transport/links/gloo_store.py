@@ -10,8 +10,6 @@ import torch.distributed as dist
 from ...base.errors import TransportError
 from ...launch.stores import WrappedStore, await_count
 
-__all__ = ["GlooStore"]
-
 _LENGTH = struct.Struct("<Q")
 
 

@@ -13,8 +13,6 @@ from .base import LinkError, LinkMessage
 from .checksums import compare, room, seal
 from .exchange import ExchangeLink
 
-__all__ = ["HorovodLink", "import_horovod", "load_horovod"]
-
 _MOST_BYTES = (1 << 31) - 1  # Horovod counts in 32 bits
 
 

@@ -23,8 +23,6 @@ from ...base.secrets import Keys as BothKeys
 from ...process.interfaces import with_port
 from .gate import Gate, Refusals
 
-__all__ = ["PATIENCE", "ConnectionKeys", "Reception", "introduce"]
-
 # Numbers of the caller and of the host.
 _NUMBERS = struct.Struct("<II")
 # A caller's number, its nonce, and the proof that it has the job's secret.

@@ -27,8 +27,6 @@ from .exchange import ExchangeLink
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiLink", "load_mpi"]
-
 # MPI counts elements in 32 bits.
 _PIECE_BYTES = 1 << 30
 

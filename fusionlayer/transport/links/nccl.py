@@ -17,8 +17,6 @@ from ...process.bounded import Overdue, bounded
 from .base import LinkMessage, RowLink
 from .queueing import QueueingLink
 
-__all__ = ["NcclLink"]
-
 # torch's own watchdog would end the process, and abort it where the device has failed. Both are switched off. In case
 # it runs nevertheless, its time-out is longer than ours, so that ours comes first.
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}

@@ -14,8 +14,6 @@ from .copy_engines import CopyEngines
 from .peer_memory import Counter, Counters, Gather, OutOfReach, PeerMemory, together
 from .queueing import Pending, QueueingLink
 
-__all__ = ["PeerLink"]
-
 # Pieces that a rank can have sent to another one which has not taken them.
 _SLOTS = 2
 _ALIGNMENT = 256

@@ -16,8 +16,6 @@ from torch import Tensor
 from .device_memory import DeviceMemory
 from .shared_memory import map_memory
 
-__all__ = ["Counter", "Counters", "Gather", "OutOfReach", "PeerMemory", "together"]
-
 Gather = Callable[[bytes], list[bytes]]
 """Returns what every rank has called it with, in rank order. All ranks call it together."""
 

@@ -14,8 +14,6 @@ from ...base import secrets as proofs
 from .base import LinkError, LinkMessage
 from .exchange import ExchangeLink
 
-__all__ = ["prove", "prove_link"]
-
 _BYTES = 32
 
 

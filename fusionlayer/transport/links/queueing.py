@@ -16,8 +16,6 @@ from ...base.errors import again
 from .._capture import beside_captures
 from .base import DeviceError, Link, LinkError
 
-__all__ = ["Pending", "QueueingLink"]
-
 # Seconds between two looks at an event, at first and at most.
 _POLL, _LONGEST_POLL = 0.0001, 0.01
 _OVERDUE = "an operation on the device timed out"

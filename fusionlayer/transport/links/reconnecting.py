@@ -16,8 +16,6 @@ from .base import LinkError
 from .introduction import PATIENCE, ConnectionKeys, Reception, introduce
 from .socket_options import Place, Told, ways
 
-__all__ = ["Keeper"]
-
 _logger = logging.getLogger("fusionlayer")
 
 # Seconds between two rounds of the keeper's thread: while something is in flight, and else.

@@ -24,8 +24,6 @@ from ...process.processes import Identity
 from .._sum import sum_in_rank_order
 from .base import LinkError
 
-__all__ = ["Invitation", "SharedMemory", "map_memory"]
-
 # Bytes of one slot, which holds one piece of a tensor. A piece of this size stays in the processors' caches until it
 # has been read.
 SLOT_BYTES = 2 << 20

@@ -15,9 +15,6 @@ from ...base.config import Config
 from ...base.errors import ConfigError
 from ...process.interfaces import addresses, family_of, is_loopback, own_address
 
-__all__ = ["Place", "SocketOptions", "Told", "Way", "chosen", "listeners", "places", "ways"]
-
-
 Told = Sequence[Sequence[tuple[str, int]]]
 """For each rank, the announced host and port of each of its listeners."""
 

@@ -30,12 +30,8 @@ from .introduction import ConnectionKeys
 from .reconnecting import Keeper
 from .socket_options import SocketOptions, listeners, places
 
-__all__ = ["SocketLink"]
-
-T = TypeVar("T")
-
-# Bytes to each peer that may be in flight, or wait there for the receiving call: the product of rate and round trip of
-# a link of 2.5 Gbit/s and 100 ms.
+# Bytes to each peer that may be in flight, or wait there for the call that wants them: the product of rate and round
+# trip of a link of 2.5 Gbit/s and 100 ms.
 WINDOW_BYTES = 32 << 20
 # Seconds after which ranks continue without connections that cannot be made, if each pair has one.
 _ENOUGH = 5.0
