@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from benchmarks import drawing
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.cli import drawing
 from fusionlayer.cli.arguments import check_folder
 from fusionlayer.cli.progress import follow
 

@@ -16,10 +16,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import drawing
 from benchmarks.lab import Network
 from benchmarks.pages.found import load
 from benchmarks.training.methods import ALWAYS, BASELINE, COMPUTE, NULL, PEERS
-from fusionlayer.cli import drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -170,15 +170,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Other tests run these pages: test_documents.py and test_guides.py.
 ELSEWHERE = ("docs/operations.md", "docs/adding_a_planner.md")
-SLOW = ("--plot", "--compare")
+SLOW = ("--compare",)
 
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("slow", tiered([False, True], lambda slow: not slow))
 def test_the_commands_that_need_no_job_run(slow: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """In the order of the pages: what one makes, a later one reads."""
-    if slow:
-        pytest.importorskip("matplotlib")
     pages = [page for page in [HELP, *PAGES] if page not in ELSEWHERE]
     lines = {tuple(words[1:]): page for page in pages for words in commands(page) if words[0] == "fusionlayer"}
     lines = {line: page for line, page in lines.items() if slow or not {*line} & {*SLOW}}

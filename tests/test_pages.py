@@ -115,8 +115,8 @@ def test_results_are_few_linked_and_of_clean_commits() -> None:
 @exhaustive(guarded_by="tests/test_pages.py::test_tables_and_figures_are_those_of_the_result_files")
 def test_pictures_are_those_of_the_result_files(tmp_path: Path) -> None:
     """By the text in them, names and values, since other versions of matplotlib draw other curves."""
+    from benchmarks import drawing
     from benchmarks.pages.pictures import FOLDER, PICTURES
-    from fusionlayer.cli import drawing
 
     assert {path.stem for path in FOLDER.glob("*.svg")} == set(PICTURES)
     for name, draw in PICTURES.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusionlayer.cli import drawing
+from benchmarks import drawing
 
 from .cell import Cell, Row, in_words
 from .summary import wire_share

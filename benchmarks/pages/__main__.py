@@ -13,9 +13,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from benchmarks import drawing
 from benchmarks.pages import figures, tables
 from benchmarks.pages.found import ROOT
-from fusionlayer.cli import drawing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,14 +7,13 @@ from dataclasses import fields
 
 from matplotlib.figure import Figure
 
-from benchmarks import plots
+from benchmarks import drawing, plots
 from benchmarks.collective.cell import Cell, Row
 from benchmarks.collective.picture import draw_shares
 from benchmarks.pages import overview
 from benchmarks.pages.found import CONVERGENCE, RESULTS, SCOREBOARD, TRAINING, end, rows, speedup, the
 from benchmarks.pages.tables import HEADLINE
 from benchmarks.scoreboard.picture import picture as scoreboard
-from fusionlayer.cli import drawing
 
 __all__ = ["FOLDER", "PICTURES"]
 

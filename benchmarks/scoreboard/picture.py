@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fusionlayer.cli import drawing
+from benchmarks import drawing
 
 from .links import Link
 from .summary import BASELINE

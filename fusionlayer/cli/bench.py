@@ -15,12 +15,11 @@ from .. import codecs, collectives, context, functional, launch
 from ..base.errors import ConfigError
 from ..transport import Transport
 from .arguments import check_file
-from .outputs import check_picture, keep, keep_picture, tell
+from .outputs import keep, tell
 from .parsers.bench import DEFAULT, DTYPES
-from .pictures import draw_bandwidths
 from .progress import ProgressLine
 from .resolve import check_device, device_of
-from .rows import FORMATS, Row, bandwidths, title
+from .rows import FORMATS, Row
 from .spawn import RankError, run_on_ranks
 from .tables import screen_width
 from .units import MEMORY, in_words
@@ -77,8 +76,6 @@ def _check(options: argparse.Namespace, ranks: int, writes: bool) -> None:
     check_device(options)
     if options.out is not None and writes:
         check_file(options.out, "--out")
-    if options.plot is not None and writes:
-        check_picture(options.plot)
 
 
 def _codecs(options: argparse.Namespace) -> list[str]:
@@ -217,5 +214,3 @@ def _write(options: argparse.Namespace, rows: list[Row]) -> None:
     else:
         keep(options.out, lambda place: place.write_bytes(text.encode()), "--out")
         print(options.out)
-    if options.plot is not None and rows:
-        keep_picture(options.plot, lambda: draw_bandwidths(title(rows), bandwidths(rows)))

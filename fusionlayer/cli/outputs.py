@@ -5,38 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..base.errors import ConfigError, FusionLayerError
-from . import drawing
-from .arguments import check_file
+from ..base.errors import FusionLayerError
 from .spawn import RANKS_PREFIX
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PICTURES = (".png", ".svg", ".pdf")
-_WORDS = ", ".join(PICTURES[:-1]) + f" or {PICTURES[-1]}"
-
 Write = Callable[[Path], object]
-
-
-def add_plot(parser: ArgumentParser, what: str) -> None:
-    """Add the option ``--plot`` for a picture of ``what``."""
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {what}, as {_WORDS}")
-
-
-def check_picture(path: Path, flag: str = "--plot") -> None:
-    """Raise ``ConfigError`` unless a picture can be drawn into this file, before work is done for it."""
-    if path.suffix not in PICTURES:
-        raise ConfigError(f"{flag} {path}: pictures are {_WORDS}; name such a file")
-    if find_spec("matplotlib") is None:
-        raise ConfigError(f'{flag} needs matplotlib, which is not installed: pip install "fusionlayer[bench]"')
-    check_file(path, flag)
 
 
 def keep(path: Path, write: Write, flag: str) -> None:
@@ -53,25 +28,6 @@ def keep(path: Path, write: Write, flag: str) -> None:
         if place is not None:
             _print(place.read_text())
         raise FusionLayerError(f"{flag} {path} cannot be written: {error.strerror}; {where}") from error
-
-
-def keep_picture(path: Path, draw: Callable[[], Figure], flag: str = "--plot") -> None:
-    """Draw a picture into a file, in the common style, and print the file's name.
-
-    Raises:
-        FusionLayerError: the file cannot be written. The message says why, and where the picture is.
-    """
-
-    def write(place: Path) -> None:
-        with drawing.style():
-            drawing.save(draw(), place)
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except (OSError, ConfigError) as error:
-        raise FusionLayerError(f"{flag}: {error}; {_rescue(path, write)[1]}") from error
-    print(path)
 
 
 def tell(text: str, name: str) -> None:
@@ -113,6 +69,6 @@ def _rescue(path: Path, write: Write) -> tuple[Path | None, str]:
     try:
         place = Path(tempfile.mkdtemp(prefix="fusionlayer-", dir=folder)) / path.name
         write(place)
-    except (OSError, ConfigError) as error:
+    except OSError as error:
         return None, f"nor can the temporary folder: {error}"
     return place, f"the result is in {place}"

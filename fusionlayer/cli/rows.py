@@ -89,13 +89,3 @@ def table(rows: Sequence[Row]) -> Table:
         Column("ratio", [f"{row.ratio:.2f}" for row in rows], "x"),
     ]
     return Table(title(rows), columns)
-
-
-def bandwidths(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return the curves by collective and by codec: sizes in bytes, and effbw in bytes per second."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    several = len({row.algorithm for row in rows}) > 1
-    for row in rows:
-        name = f"{row.codec}, {row.algorithm}" if several else row.codec
-        found.setdefault(row.collective, {}).setdefault(name, []).append((row.size, 1e9 * row.effbw_gb_s))
-    return found

@@ -15,9 +15,7 @@ from ..planning.cost_model import parse_rate
 from ..planning.profile import Profile
 from ..planning.projection import BASELINE, Band, Method, break_even, project, projected_band
 from ..planning.simulation import SimulatedStep
-from .outputs import check_picture, keep_picture
 from .parsers.simulate import WORKERS
-from .pictures import draw_speedups
 from .progress import ProgressLine
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
@@ -27,8 +25,6 @@ _LATENCY_FACTORS = (0.25, 1.0, 4.0)
 
 def run(options: argparse.Namespace) -> None:
     """Print the projection that ``options`` ask for."""
-    if options.plot:
-        check_picture(options.plot)
     profile = Profile.from_yaml(options.profile)
     slowest = min(options.rates, key=parse_rate) if options.rates else profile.fastest_rate
     rate = options.rate or slowest
@@ -66,9 +62,6 @@ def run(options: argparse.Namespace) -> None:
     else:
         show(projection.tables(), options.columns)
         print_text(projection.reliability())
-    if options.plot:
-        title = f"Projected: {profile.title}, {rate}"
-        keep_picture(options.plot, lambda: draw_speedups(title, projection.speedups()))
 
 
 @dataclass(frozen=True)
@@ -180,15 +173,6 @@ class Projection:
                 "step_seconds": dict(self.latencies),
             },
         }
-
-    def speedups(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the curves of ``draw_speedups`` by method: the number of workers, and the speed-up over the
-        baseline."""
-        found: dict[str, list[tuple[int, float]]] = {name: [] for name in self.ahead}
-        for cell in self.cells:
-            if cell.method.name in found:
-                found[cell.method.name].append((cell.workers, cell.speedup))
-        return found
 
     def tables(self) -> list[Table]:
         """Return the steps, the numbers of workers at which methods are faster than the baseline, and the effect of the

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import driver, publish, publish_guard, report, strangers
+from benchmarks import drawing, driver, plots, publish, publish_guard, report
 from benchmarks.collective import __main__ as command
 from benchmarks.collective.cell import Cell
 from benchmarks.faults import __main__ as faults
@@ -18,7 +18,6 @@ from benchmarks.faults.job import Outcome
 from benchmarks.faults.verdict import FAILURES, GOALS, Expected, judge
 from benchmarks.membership.__main__ import main
 from benchmarks.watching.rounds import _row
-from fusionlayer.cli import drawing
 from tests.examples.places import needs_namespaces
 from tests.tiers import DRAWS, long
 

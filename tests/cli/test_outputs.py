@@ -1,6 +1,5 @@
 """What can be known about outputs is known before measuring, and nothing that was measured is lost."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -10,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from fusionlayer.base.errors import ConfigError, FusionLayerError
-from fusionlayer.cli import bench, main, outputs
+from fusionlayer.base.errors import FusionLayerError
+from fusionlayer.cli import bench, outputs
 from fusionlayer.cli.spawn import RANKS_PREFIX
 from tests.cli.test_bench import measure
-from tests.tiers import DRAWS
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_rows_go_elsewhere_when_their_file_cannot_be_written_any_more(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, plot = tmp_path / "results" / "rows.json", tmp_path / "results" / "rows.svg"
+    out = tmp_path / "results" / "rows.json"
     measured = bench._write
 
     def spoil_and_write(options: Any, rows: Any) -> None:
@@ -40,7 +38,6 @@ def test_rows_go_elsewhere_when_their_file_cannot_be_written_any_more(
 
     monkeypatch.setattr(bench, "_write", spoil_and_write)
     small = ["--max", "4K", "--collectives", "all_gather", "--format", "json", "--out", str(out)]
-    small += ["--plot", str(plot)] if DRAWS else []
     assert 1 in measure(2, *small)
     printed = capsys.readouterr()
     (kept,) = temporary.glob("*/rows.json")
@@ -70,15 +67,3 @@ def test_a_result_that_cannot_be_printed_is_kept(temporary: Path, monkeypatch: p
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what Python flushes at last goes nowhere
     (kept,) = temporary.glob("*/bench.text")
     assert kept.read_text() == "text" and str(kept) in str(told.value) and dropped
-
-
-def test_pictures_are_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ConfigError, match="pictures are .png, .svg or .pdf; name such a file"):
-        outputs.check_picture(tmp_path / "plan.txt")
-    found = importlib.util.find_spec
-    monkeypatch.setattr(outputs, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    monkeypatch.setattr(bench, "run_on_ranks", lambda *_, **__: pytest.fail("it has started to measure"))
-    assert main(["bench", "collectives", "-np", "2", "--plot", str(tmp_path / "x.svg")]) == 2
-    assert 'needs matplotlib, which is not installed: pip install "fusionlayer[bench]"\n' in capsys.readouterr().err

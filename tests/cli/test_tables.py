@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import drawing
 from fusionlayer.base.errors import ConfigError
-from fusionlayer.cli import drawing, tables
+from fusionlayer.cli import tables
 from fusionlayer.cli.progress import ProgressLine
 from fusionlayer.cli.tables import Column, Table, layout, print_table
 from fusionlayer.cli.units import MEMORY, RATES, SECONDS, in_one_unit

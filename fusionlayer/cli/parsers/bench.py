@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
-from ..arguments import add_device, join, names, positive, some_of
-from ..outputs import add_plot
+from ..arguments import add_device, add_removed, join, names, positive, some_of
 from ..rows import FORMATS, table
 from ..tables import add_columns
 
@@ -22,7 +21,7 @@ DEFAULT = "default"
 _EPILOG = """\
 examples:
     fusionlayer bench collectives -np 2
-    fusionlayer bench collectives -np 2 --codecs raw,int8,int4 --plot bench.svg
+    fusionlayer bench collectives -np 2 --codecs raw,int8,int4
     torchrun --nproc-per-node 2 --no-python fusionlayer bench collectives
     mpirun -n 2 env FUSIONLAYER_TRANSPORT=mpi \\
         fusionlayer bench collectives --format csv --out rows.csv
@@ -79,7 +78,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="calls before (default 5)")
     parser.add_argument("--format", choices=[*FORMATS], default="text", help="output format (default text)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="output file (default: standard output)")
-    add_plot(parser, "effbw against size")
+    add_removed(parser, "--plot", "write rows with --format csv --out FILE and draw those")
     add_columns(parser, [column.name for column in table([]).columns])
     parser.set_defaults(check=_check)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...planning.connections import CONGESTION_CONTROLS
-from ..arguments import above_zero, chance, join, names, numbers, planner, positive, seconds
-from ..outputs import add_plot
+from ..arguments import above_zero, add_removed, chance, join, names, numbers, planner, positive, seconds
 from ..tables import add_columns
 
 ALGORITHMS = (
@@ -27,8 +26,7 @@ _COLUMNS = (
 _EPILOG = """\
 examples:
     fusionlayer simulate profile.yaml --workers 2,8,64 --codec int8,int4
-    fusionlayer simulate profile.yaml --rate 1gbit --overlap-forward \\
-        --plot scaling.svg
+    fusionlayer simulate profile.yaml --rate 1gbit --overlap-forward
     fusionlayer simulate profile.yaml --rate 100mbit --rtt 0.05 --loss 0.0005 \\
         --connections 8
 
@@ -96,7 +94,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--curves", action="store_true", help="interpolate measured transfers, not alpha-beta")
     add_columns(parser, _COLUMNS)
-    add_plot(parser, "speed-ups against workers")
+    add_removed(parser, "--plot", "write the steps with --json and draw those")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parser.set_defaults(check=_check)
 

@@ -1,4 +1,4 @@
-"""One style for all pictures: of commands with ``--plot``, and of ``benchmarks``.
+"""One style for all pictures of benchmarks.
 
     with drawing.style():
         figure = drawing.figure(7, 3)
@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError
+from fusionlayer.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
