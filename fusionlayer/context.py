@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import threading
@@ -57,15 +56,15 @@ def init(
 ) -> None:
     """Join the job in which torchrun, mpirun, horovodrun, srun or Ray Train has started this process. Call it first.
 
-    An existing default process group of torch is used. Otherwise one is made, with gloo for CPU tensors and, where
-    available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer makes
-    connections of its own next to it. With "mpi" or "horovod" in the settings no group is made or used, and that
-    library determines the ranks. Without a launcher the job is this process alone. A second call does nothing. Within
-    ``transport.local.run`` the call does nothing either.
+    If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
+    and, where available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer
+    makes connections of its own next to it. With "mpi" in the settings no group is made or used,
+    and MPI determines the ranks. Without a launcher the job is this process alone. A second call does
+    nothing. Within ``transport.local.run`` the call does nothing either.
 
     Args:
         timeout: seconds that a collective waits for its peers; overrides the configuration.
-        transport: "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
+        transport: what moves bytes, "c10d", "sockets", "auto" or "mpi"; overrides the configuration.
         settings: used instead of the settings from file and environment.
         elastic: ranks may fail, and others may join, while the job continues (docs/elastic.md). No process group of
             torch is made then. A process that joins later has FUSIONLAYER_JOIN in its environment.
@@ -109,7 +108,7 @@ def init(
         owns = False
         shared: dict[tuple[dist.ProcessGroup | None, int | None], Transport] = {}
         if not by_torch:
-            opened = _open_by_library(settings)
+            opened = _open_by_mpi(settings)
             shared[None, settings.ranks_per_node] = opened
             place = _place_in(opened, place, settings.transport)
         elif place.size > 1 and not begun:
@@ -192,13 +191,11 @@ def _name_unknown_variables(place: launch.RankInfo) -> None:
                 _logger.warning("environment variable %s is unknown and has no effect; %s", name, hint)
 
 
-def _open_by_library(settings: config.Config) -> Transport:
-    """Return a transport over the processes of MPI or Horovod. It imports the library."""
-    module = importlib.import_module(f".transport.{settings.transport}", __package__)
-    opened: Transport = module.of_world(
-        settings.timeout, settings.stall_warning, settings.ranks_per_node, settings.checksum
-    )
-    return opened
+def _open_by_mpi(settings: config.Config) -> Transport:
+    """Return a transport over the processes of MPI."""
+    from .transport import mpi  # imported here, because it loads the library
+
+    return mpi.of_world(settings.timeout, settings.stall_warning, settings.ranks_per_node, settings.checksum)
 
 
 def _place_in(transport: Transport, launched: launch.RankInfo, library: str) -> launch.RankInfo:

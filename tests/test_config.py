@@ -21,7 +21,9 @@ def test_file_then_environment(tmp_path: Path) -> None:
     settings = from_file(tmp_path, text, FUSIONLAYER_TIMELINE="/tmp/trace", FUSIONLAYER_TIMEOUT="9.5")
     assert settings == Config("int4", {"group_size": 64}, checksum=True, threads=2, timeout=9.5, timeline="/tmp/trace")
     assert from_file(tmp_path, text).timeout == 7
-    assert from_file(tmp_path, "transport: horovod", FUSIONLAYER_TRANSPORT="mpi").transport == "mpi"
+    assert from_file(tmp_path, "transport: sockets", FUSIONLAYER_TRANSPORT="mpi").transport == "mpi"
+    with pytest.raises(ConfigError, match="transport 'horovod' was removed; leave it out"):
+        from_file(tmp_path, "transport: horovod")
 
 
 def test_an_empty_file_and_empty_variables_change_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from . import records
 from .errors import ConfigError
 from .registry import closest, nearest
 
-TRANSPORTS = ("c10d", "sockets", "auto", "mpi", "horovod")
+TRANSPORTS = ("c10d", "sockets", "auto", "mpi")
 MOST_CONNECTIONS = 64
 
 
@@ -74,8 +74,9 @@ class Config:
         None,
     )
     transport: str = _setting(
-        "`c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), `auto` (the faster of gloo and "
-        "`sockets`, measured at the start), `mpi` (mpi4py, under mpirun) or `horovod`",
+        "what moves bytes between processes: `c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), "
+        "`auto` (`sockets` instead of gloo where a measurement at the start finds them faster) or `mpi` (mpi4py; start "
+        "by mpirun)",
         "c10d",
     )
     connections: int = _setting("TCP connections of `sockets` to each rank, over all interfaces together", 4)
@@ -122,6 +123,10 @@ class Config:
 
     def __post_init__(self) -> None:
         records.check(self)
+        if self.transport == "horovod":
+            raise ConfigError(
+                "transport 'horovod' was removed; leave it out: horovodrun starts jobs over gloo and NCCL"
+            )
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
         for name in ("timeout", "stall_warning"):

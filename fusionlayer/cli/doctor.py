@@ -40,7 +40,7 @@ from .progress import ProgressLine
 from .spawn import run_on_ranks, without_launcher
 from .tables import Column, Table, print_text, show
 
-_PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "horovod", "deepspeed", "matplotlib", "rich")
+_PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "deepspeed", "matplotlib", "rich")
 _NEEDED = ("numpy", "scipy", "PyYAML")
 _PROBE = ["-c", "from fusionlayer.cli.probes import sum_over_ranks; sum_over_ranks()"]
 _PATIENCE = 120.0
@@ -249,10 +249,6 @@ def _transports() -> Iterator[CheckResult]:
         yield CheckResult("transports", "mpi", "none", missing)
     else:
         yield _tried("transports", "mpi", lambda: _try_mpi(mpirun))
-    if find_spec("horovod") is None:
-        yield CheckResult("transports", "horovod", "none", "horovod is not installed")
-    else:
-        yield _tried("transports", "horovod", _try_horovod)
 
 
 def _try_local() -> str:
@@ -278,10 +274,6 @@ def _try_mpi(mpirun: str) -> str:
     oversubscribe = ["--oversubscribe"] if any("Open MPI" in line for line in version) else []
     done = _finish([mpirun, "-n", "2", *oversubscribe, sys.executable, *_PROBE], "mpi", **root)
     return f"{version[0] if version else mpirun}: {done}"
-
-
-def _try_horovod() -> str:
-    return _finish([sys.executable, "-m", "horovod.runner.launch", "-np", "2", sys.executable, *_PROBE], "horovod")
 
 
 def _finish(command: list[str], transport: str, **variables: str) -> str:
