@@ -43,7 +43,6 @@ WRONG = {
     "profile": "[x.yaml]",
     "policy": "3",
     "fidelity": "null",
-    "replan": "1",
     "fallback": "1",
     "error_feedback": "1",
     "feedback_bits": "eight",
@@ -120,11 +119,11 @@ def test_a_missing_file_and_a_wrong_variable_are_refused(tmp_path: Path) -> None
 
 
 def test_planning_stands_below_its_key_or_at_the_top(tmp_path: Path) -> None:
-    wanted = Config(planning=PlanningSettings(planner="wfbp", replan=False))
+    wanted = Config(planning=PlanningSettings(planner="wfbp", ahead=False))
     for text in (
-        "planning: {planner: wfbp, replan: false}",
-        "planner: wfbp\nreplan: false",
-        "planner: wfbp\nplanning: {replan: false}",
+        "planning: {planner: wfbp, ahead: false}",
+        "planner: wfbp\nahead: false",
+        "planner: wfbp\nplanning: {ahead: false}",
     ):
         assert from_file(tmp_path, text) == wanted
     with pytest.raises(ConfigError, match="planner stands below `planning` and outside of it; write it once"):
@@ -136,17 +135,17 @@ def test_planning_stands_below_its_key_or_at_the_top(tmp_path: Path) -> None:
 
 
 def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) -> None:
-    text = "codec: topk\ncodec_options: {density: 0.1}\npolicy: p.yaml\nplan: plan.yaml\nreplan: true\nlanes: 3\n"
-    variables = {"CODEC": "int4", "REPLAN": "0", "PLANNER_OPTIONS": "{cap: 9}", "LANES": "null", "THREADS": "2"}
+    text = "codec: topk\ncodec_options: {density: 0.1}\npolicy: p.yaml\nplan: plan.yaml\nahead: true\nlanes: 3\n"
+    variables = {"CODEC": "int4", "AHEAD": "0", "PLANNER_OPTIONS": "{cap: 9}", "LANES": "null", "THREADS": "2"}
     settings = from_file(tmp_path, text, **{f"FUSIONLAYER_{key}": value for key, value in variables.items()})
     # The file's options, policy and plan are of other codecs.
     assert settings == Config(
-        "int4", planning=PlanningSettings(replan=False, planner_options={"cap": 9}), lanes=None, threads=2
+        "int4", planning=PlanningSettings(ahead=False, planner_options={"cap": 9}), lanes=None, threads=2
     )
     for given in ("eth0,eth1", "[eth0, eth1]"):
         assert from_file(tmp_path, text, FUSIONLAYER_INTERFACES=given).interfaces == ("eth0", "eth1")
-    mine = from_file(tmp_path, text, FUSIONLAYER_PLANNER="wfbp", FUSIONLAYER_PLAN="mine.yaml", FUSIONLAYER_REPLAN="off")
-    assert mine.planning == PlanningSettings(planner="wfbp", plan="mine.yaml", policy="p.yaml", replan=False)
+    mine = from_file(tmp_path, text, FUSIONLAYER_PLANNER="wfbp", FUSIONLAYER_PLAN="mine.yaml", FUSIONLAYER_AHEAD="off")
+    assert mine.planning == PlanningSettings(planner="wfbp", plan="mine.yaml", policy="p.yaml", ahead=False)
     assert {f"FUSIONLAYER_{name.upper()}" for name in config.flat(Config())} < set(config.VARIABLES)
 
 
@@ -155,8 +154,8 @@ def test_every_setting_has_a_variable_that_wins_over_the_file(tmp_path: Path) ->
     [
         ("LANES", "two", "FUSIONLAYER_LANES='two'; expected a whole number"),
         ("LANES", "0", "FUSIONLAYER_LANES=0: lanes=0; expected at least 1, or null"),
-        ("REPLAN", "maybe", "FUSIONLAYER_REPLAN='maybe'; expected 1 or 0"),
-        ("REPLAN", "null", "FUSIONLAYER_REPLAN='null'; expected 1 or 0"),
+        ("ENCRYPT", "maybe", "FUSIONLAYER_ENCRYPT='maybe'; expected 1 or 0"),
+        ("ENCRYPT", "null", "FUSIONLAYER_ENCRYPT='null'; expected 1 or 0"),
         ("CODEC_OPTIONS", "{bits", "FUSIONLAYER_CODEC_OPTIONS='{bits'; expected keys and values, as YAML"),
         ("CODEC_OPTIONS", "bits", "FUSIONLAYER_CODEC_OPTIONS=bits: codec_options='bits'; expected keys and values"),
         ("TRANSPORT", "mpii", "FUSIONLAYER_TRANSPORT=mpii: unknown transport 'mpii'"),

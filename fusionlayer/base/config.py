@@ -40,7 +40,7 @@ class PlanningSettings:
         "codecs of `auto`: `lossless`, `near_lossless` (change at most 1e-4 of a Gaussian's energy) or `aggressive`",
         "near_lossless",
     )
-    replan: bool = _setting("with planners that need costs: plan again when steps have drifted", True)
+
     fallback: str | None = _setting(
         "codec of a bucket, such as `raw`, after its own has lost more than 0.8 of the values; null: only a warning",
         None,
@@ -124,9 +124,7 @@ class Config:
     def __post_init__(self) -> None:
         records.check(self)
         if self.transport == "horovod":
-            raise ConfigError(
-                "transport 'horovod' was removed; leave it out: horovodrun starts jobs over gloo and NCCL"
-            )
+            raise ConfigError("transport 'horovod' was removed; leave it out: horovodrun starts jobs over gloo or NCCL")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"unknown transport {self.transport!r}; {nearest(self.transport, [*TRANSPORTS])}")
         for name in ("timeout", "stall_warning"):
@@ -168,6 +166,7 @@ REMOVED: Mapping[str, str] = {
     "grace": "it did not make runs faster; ranks wait for each other less often with sync=fl.Local(...)",
     "autotune": "it did not make steps faster than the default planner; codec='auto' chooses codecs by measured costs",
     "autotune_options": "autotune did not make steps faster than the default planner",
+    "replan": "a plan by costs is made once, after the first steps",
 }
 """Settings and arguments that were removed: the reason, or the replacement."""
 

@@ -1,12 +1,9 @@
-"""Planning while training runs: measure the first steps, make a plan from that, and plan again when steps drift."""
+"""Planning while training runs: measure the first steps, and make a plan from that."""
 
 from __future__ import annotations
 
 import logging
-import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 
@@ -23,7 +20,6 @@ from .bucket_costs import codec_of, short_name
 from .cluster import Scenario
 from .codec_rules import CodecChoice, CodecRules
 from .collective_phases import ALGORITHMS
-from .drift import Drift, TypicalStep
 from .plans import make_plan
 from .prediction import predict_plan
 from .profile import Profile
@@ -37,34 +33,11 @@ CANDIDATES = ("raw", "bf16", "int8", "int4", "int3", "int2", "topk", "chunked_to
 _logger = logging.getLogger("fusionlayer")
 
 
-@dataclass(frozen=True)
-class ReplanSchedule:
-    """When an online planner measures, and when it looks for drift.
-
-    Attributes:
-        warm_up: steps that do not count, after the first step and after each switch.
-        measured: steps whose medians are the costs of backward.
-        between_looks: steps of each sample's medians; doubled with every new plan.
-        looks: number of consecutive deviating samples before the planner measures again.
-        tolerance: share by which a time may change.
-        gain: share of the predicted step that a new plan must save to replace one that drifted.
-    """
-
-    warm_up: int = 2
-    measured: int = 5
-    between_looks: int = 50
-    looks: int = 3
-    tolerance: float = 0.3
-    gain: float = 0.05
-
-
 class OnlinePlanner(PlanController):
     """Gives an engine a plan, or the codecs of a policy, from costs that it measures in training.
 
-    The engine begins with a plan that needs no costs. After ``ReplanSchedule.measured`` steps training waits while all
-    ranks measure codecs and collectives together and take the means. Rank 0 plans, and every rank gets its plan. From
-    then on the ranks compare their steps with the first ones under that plan, in one small message at each look. When
-    several looks in a row are off, they measure and plan again.
+    The engine begins with a plan that needs no costs. After ``measured`` steps training waits while all ranks measure
+    codecs and collectives together and take the means. Rank 0 plans, and every rank gets its plan, which stays.
 
     A device reports the seconds of a step some time after its end, or not at all. So steps are counted as they end, the
     same on all ranks, and those with known seconds count.
@@ -76,10 +49,11 @@ class OnlinePlanner(PlanController):
         rank: this rank; rank 0 plans and writes to the log.
         nodes: number of ranks of each node.
         algorithm: collective; None chooses. With rules it is ignored: each codec has its own.
-        ahead: encode gradients one by one as they arrive; None: the codec's default.
-        replan: look for drift.
+        ahead: encode gradients one by one as they arrive; None: as the codec does by default.
+        local_size: ranks of this host, which share its cores.
         clock: the clock of the gradients' device.
-        schedule: when to measure and look.
+        warm_up: steps that do not count, after the first step.
+        measured: steps whose medians are the costs of backward.
 
     Attributes:
         profile: the costs that the last plan was made from; None before the first.
@@ -98,9 +72,10 @@ class OnlinePlanner(PlanController):
         *,
         algorithm: str | None = None,
         ahead: bool | None = None,
-        replan: bool = True,
+        local_size: int = 1,
         clock: Clock = HOST,
-        schedule: ReplanSchedule = ReplanSchedule(),
+        warm_up: int = 2,
+        measured: int = 5,
     ) -> None:
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise ConfigError(
@@ -114,26 +89,22 @@ class OnlinePlanner(PlanController):
         self._nodes = tuple(nodes)
         self._algorithm = algorithm
         self._ahead = ahead
-        self._replan = replan
+        self._local_size = local_size
         self._clock = clock
-        self._schedule = schedule
+        self._warm_up, self._measured = warm_up, measured
         # The fields below need no lock. The thread that submits writes them in ``note_step``, a communication thread in
         # ``next_plan``; meanwhile the engine lets the first thread wait.
         self.profile: Profile | None = None
         self._measuring = True
-        self._skip = schedule.warm_up
+        self._skip = warm_up
         self._from = 0  # the first step that counts
         self._ended = 0  # steps that have ended since
         self._steps: list[StepSeconds] = []
-        self._paces: list[TypicalStep] = []
-        self._drift = Drift(schedule.tolerance, schedule.looks)
-        self._plans = 0
         self._present: FusionPlan | None = None
-        self._predicted: SimulatedStep | None = None
 
     def __str__(self) -> str:
         codec = self._codec if not isinstance(self._codec, Mapping) else sorted(map(str, set(self._codec.values())))
-        return f"{self._planner} {codec} {self._algorithm} {self._ahead} {self._replan} {self._schedule}"
+        return f"{self._planner} {codec} {self._algorithm} {self._ahead} {self._warm_up} {self._measured}"
 
     def plan_by(self, profile: Profile) -> FusionPlan:
         """Return the plan for the costs of a profile; the first steps are then not measured."""
@@ -146,64 +117,35 @@ class OnlinePlanner(PlanController):
                 f"{differ[0]!r}: profile has {given.get(differ[0], 'none')}, model has {known.get(differ[0], 'none')}; "
                 "measure one of this model, or leave it out to have the first steps measured"
             )
-        self.profile, self._measuring, self._plans = profile, False, 1
-        plan, self._predicted = self._plan(profile)
-        self._say("planner %s by profile %r: %s", self._planner.name, profile.title, _words(plan, self._predicted))
+        self.profile, self._measuring = profile, False
+        plan, predicted = self._plan(profile)
+        self._say("planner %s by profile %r: %s", self._planner.name, profile.title, _words(plan, predicted))
         return plan
 
     # ---- PlanController ----------------------------------------------------------------------------------------------
 
     def note_step(self, plan: FusionPlan | None, step: int, seconds: StepSeconds | None) -> None:
-        """Keep the seconds of a step for the next plan or sample."""
+        """Keep the seconds of a step, as far as the plan needs them."""
         self._present = plan
         if self._skip:
             self._skip -= 1
             self._from = step + 1
             return
         self._ended += 1
-        if seconds is None or step - seconds.late < self._from:
-            return
-        if self._measuring:
+        if self._measuring and seconds is not None and step - seconds.late >= self._from:
             self._steps.append(seconds)
-        elif self._replan:
-            self._paces.append(TypicalStep(seconds.backward, sum(seconds.buckets.values()), seconds.waiting))
 
     def due(self, step: int) -> bool:
-        """Return whether it is time to plan or to look."""
-        # A rank that called ``next_plan`` alone would wait for the others for ever. So only counts decide that are the
-        # same on all ranks: of steps, and of plans.
-        if self._measuring:
-            return self._ended >= self._schedule.measured
-        between = self._schedule.between_looks << min(max(0, self._plans - 1), 10)
-        return self._replan and self._ended >= between
-
-    def next_plan(self, transport: Transport) -> FusionPlan | None:
-        """Measure and plan; or take a look, and after drift begin to measure."""
-        self._ended = 0
-        if self._measuring:
-            return self._measure_and_plan(transport)
-        self._look(transport)
-        return None
+        """Return whether it is time to plan."""
+        # A rank that called ``next_plan`` alone would wait for the others for ever. So a count decides that is the same
+        # on all ranks.
+        return self._measuring and self._ended >= self._measured
 
     # ---- on the communication thread --------------------------------------------------------------------------------
 
-    def _look(self, transport: Transport) -> None:
-        names = [field.name for field in fields(TypicalStep)]
-        samples = [[getattr(pace, name) for pace in self._paces] for name in names]
-        middle = [statistics.median(each) if each else math.nan for each in samples]
-        self._paces.clear()
-        # All ranks see the same mean, so all find the same drift and begin to measure with the same step.
-        pace = TypicalStep(*average(middle, transport))
-        if math.isnan(pace.backward):
-            return  # some rank's device has reported nothing
-        if self._drift.reference is None and self._predicted is not None:
-            self._say("the plan in use waits %s a step, %s predicted", _ms(pace.waiting), _ms(self._predicted.waiting))
-        drifted = self._drift.look(pace)
-        if drifted is not None:
-            self._measuring, self._skip = True, 0
-            self._say("training has drifted: %s; costs are measured again", drifted)
-
-    def _measure_and_plan(self, transport: Transport) -> FusionPlan | None:
+    def next_plan(self, transport: Transport) -> FusionPlan | None:
+        """Measure and plan."""
+        self._ended = 0
         (known,) = average([float(bool(self._steps))], transport)
         if known < 1:
             self._say("a device has not reported yet how long its steps take; the next ones are measured too")
@@ -211,9 +153,7 @@ class OnlinePlanner(PlanController):
             return None
         self.profile = profile_training(self._steps, self._tensors, self._to_measure(), transport, self._clock)
         self._steps.clear()
-        self._measuring, self._skip = False, self._schedule.warm_up
-        self._drift = Drift(self._schedule.tolerance, self._schedule.looks)
-        self._plans += 1
+        self._measuring = False
         # One rank plans for all: nothing that differs between hosts, such as a library's version, can make two plans.
         plan = self._better(self.profile) if self._rank == 0 else None
         return _from_rank_0(plan, transport)
@@ -237,12 +177,9 @@ class OnlinePlanner(PlanController):
         assert self._present is not None
         plan, prediction = self._plan(profile)
         before = predict_plan(profile, self._present, self._scenario(profile), measured=True)
-        stays = self._plans > 1 and prediction.seconds > (1 - self._schedule.gain) * before.seconds
-        if stays or plan.digest() == self._present.digest():
-            self._predicted = before
+        if plan.digest() == self._present.digest():
             self._say("planner %s keeps the plan: %s", self._planner.name, _words(self._present, before))
             return None
-        self._predicted = prediction
         self._say(
             "planner %s switches to %s; so far %s",
             self._planner.name,

@@ -86,12 +86,7 @@ def make_engine(
     ``arrange`` may change its planning, and ``more`` tensors are sent than those that are planned.
     """
     settings = context.settings()
-    switches = {
-        "ahead": options.planning.ahead,
-        "error_feedback": options.error_feedback,
-        "replan": options.planning.replan,
-    }
-    for name, value in switches.items():
+    for name, value in {"ahead": options.planning.ahead, "error_feedback": options.error_feedback}.items():
         if value not in (None, True, False):
             raise ConfigError(f"{name}={value!r}; expected True, False or None")
     planning = make_planning(options, tensors, transport.rank, transport.node_sizes, device, overlap_forward, idle=idle)
@@ -202,7 +197,6 @@ def make_planning(
             f"algorithm={algorithm!r} and ahead={ahead!r} with codec 'auto' or a policy, which choose both for each "
             "codec; leave them out"
         )
-    replan = settings.planning.replan if options.planning.replan is None else options.planning.replan
     plan_controller: PlanController | None = None
     if plan is None and by_costs:
         from ..planning.online import OnlinePlanner  # imported here, because it imports the profiler
@@ -215,7 +209,7 @@ def make_planning(
             nodes,
             algorithm=algorithm,
             ahead=ahead,
-            replan=replan,
+            local_size=context.local_size(),
             clock=clock_of(device),
         )
         profile = options.planning.profile if options.planning.profile is not None else settings.planning.profile

@@ -88,7 +88,7 @@ def register(
             )
         return hook
     given: Mapping[str, object] = codec_options
-    refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "replan", "fallback"} & given.keys())
+    refused = sorted({"planner", "plan", "profile", "policy", "fidelity", "fallback"} & given.keys())
     if refused:
         raise ConfigError(
             f"ddp.register got {refused[0]}={given[refused[0]]!r}; DDP makes its own buckets, which are all sent "

@@ -31,7 +31,6 @@ class Planning:
             With it, no steps are measured first.
         policy: rules that give each gradient a codec, or a file with them, instead of ``codec``.
         fidelity: for ``codec="auto"``: "lossless", "near_lossless" or "aggressive".
-        replan: measure and plan again after drift, if the plan depends on costs.
         ahead: encode each gradient by itself as it arrives, ahead of fusion; False encodes whole buckets. None does
             what ``algorithm`` needs, or without one what suits the codec: ahead for sparsifiers.
         fallback: name of a codec, such as "int8" or "raw", for a bucket on all ranks after its own codec has lost more
@@ -44,7 +43,6 @@ class Planning:
     profile: Profile | str | Path | None = None
     policy: CodecRules | str | Path | None = None
     fidelity: str | None = None
-    replan: bool | None = None
     ahead: bool | None = None
     fallback: str | None = None
     groups: int | Sequence[Sequence[Tensor]] | None = None
@@ -61,7 +59,6 @@ class PlanningOptions(CodecOptions, total=False):
     profile: Profile | str | Path | None
     policy: CodecRules | str | Path | None
     fidelity: str | None
-    replan: bool | None
     ahead: bool | None
     fallback: str | None
     groups: int | Sequence[Sequence[Tensor]] | None

@@ -73,20 +73,6 @@ def test_what_a_device_tells_late_of_the_warm_up_does_not_count() -> None:
     assert driven([late(steps)] * 2)[3] == pytest.approx([0.02, 0.02])
 
 
-# ---- drift ----------------------------------------------------------------------------------------------------------
-
-
-def gaps(steps: Steps) -> list[StepSeconds | None]:
-    return [None if i % 3 == 2 else each for i, each in enumerate(steps)]
-
-
-def test_drift_of_a_device_is_seen() -> None:
-    slow = [*USUAL, *[step_of(0.03)] * 300]
-    plans, devices, measured, _ = driven([late(gaps(slow)), late(slow)])
-    assert plans[0] == plans[1] and measured == 2
-    assert [device.waits for device in devices] == [0, 0]
-
-
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
 
