@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 
 from .. import codecs
@@ -14,7 +13,6 @@ from ..planning.cluster import Scenario
 from ..planning.prediction import plan_costs, predict_plan
 from ..planning.profile import Profile
 from ..planning.simulation import SimulatedStep
-from ..planning.zipped_costs import expected_costs
 from ..scheduler.fusing import check_pairs
 from . import ratio
 from .arguments import check_file
@@ -23,9 +21,6 @@ from .predicted_step import write_trace
 from .resolve import scenario_of
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit, in_words
-
-_ZIP = "zip"
-_SWITCH_SIZES = (1 << 20, 16 << 20)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -44,8 +39,7 @@ def run(options: argparse.Namespace) -> None:
     found = predict_plan(profile, plan, scenario, measured)
     title = f"{profile.title}: {plan.world_size} workers, {scenario.rate}"
     raw = _alone(profile, scenario, plan.world_size, measured)
-    switch = _switch(profile, scenario, plan.world_size)
-    show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw), *switch], options.columns)
+    show([_buckets(title, profile, plan, found), _tensors(profile, plan, costs, raw)], options.columns)
     print_text(_sent_by_node(profile, plan, scenario))
     if plan.reason:
         print_text(f"Sizes: {plan.reason}.")
@@ -146,25 +140,6 @@ def _tensors(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], r
         Column("saves", saving, unit),
     ]
     return Table("Tensors, in order of arrival: each by itself, and what its codec saves against raw", columns)
-
-
-def _switch(profile: Profile, scenario: Scenario, workers: int) -> list[Table]:
-    """Return a table of the size from which zipping is predicted to make lossless collectives faster, or none."""
-    if _ZIP not in profile.codecs or workers < 2:
-        return []
-    expected = expected_costs(profile, scenario, workers, _ZIP)
-    forms = [f"{size >> 20} MiB{form}" for size in _SWITCH_SIZES for form in ("", f" {_ZIP}")]
-    rows = [[seconds for size in _SWITCH_SIZES for seconds in costs.seconds(size)] for costs in expected.values()]
-    unit, cells = in_one_unit(SECONDS, *zip(*rows, strict=True))
-    sizes = [None if size == math.inf else size for size in (costs.zips_from() for costs in expected.values())]
-    volume, (thresholds,) = in_one_unit(BYTES, sizes)
-    columns = [
-        Column("collective", list(expected), text=True),
-        *(Column(form, column, unit) for form, column in zip(forms, cells, strict=True)),
-        Column(f"{_ZIP} pays from", [size or "never" for size in thresholds], volume),
-    ]
-    title = f"Lossless collectives of f32, by bytes that a worker sends: as they are, and by {_ZIP} (ZipCCL, eq. 6, 7)"
-    return [Table(title, columns)]
 
 
 def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -> BucketCosts | None:

@@ -13,7 +13,6 @@ from ..tables import add_columns
 _COLUMNS = (
     *("bucket", "tensors", "elements", "sends", "codec", "sent by", "sent in steps", "F", "C", "ready", "start"),
     *("end", "idle", "tensor", "bits", "alone", "saves"),
-    *("collective", "1 MiB", "1 MiB zip", "16 MiB", "16 MiB zip", "zip pays from"),
 )
 
 _EPILOG = """\
