@@ -126,7 +126,7 @@ def init(
 
 def _join_members(settings: config.Config, place: launch.RankInfo, begun: bool, elastic: bool) -> _JobState:
     """Return an elastic job: of the processes that a launcher has started, or one that this process joins later."""
-    address, roster = os.environ.get("FUSIONLAYER_JOIN"), os.environ.get("FUSIONLAYER_ROSTER") or None
+    address, written = os.environ.get("FUSIONLAYER_JOIN"), os.environ.get("FUSIONLAYER_MEMBERS") or None
     if not elastic:
         raise ConfigError(
             f"FUSIONLAYER_JOIN={address} and no elastic=True: call fusionlayer.init(elastic=True), or unset it"
@@ -145,13 +145,13 @@ def _join_members(settings: config.Config, place: launch.RankInfo, begun: bool, 
             f"elastic=True with rates={list(settings.rates)}, which are those of certain ranks; leave rates out"
         )
     if address:
-        members = Members.newcomer(address, settings, roster)
+        members = Members.newcomer(address, settings, written)
     else:
         store = None
         if place.size > 1:
             store = launch.make_store(place, settings.timeout)
             place = launch.settle(place, store, settings.timeout)
-        members = Members.begin(place, store, settings, launch.is_on_one_host(place), roster)
+        members = Members.begin(place, store, settings, launch.is_on_one_host(place), written)
     job = _JobState(members.place, settings, False, {}, members)
 
     def adopt() -> None:

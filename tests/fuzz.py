@@ -306,7 +306,7 @@ def _stores() -> Iterator[tuple[str, Parser]]:
     yield "identity", Parser([identity], lambda data: Identity.decode(data).trouble(Identity.own()))
 
 
-def _desks() -> Iterator[tuple[str, Parser]]:
+def _member_stores() -> Iterator[tuple[str, Parser]]:
     where = generation.MemberAddress("node", ("host", "10.0.0.1"), 29500, "token")
     member = generation.Member("a", where, Identity.own().encode())
     now = generation.Generation(3, (member, member), ("a",), 7, where, ())
@@ -507,7 +507,7 @@ def _codec_messages() -> Iterator[tuple[str, Parser]]:
 
 def parsers(place: Path) -> dict[str, Parser]:
     """Return all parsers; those of files keep them in the folder ``place``."""
-    makers = (_updates(), _folders(place), _stores(), _desks(), _messages(), _texts(), _lists(place), _codec_messages())
+    makers = (_updates(), _folders(place), _stores(), _member_stores(), _messages(), _texts(), _codec_messages())
     return {name: parser for maker in makers for name, parser in maker}
 
 

@@ -59,9 +59,9 @@ def status(folder: Path) -> Path:
     return folder / "status.json"
 
 
-def roster(folder: Path) -> Path:
-    Members.begin(RankInfo(0, 1, 0, 1, "test"), None, Config(), True, str(folder / "roster.json"))
-    return folder / "roster.json"
+def member_list(folder: Path) -> Path:
+    Members.begin(RankInfo(0, 1, 0, 1, "test"), None, Config(), True, str(folder / "members.json"))
+    return folder / "members.json"
 
 
 def meet(folder: Path) -> Path:
@@ -79,7 +79,7 @@ WRITERS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "save_delta": (save_delta, (f".00000000.{PID}",)),
     "save_ranks": (save_ranks, (f".rank 0 of 1.{PID}",)),
     "FUSIONLAYER_STATUS": (status, (f".status.json.{PID}",)),
-    "FUSIONLAYER_ROSTER": (roster, (f".roster.json.{PID}",)),
+    "FUSIONLAYER_MEMBERS": (member_list, (f".members.json.{PID}",)),
     "meeting": (meet, (f"fusionlayer-{os.getuid()}-job.{PID}",)),
 }
 

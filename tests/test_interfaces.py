@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from fusionlayer import context
 from fusionlayer.base.errors import TransportError
-from fusionlayer.elastic import desk, members
+from fusionlayer.elastic import member_store, members
 from fusionlayer.health.processes import is_refused
 from fusionlayer.launch import stores
 from fusionlayer.launch.meeting import HorovodBoard
@@ -69,9 +69,11 @@ def test_what_is_opened_for_other_hosts_is_at_the_interfaces_that_are_named_alon
     interfaces.restrict(["nosuch", "lo"])
     assert interfaces.own_address() == "127.0.0.1" and interfaces.allowed_address("127.0.0.1") == "127.0.0.1"
     assert interfaces.allowed_address("no.such.name.invalid") == interfaces.allowed_address("\0" * 99) == ""
-    kept, where = desk.open_store(False, 5.0)
+    kept, where = member_store.open_store(False, 5.0)
     assert listens(where.port) == {"127.0.0.1"} and where.names == ("127.0.0.1",)
-    assert desk.reach(where, 5.0).check(["x"]) is False and not is_refused(desk.names(where), where.port)
+    assert member_store.reach(where, 5.0).check(["x"]) is False and not is_refused(
+        member_store.names(where), where.port
+    )
     side = _side_store.open_store(0, 5.0, lambda _: None)
     assert isinstance(side, TCPStore) and listens(side.port) == {"127.0.0.1"}
     store = stores.open_store("127.0.0.1", 0, 0, 1, 5.0, serve_it=True)
@@ -108,11 +110,11 @@ def test_stores_and_members_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     with stores.listen("") as listener:
         for address in ("127.0.0.1", "::1"):
             socket.create_connection((address, listener.getsockname()[1])).close()
-    (found,) = members._desks("[fd00::2]:1234")
+    (found,) = members._named_by("[fd00::2]:1234")
     assert (found.names, found.port) == (("fd00::2",), 1234)
-    monkeypatch.setattr(desk, "own_address", lambda: "::1")
-    kept, where = desk.open_store(False, 5.0)
-    assert where.names == ("::1",) and listens(where.port) == {"::1"} and desk.reach(where, 5.0) and kept
+    monkeypatch.setattr(member_store, "own_address", lambda: "::1")
+    kept, where = member_store.open_store(False, 5.0)
+    assert where.names == ("::1",) and listens(where.port) == {"::1"} and member_store.reach(where, 5.0) and kept
     with stores.listen("::1") as server:
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "::1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(server.getsockname()[1]))

@@ -40,6 +40,7 @@ WORDS = [
     Word(
         r"\broll call|\bcadences?\b|\btellers?\b", "the teller's board", "the reporter's board", "reporter, step state"
     ),
+    Word(r"\b[Dd]esks?\b|\b[Rr]osters?\b", "a member's desk", "a member's store", "store, member list"),
     Word(r"\bbr(ings?|ought)\b", "what brings messages", "what copies messages", "fetch, copy"),
 ]
 

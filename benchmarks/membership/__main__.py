@@ -146,7 +146,7 @@ def run(
 
 def _pids(folder: Path) -> list[int]:
     """Return the processes of the members, in the order of ranks."""
-    members = json.loads((folder / "roster").read_text())["members"]
+    members = json.loads((folder / "members").read_text())["members"]
     return [Identity.decode(member["identity"].encode()).pid for member in members]
 
 

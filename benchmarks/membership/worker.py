@@ -38,12 +38,12 @@ def main(folder: str, rank: int, model: str, seed: int, pause: float, elastic: b
         elastic: whether ranks may be lost.
     """
     torch.set_num_threads(1)
-    os.environ.update(TMPDIR=folder, FUSIONLAYER_ROSTER=f"{folder}/roster", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(TMPDIR=folder, FUSIONLAYER_MEMBERS=f"{folder}/members", GLOO_SOCKET_IFNAME="lo")
     os.environ.update(TORCH_CPP_LOG_LEVEL="ERROR")
     if rank < FIRST:
         os.environ.update(PMI_RANK=str(rank), PMI_SIZE=str(FIRST), PMIX_NAMESPACE=f"benchmark-{seed}")
     else:
-        os.environ["FUSIONLAYER_JOIN"] = f"{folder}/roster"
+        os.environ["FUSIONLAYER_JOIN"] = f"{folder}/members"
     fl.init(TIMEOUT, elastic=elastic)
     members = fl.membership() if elastic else None
     workload = make_workload(model, seed, rank)

@@ -1,6 +1,6 @@
 """How the remaining members, and newcomers, agree on the next generation.
 
-The member with the lowest rank that still lives leads. The others report their progress to its desk. When all that
+The member with the lowest rank that still lives leads. The others report their progress to its store. When all that
 live have done so, the leader writes the next generation there. If the leader is lost meanwhile, they go to the next.
 
 Two halves of a job must not both continue. So a generation needs more than half of the last one's members, or proof
@@ -19,13 +19,12 @@ from torch.distributed import Store
 from ..base.errors import TransportError
 from ..health.processes import Ends
 from ..process import outages
-from .desk import DistantStore, is_reachable, names
 from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
+from .member_store import DistantStore, is_reachable, names
 
 _logger = logging.getLogger("fusionlayer")
 
-# Seconds between two reads of a number in a store replica: at least this share of the time waited so far, at most
-# ``_LOOK``.
+# Seconds between two looks at a number in a store: a share of the time waited so far, at least, and ``_LOOK`` at most.
 _POLL, _POLL_SHARE = 0.004, 0.125
 # Seconds between two looks at whether a process still lives: on this host, and by a connection to another.
 _LOOK, _PROBE = 0.05, 0.5
@@ -33,31 +32,31 @@ _LOOK, _PROBE = 0.05, 0.5
 _BLAMED = 5.0
 # Processes that ask to join at once.
 _MOST_VISITORS = 1024
-# Seconds that a request to a desk may take. A read on another host takes a millisecond, but no member is left out
-# because its host is busy.
+# Seconds that a request to a store may take. One on another host takes a millisecond, but no member is left out because
+# its host is busy.
 PATIENCE = _BLAMED
-# Keys of a desk: the newest generation that its member knows; how many processes have come, and have identified
+# Keys of a member's store: the newest generation that it knows; how many processes have come, and have identified
 # themselves; how often the generation was written, and how many reports: numbers, for which others wait.
-ROSTER, TICKETS, KNOCKS = "roster", "tickets", "knocks"
+NEWEST, TICKETS, KNOCKS = "newest", "tickets", "knocks"
 _WRITTEN, _REPORTS = "written", "reports"
 
 
-def publish(desk: Store, generation: Generation) -> None:
-    """Write the newest generation that a member knows to its desk."""
-    desk.set(ROSTER, generation.encode())
-    desk.add(_WRITTEN, 1)
+def publish(store: Store, generation: Generation) -> None:
+    """Write the newest generation that a member knows to its store."""
+    store.set(NEWEST, generation.encode())
+    store.add(_WRITTEN, 1)
 
 
 class _GenerationReader:
-    """The newest generation at another member's desk. It has a text for each member, so only new ones are read."""
+    """The newest generation at another member's store. It has a text for each member, so it is read when it is new."""
 
-    def __init__(self, desk: DistantStore) -> None:
-        self._desk, self._seen, self._started = desk, -1, time.monotonic()
+    def __init__(self, store: DistantStore) -> None:
+        self._store, self._seen, self._started = store, -1, time.monotonic()
 
     def read(self) -> Generation | None:
         """Return the generation if it was written since it was read last."""
-        seen, self._seen = self._seen, self._desk.add(_WRITTEN, 0)
-        return None if seen == self._seen else Generation.decode(self._desk.get(ROSTER))
+        seen, self._seen = self._seen, self._store.add(_WRITTEN, 0)
+        return None if seen == self._seen else Generation.decode(self._store.get(NEWEST))
 
     def pause(self) -> None:
         """Sleep until the next ``read`` is due."""
@@ -73,14 +72,14 @@ class Former:
 
     Args:
         me: this member.
-        desk: its own store.
+        store: its own.
         timeout: seconds that others have to report.
         open_next: opens the store of a generation that this member leads.
     """
 
-    def __init__(self, me: Member, desk: Store, timeout: float, open_next: Callable[[], MemberAddress]) -> None:
+    def __init__(self, me: Member, store: Store, timeout: float, open_next: Callable[[], MemberAddress]) -> None:
         self._me = me
-        self._desk = desk
+        self._store = store
         self._timeout = timeout
         self._open_next = open_next
         self._ends = Ends()
@@ -95,7 +94,7 @@ class Former:
             base = report.generation
             if base.rank_of(self._me.id) is None:
                 raise self._excluded(base)
-            publish(self._desk, base)
+            publish(self._store, base)
             leader = next(
                 (each for each in base.members if each == self._me or not (each.id in silent or self._is_gone(each))),
                 self._me,
@@ -114,8 +113,8 @@ class Former:
         raise Final(f"no generation after {report.generation.number} within {2 * self._timeout:g} s")
 
     def has_visitors(self) -> bool:
-        """Return whether processes ask at this member's desk to join."""
-        return self._desk.add(KNOCKS, 0) > self._heard
+        """Return whether processes ask at this member's store to join."""
+        return self._store.add(KNOCKS, 0) > self._heard
 
     # ---- by another's lead ------------------------------------------------------------------------------------------
 
@@ -123,10 +122,10 @@ class Former:
         """Report to ``leader`` and return what it forms; or a report of a newer one that has ended already."""
         base, end = report.generation, time.monotonic() + 2 * self._timeout
         try:
-            desk = DistantStore(leader.desk, PATIENCE)
-            desk.set(f"report/{self._me.id}", report.encode())
-            desk.add(_REPORTS, 1)
-            look, there = time.monotonic() + _LOOK, _GenerationReader(desk)
+            store = DistantStore(leader.address, PATIENCE)
+            store.set(f"report/{self._me.id}", report.encode())
+            store.add(_REPORTS, 1)
+            look, there = time.monotonic() + _LOOK, _GenerationReader(store)
             while time.monotonic() < end:
                 newest = there.read()
                 if newest is not None and newest.number > base.number:
@@ -164,9 +163,9 @@ class Former:
         ended: set[str] = set()
         seen = -1
         while True:
-            before, seen = seen, self._desk.add(_REPORTS, 0)
+            before, seen = seen, self._store.add(_REPORTS, 0)
             for each in others if seen != before else ():
-                if each.id not in reports and self._desk.check([f"report/{each.id}"]):
+                if each.id not in reports and self._store.check([f"report/{each.id}"]):
                     told = self._told(f"report/{each.id}")
                     if told is None:
                         continue
@@ -186,7 +185,7 @@ class Former:
             if all(each in given_up for each in unknown):
                 break
             if too_few and now > again and all(each.id in silent for each in unknown):
-                if is_reachable(unknown[0].desk, PATIENCE):
+                if is_reachable(unknown[0].address, PATIENCE):
                     silent.discard(unknown[0].id)
                     return report
                 again = time.monotonic() + _PROBE
@@ -200,17 +199,17 @@ class Former:
             )
         formed = self._next(base, reports, others)
         for each in others:
-            self._desk.delete_key(f"report/{each.id}")
-        publish(self._desk, formed)
+            self._store.delete_key(f"report/{each.id}")
+        publish(self._store, formed)
         return formed
 
     def _told(self, key: str) -> MemberReport | None:
         """Return a member's report; None if another value stands there, which is deleted."""
         try:
-            return MemberReport.decode(self._desk.get(key))
+            return MemberReport.decode(self._store.get(key))
         except TransportError as error:
             _logger.warning("a report is ignored: %s", error)
-            self._desk.delete_key(key)
+            self._store.delete_key(key)
             return None
 
     def _next(self, base: Generation, reports: dict[str, MemberReport], others: Sequence[Member]) -> Generation:
@@ -242,27 +241,27 @@ class Former:
     def _visitors(self) -> list[Member]:
         """Return the processes that ask to join and still live."""
         found: dict[str, Member] = {}  # one may have asked twice
-        self._heard = self._desk.add(KNOCKS, 0)
-        # Any process that reaches the desk can count up, and write there.
-        last = min(self._desk.add(TICKETS, 0), max(self._handled, default=0) + _MOST_VISITORS)
+        self._heard = self._store.add(KNOCKS, 0)
+        # Any process that reaches the store can count up, and write there.
+        last = min(self._store.add(TICKETS, 0), max(self._handled, default=0) + _MOST_VISITORS)
         for number in range(1, last + 1):
             key = f"knock/{number}"
-            if number not in self._handled and self._desk.check([key]):
+            if number not in self._handled and self._store.check([key]):
                 self._handled.add(number)
                 try:
-                    member = decode_member(self._desk.get(key))
+                    member = decode_member(self._store.get(key))
                 except TransportError as error:
                     _logger.warning("a process that asks to join is ignored: %s", error)
                     continue
                 finally:
-                    self._desk.delete_key(key)
+                    self._store.delete_key(key)
                 if not self._is_gone(member):
                     found[member.id] = member
         return [*found.values()]
 
     def _is_gone(self, member: Member) -> bool:
         """Return whether the process of a member has ended, as far as can be seen from here."""
-        return self._ends.has_ended(member.process, names(member.desk), member.desk.port)
+        return self._ends.has_ended(member.process, names(member.address), member.address.port)
 
     def _excluded(self, newest: Generation) -> TransportError:
         return Final(
@@ -271,25 +270,25 @@ class Former:
         )
 
 
-def ask_to_join(me: Member, desks: Callable[[], Sequence[MemberAddress]], timeout: float) -> Generation:
+def ask_to_join(me: Member, addresses: Callable[[], Sequence[MemberAddress]], timeout: float) -> Generation:
     """Return the generation that takes ``me`` in, when the members are between two steps."""
     end = time.monotonic() + timeout
     known: Sequence[MemberAddress] = ()
     why = "no member is known"
     while time.monotonic() < end:
-        for address in [*known, *desks()]:
+        for address in [*known, *addresses()]:
             try:
-                newest = Generation.decode(DistantStore(address, PATIENCE).get(ROSTER))
-                known = [each.desk for each in newest.members]
-                desk = DistantStore(known[0], PATIENCE)
-                desk.set(f"knock/{desk.add(TICKETS, 1)}", encode_member(me))
-                desk.add(KNOCKS, 1)
-                there = _GenerationReader(desk)
+                newest = Generation.decode(DistantStore(address, PATIENCE).get(NEWEST))
+                known = [each.address for each in newest.members]
+                store = DistantStore(known[0], PATIENCE)
+                store.set(f"knock/{store.add(TICKETS, 1)}", encode_member(me))
+                store.add(KNOCKS, 1)
+                there = _GenerationReader(store)
                 while time.monotonic() < end:
                     found = there.read()
                     if found is not None and found.rank_of(me.id) is not None:
                         return found
-                    known = [each.desk for each in found.members] if found else known
+                    known = [each.address for each in found.members] if found else known
                     there.pause()
                 why = "the members did not end a step"
             except (TransportError, RuntimeError) as error:

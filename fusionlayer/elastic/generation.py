@@ -39,12 +39,12 @@ class Member:
 
     Attributes:
         id: unique for the process.
-        desk: where its own store is.
+        address: where its own store is.
         identity: the process, as ``Identity.encode`` writes it.
     """
 
     id: str
-    desk: MemberAddress
+    address: MemberAddress
     identity: str
 
     @property
@@ -141,9 +141,7 @@ def decode_member(text: bytes | str) -> Member:
 
 
 def _member(given: Mapping[str, Any]) -> Member:
-    if not _ID.fullmatch(given["id"]):
-        raise ValueError(f"{given['id']!r:.50} is no id of a member")  # it becomes a part of keys
-    return Member(given["id"], _address(given["desk"]), str(given["identity"]))
+    return Member(str(given["id"]), _address(given["address"]), str(given["identity"]))
 
 
 def _address(given: Mapping[str, Any]) -> MemberAddress:

@@ -24,11 +24,11 @@ from ..process.interfaces import is_loopback, with_port
 from ..process.processes import Identity, node_name
 from ..transport import Transport, local
 from ..transport.c10d import C10dTransport
-from .desk import DistantStore, open_store, reach, sealed
-from .forming import PATIENCE, ROSTER, Final, Former, ask_to_join, publish
+from .forming import NEWEST, PATIENCE, Final, Former, ask_to_join, publish
 from .generation import Generation, Member, MemberAddress, MemberReport, decode_member, encode_member
+from .member_store import DistantStore, open_store, reach, sealed
 
-_MOST_ROSTER = 1 << 24
+_MOST_BYTES = 1 << 24
 """Bytes of a file that names the members."""
 
 
@@ -40,7 +40,7 @@ class Members:
     Args:
         settings: the settings of the job.
         loopback: all members are on this host, and no other may reach them.
-        roster: file for the addresses of the members; None: none is written.
+        written: file for the addresses of the members; None: none is written.
 
     Attributes:
         generation: number of changes of membership so far, failed ones included. rank, size: of this member; before a
@@ -51,20 +51,20 @@ class Members:
         transport: over all members.
     """
 
-    def __init__(self, settings: Config, loopback: bool, roster: str | None) -> None:
+    def __init__(self, settings: Config, loopback: bool, written: str | None) -> None:
         self._settings = settings
         self._loopback = loopback
-        self._roster = roster
+        self._written = written
         kept, where = open_store(loopback, PATIENCE)
-        self._desk = sealed(kept)
+        self._own_store = sealed(kept)
         self._me = Member(secrets.token_hex(8), where, Identity.own().encode())
-        self._former = Former(self._me, self._desk, settings.timeout, self._open_next)
+        self._former = Former(self._me, self._own_store, settings.timeout, self._open_next)
         self._next: TCPStore | None = None
         self._store: Store | None = None
         self._shared: dict[str, Any] = {}
         self._seen = 0
         self._call: list[Callable[[], object]] = []
-        self._desks: Callable[[], Sequence[MemberAddress]] = tuple
+        self._addresses: Callable[[], Sequence[MemberAddress]] = tuple
         self.step = 0
         self.has_joined = False
         self.change_due = False
@@ -76,14 +76,14 @@ class Members:
 
     @classmethod
     def begin(
-        cls, place: RankInfo, store: Store | None, settings: Config, loopback: bool, roster: str | None
+        cls, place: RankInfo, store: Store | None, settings: Config, loopback: bool, written: str | None
     ) -> Members:
         """Return the members that a launcher has started together, which have met in ``store``; None: one alone.
 
         Raises:
             TransportError: one was lost meanwhile.
         """
-        made = cls(settings, loopback, roster)
+        made = cls(settings, loopback, written)
         if store is None:
             first = Generation(0, (made._me,), (), 0, made._open_next())
         else:
@@ -106,20 +106,20 @@ class Members:
         return Generation.decode(store.get("generation"))
 
     @classmethod
-    def newcomer(cls, address: str, settings: Config, roster: str | None) -> Members:
+    def newcomer(cls, address: str, settings: Config, written: str | None) -> Members:
         """Return the part of a process that joins later, at its first step.
 
         Args:
             address: the address of any member, as host:port, several of them with commas between, or a file with the
-                roster.
+                member list.
 
         Raises:
             ConfigError: ``address`` is none of these.
             TransportError: no member answers.
         """
         now, at = _newest(address, settings.timeout)
-        made = cls(settings, is_loopback(at.names[0]), roster)
-        made._desks = lambda: _desks(address)
+        made = cls(settings, is_loopback(at.names[0]), written)
+        made._addresses = lambda: _named_by(address)
         made._now = now
         return made
 
@@ -148,8 +148,8 @@ class Members:
 
     @property
     def address(self) -> str:
-        """The address of this member for joining processes: host:port, for FUSIONLAYER_JOIN."""
-        return with_port(self._me.desk.names[0], self._me.desk.port)
+        """Where newcomers find this member: host:port, for FUSIONLAYER_JOIN."""
+        return with_port(self._me.address.names[0], self._me.address.port)
 
     def changed(self) -> bool:
         """Return whether the members have changed since the last call, or since this process began."""
@@ -181,8 +181,8 @@ class Members:
 
     @property
     def place(self) -> RankInfo:
-        """This process's rank, for scripts that ask for ranks and devices."""
-        here = [rank for rank, each in enumerate(self._now.members) if each.desk.node == node_name()]
+        """This process's place, for scripts that ask for ranks and devices."""
+        here = [rank for rank, each in enumerate(self._now.members) if each.address.node == node_name()]
         if self.rank not in here:
             here.append(self.rank)
         return RankInfo(self.rank, self.size, here.index(self.rank), len(here), "members")
@@ -248,7 +248,7 @@ class Members:
         if self.has_joined:
             formed = self._former.form(MemberReport(self._now, done, between), blamed)
         else:
-            formed = ask_to_join(self._me, self._desks, self._settings.timeout)
+            formed = ask_to_join(self._me, self._addresses, self._settings.timeout)
         old.close()
         self.has_joined = True
         self.change_due = False
@@ -261,13 +261,14 @@ class Members:
     def all_have_state(self) -> None:
         """Note that newcomers have got the state, and all members the results of the last step."""
         self._now = replace(self._now, fresh=(), behind=())
-        publish(self._desk, self._now)
+        publish(self._own_store, self._now)
 
     def leave(self) -> None:
         """Leave the job for good."""
         self.transport.finish()
         self._store = self._next = None
-        del self._desk, self._former  # the port closes, by which others see that this process is no member any more
+        # The port closes, by which others see that this process is no member any more.
+        del self._own_store, self._former
 
     def states(self) -> dict[str, Any]:
         """Return the states of shared objects, for newcomers."""
@@ -299,10 +300,10 @@ class Members:
     def _install(self, formed: Generation) -> None:
         """Make ``formed`` the present generation, and connect to its members."""
         self._now = formed
-        publish(self._desk, formed)
+        publish(self._own_store, formed)
         rank, size = self.rank, self.size
-        if rank == 0 and self._roster is not None:
-            with files.whole(self._roster) as file:  # no reader sees half of it
+        if rank == 0 and self._written is not None:
+            with files.whole(self._written) as file:  # no reader sees half of it
                 file.write(formed.encode().encode())
         if size > 1:
             settings = self._settings
@@ -344,13 +345,13 @@ def _is_dealing(sampler: object) -> bool:
 
 
 def _newest(address: str, timeout: float) -> tuple[Generation, MemberAddress]:
-    """Return the generation that a member knows, for what a newcomer's rank would be, and where its desk is."""
+    """Return the generation that a member knows, for what a newcomer's rank would be, and where its store is."""
     end = time.monotonic() + timeout
     why = "there is no such file"
     while True:
-        for desk in _desks(address):
+        for known in _named_by(address):
             try:
-                return Generation.decode(DistantStore(desk, PATIENCE).get(ROSTER)), desk
+                return Generation.decode(DistantStore(known, PATIENCE).get(NEWEST)), known
             except (TransportError, RuntimeError) as error:
                 why = outages.first_line(error)
         if time.monotonic() > end:
@@ -358,13 +359,13 @@ def _newest(address: str, timeout: float) -> tuple[Generation, MemberAddress]:
         time.sleep(0.1)
 
 
-def _desks(address: str) -> list[MemberAddress]:
-    """Return the desks that a text names: host:port with commas between, or a file with the roster, if it is there."""
+def _named_by(address: str) -> list[MemberAddress]:
+    """Return the stores that a text names: host:port with commas between, or a file of members, if it is there."""
     found = []
     try:
         if os.path.sep in address:
-            text = files.read(address, _MOST_ROSTER, follow=True)
-            return [member.desk for member in Generation.decode(text).members]
+            text = files.read(address, _MOST_BYTES, follow=True)
+            return [member.address for member in Generation.decode(text).members]
         for part in address.split(","):
             host, _, port = part.strip().rpartition(":")
             if not host or not port.isdecimal() or int(port) > 65535:
@@ -374,7 +375,7 @@ def _desks(address: str) -> list[MemberAddress]:
         return []  # the members have not begun yet
     except (OSError, ValueError, TransportError) as error:
         raise ConfigError(
-            f"FUSIONLAYER_JOIN={address}: {error}; expected host:port of a member, or the file that FUSIONLAYER_ROSTER "
-            "names for the members"
+            f"FUSIONLAYER_JOIN={address}: {error}; expected host:port of a member, or the file that "
+            "FUSIONLAYER_MEMBERS names for the members"
         ) from None
     return found

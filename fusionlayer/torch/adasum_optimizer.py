@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import ConfigError, UsageError
 from ..training.averaging import claim, refuse_averaged, refuse_wrapper
-from ..training.enrolment import Roster
+from ..training.enrolment import Enrolment
 from ..training.live import refuse_twice
 from . import mpi_ops as ops
 from .adasum import check_world
@@ -43,15 +43,15 @@ def adasum_optimizer(
     if codec_of(compression) is not None:
         raise ConfigError(f"op=Adasum with {compression}; it scales tensors by their products: give none, fp16 or bf16")
     refuse_wrapper(optimizer)
-    roster = Roster(optimizer.param_groups, named_parameters)
-    names = roster.reduced(optimizer.param_groups)
+    enrolment = Enrolment(optimizer.param_groups, named_parameters)
+    names = enrolment.reduced(optimizer.param_groups)
     refuse_twice(names)
     refuse_averaged(names, gradients=False)
     base = type(optimizer)
     vars(optimizer).pop("step", None)  # a scheduler's wrapper there would bypass the class's new step()
     optimizer.__class__ = type(base.__name__, (_Adasum, base), {"__doc__": base.__doc__, "__module__": __name__})
     assert isinstance(optimizer, _Adasum)
-    optimizer.adasum = _AdasumSteps(roster, _sorted(names), compression)
+    optimizer.adasum = _AdasumSteps(enrolment, _sorted(names), compression)
     claim(optimizer)
     return optimizer
 
@@ -60,21 +60,21 @@ class _AdasumSteps:
     """Makes steps whose changes of the parameters are the Adasum of all ranks' changes.
 
     Args:
-        roster: the parameters.
-        names: the names of parameters that have ever required gradients, in the same order on all ranks.
+        enrolment: the parameters.
+        names: the names of those that have ever required gradients, in the same order on all ranks.
         compression: pair of functions that the changes are sent by.
     """
 
-    def __init__(self, roster: Roster, names: dict[Tensor, str], compression: Any) -> None:
-        self._roster = roster
+    def __init__(self, enrolment: Enrolment, names: dict[Tensor, str], compression: Any) -> None:
+        self._enrolment = enrolment
         self._names = names
         self._compression = compression
 
     def step(self, groups: list[dict[str, Any]], update: Callable[[], Any]) -> Any:
         """Call ``update``, the step of the wrapped optimizer, then replace its changes by the Adasum of all ranks'."""
-        if self._roster.changed(groups):
-            # Frozen parameters stay: their changes are zeros, also if only some ranks have frozen them.
-            self._names = _sorted({**self._names, **self._roster.reduced(groups)})
+        if self._enrolment.changed(groups):
+            # Those that are frozen now stay: their changes are zeros, also where only some ranks have frozen them.
+            self._names = _sorted({**self._names, **self._enrolment.reduced(groups)})
         starts = [parameter.detach().clone() for parameter in self._names]
         result = update()
         with torch.no_grad():

@@ -133,7 +133,7 @@ class _StandingIn:
         """Make steps of one optimizer until it has begun ``count``; runs on the optimizer's thread."""
         optimizer = self._optimizers[key]
         reducer = optimizer.reducer
-        device = reducer.roster.device
+        device = reducer.enrolment.device
         # The current device belongs to a thread, so this one sets it. REDUCING: backward had begun a step before join;
         # that step counts as begun but has to be ended.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -16,7 +16,7 @@ from ..observe.timeline import Timeline
 from ..scheduler import Engine
 from . import overlap
 from .construction import Arrange, GradientOptions, make_engine, make_planning
-from .enrolment import Roster
+from .enrolment import Enrolment
 from .parameters import describe
 from .reduction_policy import ReductionPolicy
 from .replicas import Replicas
@@ -29,8 +29,9 @@ class Connection:
     Attributes:
         options: how to fuse and encode.
         policy: may change the options and the values that are sent.
-        roster: the parameters.
-        replicas: the tensors that must be equal on all ranks. op, predivide: how gradients are scaled.
+        enrolment: the parameters.
+        replicas: what all ranks hold alike.
+        op, predivide: how gradients are scaled.
         groups: buckets that the user gives.
         group: process group or transport; None: all ranks.
         overlapped: the model whose forward overlaps the step's end; None: none does.
@@ -38,7 +39,7 @@ class Connection:
 
     options: GradientOptions
     policy: ReductionPolicy
-    roster: Roster
+    enrolment: Enrolment
     replicas: Replicas
     op: ReduceOp
     predivide: float
@@ -49,7 +50,7 @@ class Connection:
     def check_later(self, names: Mapping[Tensor, str], arrange: Arrange) -> None:
         """Raise ``ConfigError`` for wrong options of later steps, whose planning ``arrange`` returns."""
         place, tensors = context.transport(self.group), self._describe(names)
-        planning = make_planning(self.options, tensors, place.rank, place.node_sizes, self.roster.device, False)
+        planning = make_planning(self.options, tensors, place.rank, place.node_sizes, self.enrolment.device, False)
         arrange(planning, tensors, place.node_sizes)
 
     def connect(self, names: Mapping[Tensor, str], rejoining: bool = False) -> tuple[Engine | None, Timeline]:
@@ -64,7 +65,7 @@ class Connection:
             self.policy.options(self.options),
             tensors,
             transport,
-            self.roster.device,
+            self.enrolment.device,
             arrange=self.policy.arrange,
             more=self.policy.more_tensors(tensors),
             scaling=scaling,
@@ -88,7 +89,7 @@ class Connection:
         tensors = self._describe(names)
         overlaps = self.overlapped is not None
         options = self.policy.options(self.options)
-        device, idle = self.roster.device, self._idle(names)
+        device, idle = self.enrolment.device, self._idle(names)
         planning = self.policy.arrange(
             make_planning(options, tensors, engine.rank, engine.nodes, device, overlaps, idle=idle, changed=True),
             tensors,
@@ -106,7 +107,7 @@ class Connection:
         )
 
     def _describe(self, names: Mapping[Tensor, str]) -> list[TensorInfo]:
-        return describe(names, self.groups, self.roster.names)
+        return describe(names, self.groups, self.enrolment.names)
 
     def _idle(self, names: Mapping[Tensor, str]) -> list[str]:
-        return [name for parameter, name in self.roster.names.items() if parameter not in names]
+        return [name for parameter, name in self.enrolment.names.items() if parameter not in names]

@@ -186,7 +186,7 @@ class Distributed(Optimizer):
         before = len(groups)
         super().add_param_group(param_group)
         try:
-            new = reducer.roster.newcomers(groups)
+            new = reducer.enrolment.newcomers(groups)
             trained = {p: name for p, name in new.items() if p.requires_grad}
             refuse_twice(trained, but=reducer)
             reducer.refuse_averaged(trained)

@@ -21,8 +21,8 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _SHOWN = 3
 
 
-class Roster:
-    """The names of all parameters of an optimizer, and those that required gradients at the last check.
+class Enrolment:
+    """The names of all parameters of an optimizer, and which of them required gradients at the last look.
 
     A user may freeze and unfreeze parameters and add groups after the optimizer was wrapped. So each step asks whether
     anything has changed.

@@ -36,7 +36,7 @@ def take(me: Callable[[], Any], parameter: Tensor) -> None:
         if reducer.results or left[parameter] <= 0:
             _check_pass(reducer, parameter)
         if reducer.overlap is not None:
-            reducer.overlap.check_used(reducer.roster.names[parameter])
+            reducer.overlap.check_used(reducer.enrolment.names[parameter])
         left[parameter] -= 1
         last = left[parameter] == 0
         if reducer.state is not StepState.REDUCING:
@@ -93,7 +93,7 @@ def _learn_parts(reducer: Reducer, parameter: Tensor) -> None:
         if reducer.passes.left[parameter] <= 0:
             given = reducer.given.get(parameter)
             if given is None or given[0] is not parameter.grad or reducer.policy.contribution is not None:
-                raise computed_again(reducer.roster.names[parameter])
+                raise computed_again(reducer.enrolment.names[parameter])
         reducer.passes.add_part(parameter)
 
 
@@ -104,7 +104,7 @@ def _check_pass(reducer: Reducer, parameter: Tensor) -> None:
     agree that there is one, and from now on ``step`` ends all steps, because only ``step`` knows the last backward. If
     not, the results were cleared, and a new step begins.
     """
-    name, results = reducer.roster.names[parameter], reducer.results
+    name, results = reducer.enrolment.names[parameter], reducer.results
     if reducer.passes.left[parameter] <= 0 and not results and is_nested():
         raise computed_again(name)
     before, gradient = results.get(parameter), parameter.grad

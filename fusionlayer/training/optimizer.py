@@ -21,7 +21,7 @@ from .averaging import refuse_averaged, refuse_wrapper
 from .connection import Connection
 from .construction import GradientOptions, as_it_is
 from .distributed import Distributed
-from .enrolment import Roster
+from .enrolment import Enrolment
 from .hook import take
 from .live import refuse_twice
 from .parameters import replicated_by
@@ -149,8 +149,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}; expected at least 1")
     if not isinstance(broadcast, bool):
         raise ConfigError(f"broadcast={broadcast!r}; expected True or False")
-    roster = Roster(optimizer.param_groups, named_parameters, group)
-    names = roster.reduced(optimizer.param_groups)
+    enrolment = Enrolment(optimizer.param_groups, named_parameters, group)
+    names = enrolment.reduced(optimizer.param_groups)
     refuse_twice(names)
     if isinstance(optimizer, Distributed):
         raise ConfigError("this optimizer is a DistributedOptimizer already; use it as it is, or make a new one")
@@ -174,16 +174,16 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         )
     gradients = GradientOptions(codec, codec_options, algorithm, planning, error_feedback, feedback_bits)
     frozen, buffers = replicated_by(named_parameters, group) if isinstance(named_parameters, nn.Module) else ({}, {})
-    replicated = {**roster.by_name(), **frozen}
+    replicated = {**enrolment.by_name(), **frozen}
     replicas = Replicas(replicated, broadcast, check_interval(check_replicas), buffers, (f"sync={sync}",))
     own = optimizer if isinstance(optimizer, SendsItsOwn) else None
     if own is not None:
         _check_own(optimizer, op, sync, planning.plan)
-    steps = _policy(own, sync, elastic, roster)
+    steps = _policy(own, sync, elastic, enrolment)
     if isinstance(steps, ElasticStepPolicy):
         steps.facts = (gradients, op, gradient_predivide_factor, backward_passes_per_step, sparse_as_dense)
     connection = Connection(
-        gradients, steps, roster, replicas, op, gradient_predivide_factor, planning.groups, group, overlap_forward
+        gradients, steps, enrolment, replicas, op, gradient_predivide_factor, planning.groups, group, overlap_forward
     )
     if own is not None or sync is not None and sync.after:
         # Errors in later arguments are raised now.
@@ -200,12 +200,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     return optimizer
 
 
-def _policy(own: SendsItsOwn | None, sync: Local | None, elastic: bool, roster: Roster) -> StepPolicy:
-    """Return the policy of the steps that these arguments ask for."""
+def _policy(own: SendsItsOwn | None, sync: Local | None, elastic: bool, enrolment: Enrolment) -> StepPolicy:
+    """Return what makes the steps that these arguments ask for."""
     averaging = StepPolicy() if own is None else OwnSends(own)
     if sync is None:
         return ElasticStepPolicy() if elastic else averaging
-    local = LocalSteps(sync, clock_of(roster.device))
+    local = LocalSteps(sync, clock_of(enrolment.device))
     return ElasticLocalStepPolicy(local) if elastic else LocalStepPolicy(local, averaging)
 
 

@@ -48,8 +48,8 @@ class Reducer:
 
     Attributes:
         optimizer: returns the optimizer.
-        base: its class, whose methods ``Distributed`` overrides. connection, policy, roster, replicas, names: the given
-            ones, or the connection's.
+        base: its class, whose methods ``Distributed`` overrides.
+        connection, policy, enrolment, replicas, names: as given, or those of the connection.
         engine: sums gradients; None in a job of one rank, and after ``close``.
         timeline: record of phases and updates.
         state: the progress of the step.
@@ -90,7 +90,7 @@ class Reducer:
         self.optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.base: Any = type(optimizer)
         self.connection = connection
-        self.policy, self.roster, self.replicas = connection.policy, connection.roster, connection.replicas
+        self.policy, self.enrolment, self.replicas = connection.policy, connection.enrolment, connection.replicas
         self.names = names
         self.passes, self.refuse_averaged = BackwardPasses(names, passes_per_step), refuse_averaged
         self.finds_unused, self.skips_synchronize, self.updating = True, False, False
@@ -165,7 +165,7 @@ class Reducer:
     def connect_anew(self) -> None:
         """Close the engine, and connect those parameters that require gradients now."""
         self._detach()
-        self.names = self.roster.reduced(self.groups)
+        self.names = self.enrolment.reduced(self.groups)
         self._connect(rejoining=True)
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Reducer:
         if not self._looked:
             self.refuse_later()
         groups = self.optimizer().__dict__["param_groups"]
-        if self.roster.changed(groups):
+        if self.enrolment.changed(groups):
             self._enrol(groups)
         self.learns = self.learns and self.engine is not None and self.engine.plan is None
         self.state = StepState.REDUCING
@@ -213,8 +213,8 @@ class Reducer:
         agree."""
         sparse, before = self.sparse, self.names
         assert sparse is not None
-        names = self.roster.reduced(groups, self.policy.is_in_flight)
-        self.replicas.add(self.roster.by_name())
+        names = self.enrolment.reduced(groups, self.policy.is_in_flight)
+        self.replicas.add(self.enrolment.by_name())
         if names.keys() == before.keys():
             return
         try:
@@ -222,7 +222,7 @@ class Reducer:
             self.refuse_averaged(names)
             self.plan_anew(names, what_changed(before, names))
         except ConfigError:
-            self.roster.look_again = True  # or the next step would leave them out without a word
+            self.enrolment.look_again = True  # or the next step would leave them out without a word
             raise
         self._new = [parameter for parameter in names if parameter not in self.passes.left]
         self.names = names
@@ -263,7 +263,7 @@ class Reducer:
             self.overlap.flush()
         if self.state is not StepState.REDUCING:
             self.begin()
-        self.roster.refuse_unreduced(self.optimizer().__dict__["param_groups"])
+        self.enrolment.refuse_unreduced(self.optimizer().__dict__["param_groups"])
         if engine.failure is not None:
             raise again(engine.failure)
         if sparse.gathered is None or len(self.given) < len(self.names):
@@ -331,7 +331,7 @@ class Reducer:
             same = parameter.grad is gradient and gradient._version == version
             if not same or type(gradient) is Tensor and gradient.data_ptr() != address:
                 assert self.engine is not None
-                self.engine.fail(changed_gradient(self.roster.names.get(parameter)))
+                self.engine.fail(changed_gradient(self.enrolment.names.get(parameter)))
             if gradient.requires_grad:
                 # backward(create_graph=True) may have saved the values that the result has replaced.
                 increment_version(gradient)

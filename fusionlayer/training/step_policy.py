@@ -90,7 +90,7 @@ class StepPolicy(ReductionPolicy):
             return update(self._reducing(closure), **options)
         if reducer.state in WITH_RESULTS:
             if reducer.engine is not None:
-                reducer.roster.refuse_unreduced(reducer.optimizer().__dict__["param_groups"])
+                reducer.enrolment.refuse_unreduced(reducer.optimizer().__dict__["param_groups"])
         elif reducer.overlap is not None and not reducer.skips_synchronize:
             return self._step_without_wait(reducer.overlap)
         if reducer.skips_synchronize:
@@ -182,7 +182,7 @@ class StepPolicy(ReductionPolicy):
         if engine is None or engine.plan_controller is not None or plan.world_size != engine.size:
             return
         planned = {name for bucket in plan.buckets for name in bucket.names}
-        if planned == {*reducer.names.values()} or not planned <= {*reducer.roster.names.values()}:
+        if planned == {*reducer.names.values()} or not planned <= {*reducer.enrolment.names.values()}:
             engine.switch(plan)
 
     def reconnect(self) -> None:

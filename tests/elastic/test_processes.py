@@ -92,7 +92,7 @@ def test_a_job_that_publishes_goes_on_without_its_rank_0(tmp_path: Path) -> None
 
 @exhaustive(guarded_by="tests/elastic/test_processes.py::test_any_rank_may_be_lost_and_another_comes")
 def test_a_rank_that_is_stopped_is_left_out_and_another_comes(tmp_path: Path) -> None:
-    """It is rank 0, at whose desk the others report: the desk takes connections and answers nothing."""
+    """It is rank 0, at whose store the others report: it takes connections and answers nothing."""
     signals = {(0, "lost"): signal.SIGSTOP, (2, "lost"): signal.SIGKILL}
     outcomes = outcomes_of(train, 5, str(tmp_path), 3, 3, signals=signals, backend=None)
     ends = check(outcomes, lost=(2,), stopped=(0,))
@@ -276,7 +276,7 @@ def train_locally(rank: int, world: int, folder: str, first: int) -> dict[str, A
         if members.generation >= 2 and members.size == first and ended is None:
             ended = members.step + 10
     optimizer.synchronize()
-    momenta = optimizer.reducer.policy.local.state_dict(optimizer.reducer.roster.names)["momentum"]
+    momenta = optimizer.reducer.policy.local.state_dict(optimizer.reducer.enrolment.names)["momentum"]
     return {
         "digest": digest(model),
         "finished": members.step,

@@ -19,11 +19,11 @@ TIMEOUT = "20"
 
 def begin(rank: int, folder: str, first: int, timeout: str = TIMEOUT) -> None:
     """Begin an elastic job of ``first`` ranks, which find each other in ``folder``; later ranks join it."""
-    os.environ.update(TMPDIR=folder, FUSIONLAYER_TIMEOUT=timeout, FUSIONLAYER_ROSTER=f"{folder}/roster")
+    os.environ.update(TMPDIR=folder, FUSIONLAYER_TIMEOUT=timeout, FUSIONLAYER_MEMBERS=f"{folder}/members")
     if rank < first:
         os.environ.update(PMI_RANK=str(rank), PMI_SIZE=str(first), PMIX_NAMESPACE="test")
     else:
-        os.environ["FUSIONLAYER_JOIN"] = f"{folder}/roster"
+        os.environ["FUSIONLAYER_JOIN"] = f"{folder}/members"
     fl.init(elastic=True)
 
 

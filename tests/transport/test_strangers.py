@@ -20,9 +20,9 @@ import torch.distributed as dist
 from fusionlayer import context, launch
 from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import forming
-from fusionlayer.elastic.desk import open_store, reach, sealed
-from fusionlayer.elastic.forming import KNOCKS, PATIENCE, ROSTER, TICKETS, Former
+from fusionlayer.elastic.forming import KNOCKS, NEWEST, PATIENCE, TICKETS, Former
 from fusionlayer.elastic.generation import Generation, Member, MemberReport, encode_member
+from fusionlayer.elastic.member_store import open_store, reach, sealed
 from fusionlayer.launch import RankInfo, meeting, stores
 from fusionlayer.process.processes import Identity
 from fusionlayer.transport import Transport, c10d, star
@@ -222,18 +222,18 @@ def test_hosts_that_lead_nowhere_end_within_the_timeout(monkeypatch: pytest.Monk
 
 
 def begun() -> tuple[list[Former], list[Any], Generation, list[Any]]:
-    """Return two members, as threads have them: formers, desks, their generation, and desks as strangers see them."""
-    formers, desks, strangers, members = [], [], [], []
+    """Return two members, as threads have them: formers, stores, their generation, and stores as strangers see them."""
+    formers, stores, strangers, members = [], [], [], []
     for number in range(2):
         kept, where = open_store(True, PATIENCE)
         members.append(Member(f"m{number}", where, Identity(0, "elsewhere", "", "").encode()))
-        desks.append(sealed(kept))
+        stores.append(sealed(kept))
         strangers.append(reach(where, PATIENCE))
-        formers.append(Former(members[-1], desks[-1], 180.0, lambda: members[0].desk))
-    first = Generation(0, tuple(members), (), 0, members[0].desk)
-    for desk in desks:
-        desk.set(ROSTER, first.encode())
-    return formers, desks, first, strangers
+        formers.append(Former(members[-1], stores[-1], 180.0, lambda: members[0].address))
+    first = Generation(0, tuple(members), (), 0, members[0].address)
+    for store in stores:
+        store.set(NEWEST, first.encode())
+    return formers, stores, first, strangers
 
 
 def form(formers: list[Former], first: Generation, between: bool = True) -> Generation:
@@ -248,16 +248,13 @@ def test_strangers_at_a_desk_neither_join_nor_stop_the_members(key: str | None) 
     wild = Member("stranger", where, Identity(0, "elsewhere", "", "").encode())
     knocks = [*JUNK, encode_member(wild).encode()]
     for value in JUNK[:4]:
-        knocks.append(json.dumps({"id": "x", "identity": "", "desk": {"node": value.hex()}}).encode())
+        knocks.append(json.dumps({"id": "x", "identity": "", "address": {"node": value.hex()}}).encode())
     for port in (0, -1, 1 << 20, "x", 1.5, None):
-        desk = {"node": "", "names": ["a"], "port": port, "token": ""}
-        knocks.append(json.dumps({"id": "x", "identity": "", "desk": desk}).encode())
+        address = {"node": "", "names": ["a"], "port": port, "token": ""}
+        knocks.append(json.dumps({"id": "x", "identity": "", "address": address}).encode())
     for names in ([], ["a\0" + "b" * 99], ["x"] * 1000):
-        desk = {"node": "", "names": names, "port": 7, "token": ""}
-        knocks.append(json.dumps({"id": "x", "identity": "", "desk": desk}).encode())
-    nowhere = {"node": "", "names": ["127.0.0.1"], "port": free_port(), "token": ""}
-    for name, identity in (("\ud800", ""), ("x", "\ud800"), ("../x", ""), (7, ""), ("x" * 99, "")):
-        knocks.append(json.dumps({"id": name, "identity": identity, "desk": nowhere}).encode())
+        address = {"node": "", "names": names, "port": 7, "token": ""}
+        knocks.append(json.dumps({"id": "x", "identity": "", "address": address}).encode())
     for value in knocks:
         strangers[0].set(f"knock/{strangers[0].add(TICKETS, 1)}", value)
         strangers[0].add(KNOCKS, 1)
@@ -282,20 +279,20 @@ def test_counts_of_a_stranger_keep_no_member_busy(monkeypatch: pytest.MonkeyPatc
     assert formers[0].has_visitors()
 
 
-def test_a_roster_of_junk_leads_no_member_astray(key: str | None) -> None:
+def test_a_member_list_of_junk_leads_no_member_astray(key: str | None) -> None:
     for value in [*JUNK, json.dumps({"number": 1 << 70, "members": [], "fresh": [], "behind": [], "done": 0}).encode()]:
         with pytest.raises(TransportError, match="makes no sense"):
             Generation.decode(value)
-    formers, desks, first, strangers = begun()
+    formers, stores, first, strangers = begun()
     # With a number of its own, and without the members: they would believe that the job goes on without them.
-    false = Generation(5, (Member("x", first.members[0].desk, ""),), (), 3, first.members[0].desk)
+    false = Generation(5, (Member("x", first.members[0].address, ""),), (), 3, first.members[0].address)
     for stranger in strangers:
-        stranger.set(ROSTER, false.encode())
+        stranger.set(NEWEST, false.encode())
     if key is not None:
         assert form(formers, first).number == 1
-        strangers[0].set(ROSTER, false.encode())
+        strangers[0].set(NEWEST, false.encode())
         with pytest.raises(TransportError, match="has no seal of this job's key"):
-            desks[0].get(ROSTER)
+            stores[0].get(NEWEST)
 
 
 # ---- connections ----------------------------------------------------------------------------------------------------
@@ -327,7 +324,7 @@ def strangers_at(
 def test_strangers_at_stores_delay_nobody(key: str | None) -> None:
     port = free_port()
     server = stores.open_store("127.0.0.1", port, 0, 2, 60.0, serve_it=True)
-    desk, where = open_store(True, PATIENCE)
+    kept, where = open_store(True, PATIENCE)
     with strangers_at([("127.0.0.1", port), ("127.0.0.1", where.port)]):
         client = stores.open_store("127.0.0.1", port, 1, 2, 60.0, serve_it=False)
         ends = time.monotonic() + 60
@@ -335,7 +332,7 @@ def test_strangers_at_stores_delay_nobody(key: str | None) -> None:
         met = at_once(*(partial(launch._await_all, end, RankInfo(rank, 2), 60.0, ends) for rank, end in ends_of))
         assert met == [None, None]
         sealed(reach(where, PATIENCE)).set("a", "b")
-        assert sealed(desk).get("a") == b"b"
+        assert sealed(kept).get("a") == b"b"
 
 
 def listening() -> list[tuple[str, int]]:

@@ -96,7 +96,7 @@ class LocalStepPolicy(StepPolicy):
                 raise again(engine.failure)
             reducer.refuse_later()
             if local.restored:
-                local.check_restored(reducer.roster.names)
+                local.check_restored(reducer.enrolment.names)
             self._anchor()
             for parameter in chain.from_iterable(group["params"] for group in reducer.groups):
                 if not parameter.requires_grad:
@@ -148,8 +148,8 @@ class LocalStepPolicy(StepPolicy):
                 part.copy_(own[parameter])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchors, outer momentum and fragments in flight, and within a round parameters and buffers."""
-        steps = self.local.state_dict(self.reducer.roster.names)
+        """Return anchors, outer momentum and what is in flight, and within a round parameters and buffers."""
+        steps = self.local.state_dict(self.reducer.enrolment.names)
         buffers = self.reducer.replicas.buffers if steps["parameters"] else {}
         return {"local": {**steps, "buffers": {name: buffer.clone() for name, buffer in buffers.items()}}}
 
@@ -172,7 +172,7 @@ class LocalStepPolicy(StepPolicy):
             return
         go_on(reducer.engine)
         local = saved.get("local")
-        self.local.load_state_dict(local, reducer.roster.by_name())
+        self.local.load_state_dict(local, reducer.enrolment.by_name())
         for name, buffer in (local or {}).get("buffers", {}).items():
             if name in reducer.replicas.buffers:
                 reducer.replicas.buffers[name].copy_(buffer)
@@ -234,7 +234,7 @@ class LocalStepPolicy(StepPolicy):
     def _anchor(self) -> None:
         """Note the anchors of parameters that are trained from now on."""
         groups, local = self.reducer.groups, self.local
-        if not local.anchors or self.reducer.roster.changed(groups):
+        if not local.anchors or self.reducer.enrolment.changed(groups):
             new = [parameter for parameter in _trained(groups) if parameter not in local.anchors]
             local.anchor(new)
             follower = self.reducer.optimizer()
@@ -283,7 +283,7 @@ class LocalStepPolicy(StepPolicy):
         """Send the differences of the fragment that is next. ``joined``: this rank makes no more steps."""
         reducer, local = self.reducer, self.local
         self._anchor()
-        if reducer.roster.changed(reducer.groups):
+        if reducer.enrolment.changed(reducer.groups):
             self._land_all()  # another plan has other fragments
         reducer.begin()
         named = reducer.replicas.named.items()

@@ -69,7 +69,7 @@ class DistantStore:
 
 def sealed(store: TCPStore) -> SealedStore:
     """Return a member's store as members write and read it: with the proof of the job key, where there is one."""
-    return SealedStore(store, "desk")
+    return SealedStore(store, "member")
 
 
 def reach(address: MemberAddress, patience: float) -> TCPStore:
