@@ -1,4 +1,7 @@
-"""The process group: it compresses the calls that its policy names, and leaves all others to torch's own backends."""
+"""The process group, one class of over fifty short methods, because torch calls each of them on one object.
+
+It compresses the calls that its policy names, and leaves all others to torch's own backends.
+"""
 
 from __future__ import annotations
 

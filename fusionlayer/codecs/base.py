@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,10 @@ from ..base.errors import ConfigError, WireError
 from ..base.registry import Registry
 from ..native.wire import ALIGN, DTYPE_CODES, Plane, WireFormat, lay_out
 from ..observe.timeline import here
+from .cache import remember
 from .encoding import Encoding, piece
 from .header import Sender, seal, verify
 from .state import TensorState
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 registry: Registry[Codec] = Registry("codec", __package__, "fusionlayer.codecs", later=("research",))
 
@@ -378,21 +376,6 @@ class Codec(ABC):
     @cached_property
     def _sender(self) -> Sender:
         return Sender(self.name, native.crc32c(str(self).encode()), str(self))
-
-
-_MOST = 4096
-
-
-def remember(known: dict[_K, _V], key: _K, value: _V) -> _V:
-    """Return ``value`` and keep it in ``known``, which is emptied before it grows large.
-
-    Lanes and workers call this at once and without a lock: equal keys have equal values, so it does not matter which
-        value is kept.
-    """
-    if len(known) >= _MOST:
-        known.clear()
-    known[key] = value
-    return value
 
 
 def _bodies(rows: Tensor, form: WireFormat) -> Tensor:

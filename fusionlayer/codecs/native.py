@@ -12,7 +12,8 @@ from torch import Tensor
 from .. import native
 from ..native.wire import WireFormat
 from ..observe.timeline import here
-from .base import Codec, remember
+from .base import Codec
+from .cache import remember
 from .encoding import Encoding
 
 RUN = 32

@@ -1,4 +1,7 @@
-"""A rank's end of named operations: requested in any order, they run in the same order on all ranks."""
+"""A rank's end of named operations, in one file because one lock guards what its threads share.
+
+Operations are requested in any order, and run in the same order on all ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Operations on tensors by name. Ranks may call them in different orders; they run in one order on all ranks."""
+"""Operations on tensors by name, all in one module because Horovod's users import them from ``mpi_ops``.
+
+Ranks may call them in different orders; they run in one order on all ranks.
+"""
 
 from __future__ import annotations
 
