@@ -25,14 +25,7 @@ class CallChoice:
 
 
 class CallChoices:
-    """Finds the rule for a call. Equal calls get the same choice on all ranks of a group.
-
-    Args:
-        policy: the policy of the group.
-        names: the names by which rules may refer to the group.
-        size: number of ranks of the group; with one rank, all calls pass.
-        devices: types of devices whose tensors are compressed.
-    """
+    """Finds the rule for a call. Equal calls get the same choice on all ranks of a group."""
 
     def __init__(
         self,

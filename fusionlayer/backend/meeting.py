@@ -23,12 +23,6 @@ class Meeting(EndingStore):
     """A store whose waits end at a deadline, and which can delete this rank's values.
 
     gloo leaves its keys behind, and the next group of the same name would connect to addresses that are gone.
-
-    Args:
-        store: the store of the group alone.
-        rank: this process in the group.
-        ranks: the members' ranks in the default group.
-        timeout: the longest time that the ranks may take to connect.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:

@@ -31,19 +31,6 @@ _NEW_NAMES = {
 class Native:
     """gloo for CPU tensors, NCCL for CUDA tensors where it is there, as one process group of torch.
 
-    Args:
-        store: the store of this group alone.
-        rank: this process in the group.
-        size: number of processes.
-        ranks: their ranks in the default group.
-        timeout: the longest time that a call may wait.
-        facts: text that must be equal on all ranks.
-        options: options of gloo or NCCL, which the other library ignores; None: torch's own.
-
-    Raises:
-        TransportError: not all ranks came in time.
-        PlanMismatch: ranks have other ``facts``.
-
     Attributes:
         token: a text that no other group has, equal on all ranks.
         store: the store of this group, whose keys no other group has.

@@ -24,12 +24,6 @@ _logger = logging.getLogger("fusionlayer")
 class LaunchMemory:
     """One rank's memory for such sums, and the memory of all other ranks. All ranks make it together.
 
-    Args:
-        transport: the ranks; all of them are on one host.
-        device: the device of this rank.
-        nbytes: the bytes of each rank's memory.
-        warps: the warps that this rank's device runs at a time.
-
     Attributes:
         peers: arguments of a launch.
         is_whole: whether every rank reaches the memory of all; the same on all ranks. Without it there are no peers.

@@ -27,11 +27,6 @@ class Requester:
 
     After a message this rank sends the next one only when the coordinator has answered; ``note_answer`` reports the
     answer. Otherwise both sides could block at the same time, each in a full connection that the other does not read.
-
-    Args:
-        coordinator: the coordinator on rank 0, which is called directly; None on other ranks.
-        connection: the connection to rank 0; None on rank 0.
-        cache_capacity: names and signatures that both ends remember.
     """
 
     def __init__(self, coordinator: Coordinator | None, connection: StarConnection | None, cache_capacity: int) -> None:

@@ -38,10 +38,6 @@ class Runner:
     Only the communication thread calls ``run``, in the same order on all ranks, so there is no lock. Other threads read
     ``process_sets``. Each change adds or removes one entry, which is atomic.
 
-    Args:
-        transport: transport over all ranks.
-        timeline: record of the operations.
-
     Attributes:
         joined_on: the GPU on which this rank takes part after ``join``, if it has sent no tensor of a GPU before.
             Written before the join is announced, and read after it was answered.

@@ -68,14 +68,7 @@ def _pause(started: float) -> None:
 
 
 class Former:
-    """Forms the next generation, as its leader or by another's lead.
-
-    Args:
-        me: this member.
-        store: its own.
-        timeout: seconds that others have to report.
-        open_next: opens the store of a generation that this member leads.
-    """
+    """Forms the next generation, as its leader or by another's lead."""
 
     def __init__(self, me: Member, store: Store, timeout: float, open_next: Callable[[], MemberAddress]) -> None:
         self._me = me

@@ -46,12 +46,7 @@ class Position(NamedTuple):
 
 
 class Question:
-    """Why a call has failed: asked by the thread that makes calls, answered by the monitor's thread.
-
-    Args:
-        otherwise: the reason if there is no evidence against any rank.
-        known: why this rank fails, if that is no question.
-    """
+    """Why a call has failed: asked by the thread that makes calls, answered by the monitor's thread."""
 
     def __init__(self, otherwise: Finding, known: Finding | None) -> None:
         self.otherwise, self.known = otherwise, known
@@ -69,11 +64,6 @@ class Inquirer:
 
     One rank at a time asks. Without it, each rank sees processes of this host that are gone or stopped, and the state
     of the one rank with which it exchanges a message. The monitor's thread uses it.
-
-    Args:
-        keys: where the ranks write their states.
-        processes: theirs.
-        interval: seconds within which each rank looks whether it was asked.
 
     Attributes:
         finding: that of the last inquiry which is over; None if nothing speaks against any rank.
@@ -160,17 +150,11 @@ class Inquirer:
 class Inquiry:
     """One round of asking the other ranks of a transport where they are. Runs on the monitor's thread.
 
-    Args:
-        keys: where the ranks write it.
-        processes: theirs.
-        position: where this rank is.
-        request: the question to all ranks, from this rank or another one.
-        interval: seconds within which each rank looks whether it was asked.
-
     Attributes:
-        position, request: as given.
-        evidence: the findings so far.
-        finding: the conclusion, once the inquiry is over; None if nothing speaks against any rank.
+        position: where this rank is.
+        request: what all ranks were asked, by this rank or by another one.
+        evidence: what was found so far.
+        finding: what follows, once the inquiry is over; None if nothing speaks against any rank.
     """
 
     def __init__(

@@ -25,11 +25,6 @@ _CONNECT, _PAUSE = 1.0, 0.5
 class Processes:
     """The processes of a job's ranks, looked up in the process table of this host. Any thread may use it.
 
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        known: processes of other ranks that are known already.
-
     Attributes:
         of: the known processes by rank, this one's included; complete and constant once ranks have met.
         own: this process.

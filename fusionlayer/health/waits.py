@@ -13,11 +13,7 @@ _STILL = 2.5
 
 
 class UsualWait:
-    """Notes when calls begin and end, and how long it usually takes until the next one does.
-
-    Args:
-        patience: seconds; no shorter wait is long.
-    """
+    """Notes when calls begin and end, and how long it usually takes until the next one does."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience

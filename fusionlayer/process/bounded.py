@@ -67,9 +67,6 @@ class Aside:
     """A thread for calls as ``bounded`` makes them, one after the other: to begin a thread for each would take longer.
 
     The thread begins with the first call. After a call was given up there can be no other one.
-
-    Args:
-        name: the name of the thread.
     """
 
     def __init__(self, name: str) -> None:

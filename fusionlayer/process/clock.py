@@ -91,11 +91,7 @@ class HostClock(Clock):
 
 
 class DeviceClock(Clock):
-    """The time of a CUDA device: a stamp is a timed event of the calling thread's current stream.
-
-    Args:
-        device: the device.
-    """
+    """The time of a CUDA device: a stamp is a timed event of the calling thread's current stream."""
 
     lags = True
     replays = 8

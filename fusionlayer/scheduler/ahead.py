@@ -39,14 +39,6 @@ class AheadBuffer(Buffer):
 
     Every message has a place of fixed size. So no sizes are exchanged, and no step allocates memory for gradients. One
     payload is enough: a gradient arrives only after the last step's results were taken, when nothing is being sent.
-
-    Args:
-        bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
-        index: the bucket's number, for the timeline.
-        gather: the bucket's collective.
-        states: the states of the tensors, such as residuals, by name.
-        rank: this rank.
-        size: number of ranks.
     """
 
     def __init__(

@@ -44,14 +44,8 @@ def relative_error(sent: Tensor, lost: Tensor) -> Tensor:
 class ErrorProbe:
     """Measures the error of one bucket. The bucket's lane calls all methods, or a thread that has waited for its job.
 
-    Args:
-        index: number of the bucket in its plan.
-        bucket: its tensors.
-        codec: the bucket's.
-        rank: this rank.
-
     Attributes:
-        bucket: as given.
+        bucket: its tensors.
         error: the last one; None until there is one.
         is_made_to_lose: the codec is made to lose most of a bucket, and error feedback sends that later. No error of it
             is too large.

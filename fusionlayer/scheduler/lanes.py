@@ -201,11 +201,6 @@ class Lane:
     within ``put``, on the thread of the caller: on all ranks several communicators of a device get their work in the
     same order, independent of threads. On CUDA the lane has a stream of its own. No work records gradients.
 
-    Args:
-        transport: used by this lane alone, and closed with it.
-        device: the device of the tensors.
-        name: the name of the thread.
-
     Attributes:
         worker: runs the jobs.
         is_at_once: whether jobs run within ``put``.

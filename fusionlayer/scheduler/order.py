@@ -44,11 +44,6 @@ class SendOrder:
     buckets, and so for other lists. ``agree`` runs on a lane while the training thread waits for it. By then the jobs
     of all buckets of measured steps have ended, and their locks order the lanes' writes before the reads of ``agree``.
 
-    Args:
-        buckets: number of buckets.
-        lanes: number of buckets in flight at once.
-        clock: the clock of the gradients' device.
-
     Attributes:
         sequence: bucket numbers in launch order; the same on all ranks.
     """

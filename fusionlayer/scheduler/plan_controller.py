@@ -119,9 +119,6 @@ class StepTimer:
 
     Calls about submitting, ending and taking never overlap: the engine's lock and the order of a step see to that.
     Lanes call ``note_bucket`` at any time.
-
-    Args:
-        clock: the clock of the gradients' device.
     """
 
     def __init__(self, clock: Clock = HOST) -> None:

@@ -40,17 +40,8 @@ class PlanState:
     Ranks compare each plan before the first payload. The engine calls all methods with its lock held, or when no hook
     can run.
 
-    Args:
-        agreement: compares ranks, and makes the first plan.
-        step: the present step.
-        maker: makes buffers.
-        lanes: compare, and send the buckets.
-        results: the results of the steps before.
-        plan: fixed plan, which ``check_plan`` has checked; None: the first step makes one.
-        clock: times the steps.
-
     Attributes:
-        agreement: as given, or of the tensors that were enrolled last.
+        agreement: what ranks compare, and what the first plan is made with, for the tensors that were enrolled last.
         plan: the present one; None before the first step.
         next: the one that the next step begins with; None: the present one stays, or the first step makes one.
         buffers: the buffers of the present plan's buckets, by their numbers; none until there is a plan.

@@ -21,10 +21,6 @@ class Results:
 
     Only the thread that ends steps changes them: ``Engine.end_step`` adds to ``untaken``, ``Engine.take`` removes.
 
-    Args:
-        clock: the clock of the gradients' device.
-        timeline: shows how long results are waited for.
-
     Attributes:
         untaken: by the buckets' numbers in the plan of their step: the job of each, the holder of its results after the
             job, and the step.

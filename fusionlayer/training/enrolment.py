@@ -27,17 +27,9 @@ class Enrolment:
     A user may freeze and unfreeze parameters and add groups after the optimizer was wrapped. So each step asks whether
     anything has changed.
 
-    Args:
-        groups: the optimizer's parameter groups.
-        named_parameters: names that the user gives, also of later parameters.
-        group: ranks to reduce over.
-
     Attributes:
         names: the names of all present and former parameters of the optimizer, also of those without gradients.
         look_again: whether ``changed`` is true at the next step in any case.
-
-    Raises:
-        ConfigError: names are missing or not unique, or a parameter is sharded.
     """
 
     def __init__(

@@ -20,12 +20,7 @@ _logger = logging.getLogger("fusionlayer")
 
 
 class CodecFallback(PlanController):
-    """Gives a bucket another codec for good, once any rank has measured an error above the limit.
-
-    Args:
-        codec: the other codec.
-        nodes: number of ranks of each node.
-    """
+    """Gives a bucket another codec for good, once any rank has measured an error above the limit."""
 
     def __init__(self, codec: Codec, nodes: Sequence[int]) -> None:
         self._codec = codec

@@ -71,11 +71,6 @@ class ForwardOverlap:
 
     It needs no lock: ``Reducer`` lets one thread at a time use it. Only ``Engine.take`` waits for
     communication threads.
-
-    Args:
-        engine: reduces the gradients.
-        names: names of the parameters.
-        update: takes an optimizer step with the given parameter groups and the gradients they hold then.
     """
 
     def __init__(

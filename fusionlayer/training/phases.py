@@ -19,10 +19,6 @@ class StepPhases:
 
     FORWARD lasts as long as the outermost module's call. BACKWARD lasts from there to the last gradient, so it includes
     the loss. Calls without gradients, as in validation, are left out.
-
-    Args:
-        engine: knows the number of the step.
-        timeline: takes the spans.
     """
 
     def __init__(self, engine: Engine, timeline: Timeline) -> None:

@@ -32,10 +32,6 @@ class SparseGradients:
     During the first step, hooks only note which gradients are sparse on this rank. At its end, all ranks decide
     together.
 
-    Args:
-        engine: sums all other gradients.
-        make_dense: whether sparse gradients are made dense and summed like all others.
-
     Attributes:
         gathers: by parameter, what waits for a gradient that is being gathered.
     """

@@ -68,20 +68,9 @@ class Connecting:
 
     A process that fails meanwhile is found: its host checks it, and the others ask by the store.
 
-    Args:
-        rendezvous: where the processes find each other.
-        what: their purpose, for messages.
-        timeout: seconds that this may take, and later a call.
-        stall_warning: seconds of waiting after which a warning names the stragglers.
-        is_overdue: see ``Heartbeat``.
-        interrupt: makes calls over the connections fail, once there are some.
-
     Attributes:
         watch: the watch over the ranks, which have met.
         store: for the keys of the connections alone, over a client that no other transport uses until ``end``.
-
-    Raises:
-        TransportError: ranks did not come or are gone, or the store does not answer.
     """
 
     def __init__(

@@ -51,11 +51,7 @@ class Pipeline:
     """The costs of runs of consecutive tensors: ``[i:j]`` of them in one bucket.
 
     Planners search with it. It is the model of ``planning.simulation`` with one lane and a core for each thread.
-    Threads and links are not shared then, so a recurrence replaces the simulated events. Tests hold the two equal.
-
-    Args:
-        tensors: the tensors of a step, in order of arrival.
-        costs: the costs of the step.
+    Nothing is shared then, so a recurrence replaces the simulated events. Tests hold the two equal.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], costs: StepCosts) -> None:

@@ -30,17 +30,8 @@ class GlooMesh:
     others, here and on the other ranks, which then report the cause. One that is closed between two calls ends none,
     and the last one closes the connections.
 
-    Args:
-        store: the store by which gloo connects; it is let go once the connections are made.
-        rank: rank of this process in the group.
-        size: number of ranks in the group.
-        seconds: the seconds that connecting may take.
-
     Attributes:
         group: what sends and receives. Any: torch's type stubs lack some of its methods.
-
-    Raises:
-        RuntimeError: gloo cannot connect.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float) -> None:
@@ -113,11 +104,7 @@ def connect_over(
 
 
 class _ExchangedStore(dist.Store):
-    """A store for one ``GlooMesh``, whose ranks exchange their addresses over connections that they have.
-
-    Args:
-        swap: returns the texts of all ranks, for that of this rank. All ranks call it together.
-    """
+    """A store for one ``GlooMesh``, whose ranks exchange their addresses over connections that they have."""
 
     def __init__(self, swap: Callable[[bytes], list[bytes]]) -> None:
         super().__init__()

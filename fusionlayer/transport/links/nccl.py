@@ -31,13 +31,6 @@ class NcclLink(QueueingLink, RowLink):
     """One rank's end of an NCCL group that no other code uses, on one CUDA device.
 
     The constructor waits for the other ranks.
-
-    Args:
-        store: for NCCL's keys alone.
-        rank: rank of this process in the group.
-        size: number of ranks in the group.
-        timeout: seconds that an operation may take on the device.
-        device: the device of all tensors.
     """
 
     can_launch = True

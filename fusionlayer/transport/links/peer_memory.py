@@ -51,17 +51,8 @@ def together(gather: Gather, attempt: Callable[[], Result]) -> Result:
 class PeerMemory:
     """One rank's memory on its device, and the memory of all other ranks. All ranks make it together.
 
-    Args:
-        rank: this rank.
-        device: the device of this rank.
-        nbytes: the bytes of each rank's memory, which is full of zeros at first.
-        gather: between the ranks, which are all on one host.
-
     Attributes:
         every: the memory of each rank, (nbytes,) uint8.
-
-    Raises:
-        OutOfReach: a rank has no such memory, or cannot reach that of another one.
     """
 
     def __init__(self, rank: int, device: torch.device, nbytes: int, gather: Gather) -> None:
@@ -90,16 +81,8 @@ class Counters:
 
     They are in memory of the host, where devices write and wait, and processes read. Each rank has a page of those for
     which its own device waits. A counter has 64 bits. The device that counts writes the lower half of it. The upper one
-    belongs to the process that owns the page: a bit there ends all waits for a number, regardless of later counts.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        gather: between the ranks, which are all on one host.
-        reach: returns where this rank's device finds memory of the host.
-
-    Raises:
-        OutOfReach: a rank has no such memory, or cannot reach that of another one.
+    belongs to the process whose page it is: with a bit there, nothing that waits for a number waits any longer,
+    whatever is counted afterwards.
     """
 
     MOST = (1 << 32) - 1

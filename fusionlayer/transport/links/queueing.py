@@ -43,11 +43,6 @@ class QueueingLink(Link):
 
     Calls return before the device has done the work. Events before and after each operation show ``overdue`` when it
     began and ended.
-
-    Args:
-        rank: the rank of this process in the group.
-        timeout: seconds that an operation may take on the device.
-        device: the device of all tensors.
     """
 
     only_queues = True

@@ -136,11 +136,6 @@ class SharedMemory:
     """The mapped memory of all ranks. A rank reads all of it and writes only its own.
 
     With two ranks, each adds whole pieces. With more, each adds one share of a piece, and then reads the other shares.
-
-    Args:
-        rank: this rank.
-        memory: the memory of every rank, (slots * bytes of a slot,) uint8.
-        ends: this rank's socket to every other rank.
     """
 
     def __init__(self, rank: int, memory: Sequence[Tensor], ends: Mapping[int, socket.socket]) -> None:

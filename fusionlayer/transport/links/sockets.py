@@ -53,21 +53,9 @@ _live: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 class SocketLink(ExchangeLink):
     """One rank's connections to all others. One thread at a time makes calls; ``close`` may come from any thread.
 
-    Args:
-        connecting: bounds the time that the connections take.
-        rank: this rank.
-        size: number of ranks.
-        timeout: seconds that a call may take.
-        checked: the ranks to which, and from which, chunks carry a checksum.
-        options: interfaces and number of connections. The number is equal on all ranks.
-
     Attributes:
         is_alone: whether all ranks are on one host.
         is_sealed: whether what is sent carries tags that only ranks of the job can make, or is encrypted.
-
-    Raises:
-        LinkError: not all ranks could connect in time.
-        RuntimeError: the store does not answer.
     """
 
     def __init__(
