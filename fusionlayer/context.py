@@ -199,11 +199,7 @@ def _open_by_mpi(settings: config.Config) -> Transport:
 
 
 def _place_in(transport: Transport, launched: launch.RankInfo, library: str) -> launch.RankInfo:
-    """Return this process's place according to the transport's library, with the launcher's local rank if they agree.
-
-    Raises:
-        ConfigError: launcher, library and torch.distributed do not agree on the ranks.
-    """
+    """Return this process's place according to the transport's library, with the launcher's local rank if they agree."""
     rank, size = transport.rank, transport.size
     if launched.launcher != "single" and launched.size != size:
         raise ConfigError(

@@ -10,16 +10,7 @@ from ..transport import Transport
 
 
 def resolve(group: object, what: str, axis: str) -> dist.ProcessGroup | Transport | None:
-    """Return a group in a form that ``context.transport`` takes.
-
-    Args:
-        group: the user's group: a process group, a one-dimensional mesh, a transport or None.
-        what: the feature that uses the group, for error messages.
-        axis: usual name of the mesh dimension for this feature, for error messages.
-
-    Raises:
-        ConfigError: ``group`` is none of these.
-    """
+    """Return a group in a form that ``context.transport`` takes."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ConfigError(

@@ -28,16 +28,8 @@ def adasum_optimizer(
 
     It is the same object. Each rank takes the step of the wrapped optimizer with its own gradients. The changes of the
     parameters are sent, so momenta and adaptive rates are each rank's own (Maleki et al., MLSys 2021, section 4.1).
-    Parameters without a gradient count as not moved. The learning rate is for one rank. Parameters may be unfrozen or
-    added later, on all ranks before the same step.
-
-    Args:
-        optimizer: any optimizer.
-        named_parameters: ``model.named_parameters()``.
-        compression: pair of functions that encode the changes, such as ``Compression.fp16``.
-
-    Raises:
-        ConfigError: the number of ranks is not a power of two, or ``compression`` is a codec.
+    Parameters without a gradient count as not moved. The learning rate is that of one rank. Parameters may be unfrozen
+    or added later, on all ranks before the same step.
     """
     check_world(size())
     if codec_of(compression) is not None:

@@ -133,11 +133,7 @@ def is_initialized() -> bool:
 
 
 def session() -> Session:
-    """Return the session of this process.
-
-    Raises:
-        ConfigError: ``init`` has not been called.
-    """
+    """Return the session of this process."""
     if _process is not None and local.current() is None:
         return _process
     here = _sessions.get(context.transport()) if context.is_initialized() else None

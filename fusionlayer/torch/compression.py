@@ -124,11 +124,7 @@ class Compression(metaclass=_Names):
 
 
 def codec_of(compression: Any) -> Codec | None:
-    """Return the codec of a compression, or None if it is a pair of functions.
-
-    Raises:
-        ConfigError: ``compression`` is neither.
-    """
+    """Return the codec of a compression, or None if it is a pair of functions."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ConfigError(f"compression={compression!r}; expected hvd.Compression.none, .fp16, .int8, ...")
     codec: Codec | None = getattr(compression, "codec", None)

@@ -112,11 +112,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def number_of(process_set: Any) -> int:
-    """Return the number of a set.
-
-    Raises:
-        ConfigError: the set has not been added, or has been removed.
-    """
+    """Return the number of a set."""
     number: int | None = getattr(process_set, "process_set_id", None)
     if not isinstance(process_set, ProcessSet) or number is None:
         raise ConfigError(f"process_set={process_set}; give it to add_process_set() or init() first")

@@ -160,13 +160,7 @@ def read(config: object) -> dict[str, Any]:
 
 
 def _start(section: DeepSpeedSection, options: Mapping[str, Any] | None, **kwargs: Any) -> None:
-    """Start the backend with the section's policy, or give the policy to a running one; compare sections over ranks.
-
-    Args:
-        section: the section of the configuration.
-        options: the options of an optimizer that sends momentum, on which ranks must agree too; None: there is none.
-        kwargs: arguments of ``deepspeed.init_distributed``.
-    """
+    """Start the backend with the section's policy, or give the policy to a running one; compare sections over ranks."""
     deepspeed = _deepspeed()
     if dist.is_initialized() and backend.NAME not in dist.get_backend_config():
         raise ConfigError(

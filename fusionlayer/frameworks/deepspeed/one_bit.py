@@ -43,11 +43,7 @@ _DROPPED = {
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the options of ``EngineOneBitAdam`` that a DeepSpeed configuration asks for; None: for another optimizer.
-
-    Raises:
-        ConfigError: a parameter is unknown or cannot be had, or DeepSpeed has dropped the optimizer and it is not here.
-    """
+    """Return the options of ``EngineOneBitAdam`` that a DeepSpeed configuration asks for; None: for another optimizer."""
     optimizer = config.get("optimizer")
     kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(optimizer, Mapping) or not isinstance(kind, str):
@@ -120,11 +116,7 @@ class EngineOneBitAdam(OneBitAdam):
         self._average: Callable[[Mapping[str, Tensor]], None] | None = None
 
     def attach(self, engine: Any, average: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Begin to work for ``engine``; ``average`` replaces tensors, by name, by their averages over ranks.
-
-        Raises:
-            ConfigError: the engine's ranks are not all replicas of one another.
-        """
+        """Begin to work for ``engine``; ``average`` replaces tensors, by name, by their averages over ranks."""
         for what, there in (
             ("experts", engine.has_moe_layers),
             ("a pipeline", engine.pipeline_parallelism),

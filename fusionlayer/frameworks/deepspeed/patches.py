@@ -9,11 +9,7 @@ from ...base.errors import ConfigError
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` so that a call of it calls ``function`` with the original method and the arguments.
-
-    Raises:
-        ConfigError: there is no such method.
-    """
+    """Replace ``owner.name`` so that a call of it calls ``function`` with the original method and the arguments."""
     original = getattr(owner, name, None)
     if original is None:
         import deepspeed

@@ -168,12 +168,7 @@ def _error(text: str) -> ConfigError:
 
 
 def _filled(given: object, momentum: bool) -> object:
-    """Return the section with the defaults that depend on its presets, and without keys that are "auto".
-
-    Args:
-        given: as the user wrote it.
-        momentum: whether the optimizer sends momentum.
-    """
+    """Return the section with the defaults that depend on its presets, and without keys that are "auto"."""
     if not isinstance(given, Mapping):
         return given
     values = _without_auto(given)
