@@ -199,7 +199,7 @@ def _open_by_mpi(settings: config.Config) -> Transport:
 
 
 def _place_in(transport: Transport, launched: launch.RankInfo, library: str) -> launch.RankInfo:
-    """Return this process's place according to the transport's library, with the launcher's local rank if they agree."""
+    """Return this process's place according to the transport's library; a ``ConfigError`` if launchers disagree."""
     rank, size = transport.rank, transport.size
     if launched.launcher != "single" and launched.size != size:
         raise ConfigError(

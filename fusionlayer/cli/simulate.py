@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import ConfigError
@@ -19,8 +19,6 @@ from .parsers.simulate import WORKERS
 from .progress import ProgressLine
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit
-
-_LATENCY_FACTORS = (0.25, 1.0, 4.0)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -82,7 +80,6 @@ class Projection:
     Attributes:
         cells: all methods for each number of workers.
         ahead: by method, whether it beats the baseline with the fewest workers, and where that changes.
-        latencies: by method, the seconds of its step with the most workers for each factor on the latency.
     """
 
     profile: Profile
@@ -90,7 +87,6 @@ class Projection:
     workers: Sequence[int]
     cells: Sequence[ProjectedStep]
     ahead: Mapping[str, tuple[bool, list[int]]]
-    latencies: Mapping[str, list[float]]
 
     @classmethod
     def of(
@@ -104,9 +100,8 @@ class Projection:
         """Return the projection; the more workers, the longer a step takes to simulate."""
         cells: list[ProjectedStep] = []
         ahead: dict[str, tuple[bool, list[int]]] = {}
-        latencies: dict[str, list[float]] = {}
         known: dict[tuple[str, int], float] = {}
-        total = len(workers) + 2
+        total = len(workers) + 1
 
         def seconds(method: Method, count: int) -> float:
             if (method.name, count) not in known:
@@ -120,23 +115,14 @@ class Projection:
                 known[method.name, count] = step.seconds
                 band = projected_band(profile, method, scenario, count, step.seconds)
                 cells.append(ProjectedStep(count, method, step, band, seconds(methods[0], count) / step.seconds))
-        for number, method in enumerate(methods):
-            progress.at((len(workers) + 2 * number / len(methods)) / total, f"{method.name}, break-even and latency")
-            if number:
+        for number, method in enumerate(methods[1:]):
+            progress.at((len(workers) + number / len(methods)) / total, f"{method.name}, break-even")
 
-                def faster(count: int, method: Method = method) -> bool:
-                    return seconds(method, count) < seconds(methods[0], count)
+            def faster(count: int, method: Method = method) -> bool:
+                return seconds(method, count) < seconds(methods[0], count)
 
-                ahead[method.name] = faster(workers[0]), break_even(faster, workers, scenario.per_host)
-            latencies[method.name] = [
-                seconds(method, workers[-1])
-                if factor == 1
-                else project(
-                    profile, method, replace(scenario, curves=False, latency_factor=factor), workers[-1]
-                ).seconds
-                for factor in _LATENCY_FACTORS
-            ]
-        return cls(profile, scenario, workers, cells, ahead, latencies)
+            ahead[method.name] = faster(workers[0]), break_even(faster, workers, scenario.per_host)
+        return cls(profile, scenario, workers, cells, ahead)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole projection as plain data, in seconds and bytes."""
@@ -167,16 +153,10 @@ class Projection:
             "break_even": {
                 name: {"ahead_at_first": first, "changes_at": places} for name, (first, places) in self.ahead.items()
             },
-            "latency": {
-                "workers": self.workers[-1],
-                "factors": list(_LATENCY_FACTORS),
-                "step_seconds": dict(self.latencies),
-            },
         }
 
     def tables(self) -> list[Table]:
-        """Return the steps, the numbers of workers at which methods are faster than the baseline, and the effect of the
-        latency."""
+        """Return the steps, and where methods are faster than the baseline."""
         steps = [cell.step for cell in self.cells]
         bands = [cell.band for cell in self.cells]
         unit, (seconds, low, high, exposed) = in_one_unit(
@@ -204,19 +184,9 @@ class Projection:
             Column("method", list(self.ahead), text=True),
             Column("where", [_spell(*change) for change in self.ahead.values()], text=True),
         ]
-        by_factor = list(zip(*self.latencies.values(), strict=True))
-        unit, columns = in_one_unit(SECONDS, *by_factor)
-        latency = [
-            Column("method", list(self.latencies), text=True),
-            *(
-                Column(f"latency x{factor:g}", cells, unit)
-                for factor, cells in zip(_LATENCY_FACTORS, columns, strict=True)
-            ),
-        ]
         return [
             Table(f"{self.profile.title}: {self._network()}", projected),
             Table(f"Faster than {BASELINE}, from {self.workers[0]} to {self.workers[-1]} workers", where),
-            Table(f"Latency: the step with {self.workers[-1]} workers", latency),
         ]
 
     def _network(self) -> str:

@@ -71,7 +71,6 @@ class Scenario:
         per_host: ranks of a host.
         cores: cores that each rank has for itself; None: as in the profile's measurement.
         latency: seconds of a message; None: as measured.
-        latency_factor: multiplies the latency, and the round trip.
         curves: take measured curves instead of alpha-beta costs if the rate was measured.
         rtt: seconds of a round trip between hosts, in addition to the measured latency.
         loss: probability that a segment is dropped between hosts.
@@ -86,7 +85,6 @@ class Scenario:
     per_host: int = 1
     cores: float | None = None
     latency: float | None = None
-    latency_factor: float = 1.0
     curves: bool = False
     rtt: float = 0.0
     loss: float = 0.0
@@ -112,7 +110,7 @@ class Scenario:
             raise ConfigError(f"connections={self.connections}; expected 1 or more")
         if self.curves and self.is_distant:
             raise ConfigError("a round trip, loss and connections cannot be put into measured curves; leave out one")
-        if self.curves and (self.latency is not None or self.latency_factor != 1):
+        if self.curves and self.latency is not None:
             raise ConfigError("a given latency cannot be put into measured curves; leave out one of them")
 
     @property
@@ -128,21 +126,19 @@ class Scenario:
         """Return the cluster with this many ranks."""
         link = profile.link(self.rate, self.curves)
         connections = None
-        if self.latency is not None or self.latency_factor != 1:
-            base = link.latency if self.latency is None else self.latency
-            link = link.with_latency(base * self.latency_factor)
+        if self.latency is not None:
+            link = link.with_latency(self.latency)
         if self.is_distant:
             measured = link.latency
-            rtt = self.rtt * self.latency_factor
-            link = link.at_distance(rtt, asks=self.connections is None)
+            link = link.at_distance(self.rtt, asks=self.connections is None)
             assert isinstance(link.exchange, AlphaBeta)
             connections = Connections(
-                rtt + measured,
+                self.rtt + measured,
                 self.loss,
                 self.congestion,
                 self.connections,
                 8 / max(link.exchange.beta, 1e-300),
-                profile.connections.get(way_name(rtt, self.loss, self.congestion)),
+                profile.connections.get(way_name(self.rtt, self.loss, self.congestion)),
             )
         if self.per_host > 1 and profile.inside is None:
             raise ConfigError(f"{self.per_host} workers on a host, and the profile has no costs of a link inside one")

@@ -32,43 +32,6 @@ from .requests import (
     taking,
 )
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-    "synchronize",
-]
-
-
 Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 

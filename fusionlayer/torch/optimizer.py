@@ -19,9 +19,9 @@ from .adasum_optimizer import adasum_optimizer
 from .basics import session, size
 from .compression import BF16Compressor, Compression, FP16Compressor, NoneCompressor, codec_of
 from .joining import enlist
-from .mpi_ops import Adasum, Average, ReduceOp, Sum, sparse_allreduce_async
+from .mpi_ops import Adasum, Average, Sum, sparse_allreduce_async
 from .process_sets import ProcessSet, global_process_set, number_of, transport_of
-from .requests import choose_op
+from .requests import ReduceOp, choose_op
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know

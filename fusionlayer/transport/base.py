@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, TransportError
 from .composed import Composed
-from .queueing import Queueing
 
 URGENT = -1
 """Priority of a stream that carries messages. Kernels of backward that are queued already must not hold up a message:
 other ranks wait for it."""
 
 
-class Transport(Composed, Queueing):
+class Transport(Composed):
     """One rank's end of a group of ranks.
 
     One thread at a time may use a transport, and every rank must make the same calls in the same order; a second thread
@@ -95,6 +95,57 @@ class Transport(Composed, Queueing):
 
         Work that calls have only queued on a device is cut off in the middle: ``finish`` waits for it.
         """
+
+    # ---- devices: by default calls end with their work, and kernels do not wait for other ranks ---------------------
+
+    def connect_device(self, device: torch.device) -> None:  # noqa: B027 - most transports need no more connections
+        """Connect the ranks for tensors on ``device`` now. All ranks call it together; a later call does nothing.
+
+        Without it the first collective call with such a tensor connects them. Messages between two ranks before that
+        are sent through the host's memory.
+
+        Raises:
+            TransportError: a rank failed, timed out, or has a device that cannot be connected.
+            PlanMismatch: the ranks' devices do not go together.
+        """
+
+    def only_queues(self, device: torch.device) -> bool:
+        """Return whether calls with tensors on ``device`` only queue work on its current stream.
+
+        They wait for no other rank then, and any thread may make them in its turn.
+        """
+        return False
+
+    def can_launch(self, device: torch.device) -> bool:
+        """Return whether ``launch`` works on ``device``."""
+        return False
+
+    def launch(self, what: str, device: torch.device, kernel: Callable[[Tensor], None]) -> None:
+        """Let ``kernel`` queue one kernel on the current stream that waits for the like of it on all other ranks.
+
+        All ranks call it together. ``what`` says for errors what the kernel does, with all that must be equal. It gets
+        (1,) int32 in memory that the device reads: not 0 once the transport is closed, and the kernel has to end.
+        """
+        raise NotImplementedError
+
+    def drain(self) -> None:  # noqa: B027 - most calls end with their work
+        """Wait until devices have done the work of all calls that have returned; at most for ``timeout`` seconds.
+
+        What was received is whole then. After an orderly ``close`` it does nothing.
+
+        Raises:
+            TransportError: this transport has failed, perhaps in work that was queued.
+        """
+
+    def stages(self, device: torch.device) -> bool:
+        """Return whether messages of ``device`` are sent from the host's memory, to which they are copied first."""
+        return False
+
+    def finish(self) -> None:
+        """Close the group after all calls have ended, on devices too. What fails meanwhile is logged."""
+        self.close()
+
+    # ---- what is known of the ranks ---------------------------------------------------------------------------------
 
     def cause(self) -> TransportError | None:
         """Return why this process leaves, if one of its transports over these ranks has failed; else None."""

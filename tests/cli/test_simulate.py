@@ -54,13 +54,11 @@ def test_json_says_the_same(validated: Path, capsys: pytest.CaptureFixture[str])
     names = ["ddp", "int4", "int4+overlap", "raw", "raw+overlap"]
     assert [row["method"] for row in found["steps"]] == names * 2
     assert found["rate"] == "1gbit", "the fastest measured one"
-    assert set(found["break_even"]) == set(names[1:]) and set(found["latency"]["step_seconds"]) == set(names)
+    assert set(found["break_even"]) == set(names[1:])
     by_name = {row["method"]: row for row in found["steps"][5:]}
     assert by_name["int4"]["extrapolated"] == ["4096 workers"]
     assert by_name["raw"]["extrapolated"] == ["4096 workers", "raw"]
-    for name, row in by_name.items():
-        low, same, high = found["latency"]["step_seconds"][name]
-        assert low <= same <= high and same == pytest.approx(row["step_seconds"])
+    for row in by_name.values():
         assert row["low"] <= row["step_seconds"] <= row["high"]
         assert row["speedup"] == pytest.approx(by_name["ddp"]["step_seconds"] / row["step_seconds"])
     main(arguments)

@@ -20,7 +20,6 @@ WORKERS = (2, 8, 64, 256, 1024, 4096)
 """Numbers of workers, unless others are given."""
 _COLUMNS = (
     *("workers", "method", "step", "band", "speed-up", "exposed", "sent", "beyond what was validated", "where"),
-    *("latency x0.25", "latency x1", "latency x4"),
 )
 
 _EPILOG = """\

@@ -43,7 +43,7 @@ _DROPPED = {
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the options of ``EngineOneBitAdam`` that a DeepSpeed configuration asks for; None: for another optimizer."""
+    """Return the options of ``EngineOneBitAdam`` in a DeepSpeed configuration; None: it names another optimizer."""
     optimizer = config.get("optimizer")
     kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(optimizer, Mapping) or not isinstance(kind, str):
