@@ -60,7 +60,7 @@ class Ranks:
         for rank, (stream, out, residual) in enumerate(zip(self._streams, self.out, self._residuals, strict=True)):
             spec = codec.core_spec(x.numel(), x.dtype, derive_seed(0, rank, 0))
             tensors = x.data_ptr(), out.data_ptr(), None if residual is None else residual.data_ptr()
-            peers = native.Peers(rank, size, warps, nbytes, memory, self._stop.data_ptr())
+            peers = libraries.Peers(rank, size, warps, nbytes, memory, self._stop.data_ptr())
             given = spec, derive_seed(0, rank, 1), chunk, *tensors, peers, stream.cuda_stream
             self._launches.append(partial(libraries.cuda().fl_two_shot, *given))
 

@@ -28,7 +28,7 @@ from torch import Tensor
 import fusionlayer as fl
 from benchmarks import driver
 from benchmarks.codec.rows import Row, change_rows, codec_rows, dynamiq_rows, sparse_rows, two_level_rows
-from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.codecs import NativeCodec
 from fusionlayer.process.clock import DeviceClock
 
@@ -129,7 +129,7 @@ def main() -> int:
 
     device = torch.device(args.device)
     torch.set_num_threads(1)
-    native.set_threads(1)
+    libraries.set_threads(1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(args.numel, generator=generator).to(device)
     if args.codecs is None:  # what most sparsifiers and powersgd do beside kernels is not for one GPU's clock
@@ -140,8 +140,8 @@ def main() -> int:
         groups = [("all", partial(_all_of, groups))]
     for isa in args.isas if device.type == "cpu" else ["cuda"]:
         if device.type == "cpu":
-            native.select_isa(isa)
-            isa = native.isa()
+            libraries.select_isa(isa)
+            isa = libraries.isa()
         for number, (name, make) in enumerate(groups):
             target, now = torch.empty_like(x), time.monotonic()
             copy = Row("memcpy", "copy", "float32", 2 * x.nbytes, _copy(target, x))

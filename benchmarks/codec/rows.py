@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.codecs import Codec
 from fusionlayer.codecs.lossless.delta import Delta
 from fusionlayer.codecs.research.dynamiq import DynamiQ
@@ -193,7 +194,7 @@ def sparse_rows(x: Tensor) -> Iterator[Row]:
         offsets = [0, *accumulate(aligned(n) for n in (numel // 65536 * 4, counts, positions, 4 * k))]
         bodies = torch.zeros(SPARSE_MESSAGES, offsets[-1], dtype=torch.uint8, device=x.device)
 
-        def encode(spec: native.Spec, offsets: list[int], body: Tensor, added: Tensor | None) -> None:
+        def encode(spec: libraries.Spec, offsets: list[int], body: Tensor, added: Tensor | None) -> None:
             residual.copy_(x)
             selection.sparse_encode(spec, offsets[:4], residual, magnitude, k - above, body, x=added, scale=0.0)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..base.libraries import Messages, Spec
 from ..native.wire import WireFormat
 from ..observe.timeline import here
 from .base import Codec
@@ -30,8 +31,8 @@ class _Bound(NamedTuple):
         drawn: how many random numbers the elements before it take.
     """
 
-    spec: native.Spec
-    messages: native.Messages
+    spec: Spec
+    messages: Messages
     start: int
     drawn: int
 
@@ -43,13 +44,12 @@ class NativeCodec(Codec):
         """Return the core's codec number and parameters for messages encoded from ``dtype``."""
         raise NotImplementedError
 
-    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
+    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> Spec:
         """Return the core's spec for elements of ``dtype`` and messages that were encoded from type ``encoded``."""
         return self._params(encoded).spec(numel, dtype)
 
-    def core_spec(self, numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> native.Spec:
-        """Return the core's spec to encode ``numel`` elements of ``dtype``, for callers of the core other than the
-        verbs."""
+    def core_spec(self, numel: int, dtype: torch.dtype, seed: int = 0, offset: int = 0) -> Spec:
+        """Return the core's spec to encode ``numel`` elements of ``dtype``; for what calls the core past the verbs."""
         return native.seeded(self._spec(numel, dtype, dtype), seed, offset)
 
     # Codecs whose verbs are single calls of the core prepare each call once for each buffer, because its other
@@ -194,16 +194,16 @@ class NativeCodec(Codec):
         spec = self._seeded(form, form.dtype if x is None else x.dtype, how)
         native.recode(spec, form.offsets, bodies, x, how.residual, body)
 
-    def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> native.Spec:
+    def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> Spec:
         """Return the core's spec to encode elements of ``dtype``, with the random numbers of ``how``."""
         return native.seeded(self._known(form, dtype), how.seed, how.offset)
 
-    def _known(self, form: WireFormat, dtype: torch.dtype) -> native.Spec:
+    def _known(self, form: WireFormat, dtype: torch.dtype) -> Spec:
         """Return ``_spec``, made once. Lanes and workers share it, so no caller may write into it."""
         key = form.numel, form.dtype, dtype
         spec = self._specs.get(key)
         return spec or remember(self._specs, key, self._spec(*key))
 
     @cached_property
-    def _specs(self) -> dict[tuple[int, torch.dtype, torch.dtype], native.Spec]:
+    def _specs(self) -> dict[tuple[int, torch.dtype, torch.dtype], Spec]:
         return {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..base.libraries import MAX_PEERS
+from ..base.libraries import MAX_PEERS, Peers
 from ..base.seeds import derive_seed
 from ..codecs import Codec, NativeCodec
 from ..transport import Transport
@@ -40,7 +40,7 @@ class LaunchMemory:
         least = torch.tensor([-warps], device="cpu")
         transport.all_reduce_max(least)
         memory = (ctypes.c_void_p * MAX_PEERS)(*[each.data_ptr() for each in self._memory.every])
-        self.peers = native.Peers(transport.rank, transport.size, -int(least), nbytes, memory, None)
+        self.peers = Peers(transport.rank, transport.size, -int(least), nbytes, memory, None)
 
 
 def sum_in_one_launch(

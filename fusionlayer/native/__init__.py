@@ -15,58 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import FusionLayerError, WireError
-from ..base.libraries import (
-    MAX_PLANES,
-    SEEDS,
-    BuildInfo,
-    Chooser,
-    Messages,
-    Peers,
-    Spec,
-    build_info,
-    cpu,
-    cuda,
-    isa,
-    library_path,
-    select_isa,
-    set_threads,
-)
-
-__all__ = [
-    "BuildInfo",
-    "Chooser",
-    "Messages",
-    "Peers",
-    "Spec",
-    "add_codes",
-    "build_info",
-    "call",
-    "cpu",
-    "crc32c",
-    "decode",
-    "decode_codes_sum",
-    "decode_sum",
-    "delta_decode",
-    "delta_encode",
-    "dynamiq_stats",
-    "dynamiq_widths",
-    "encode",
-    "encode_difference",
-    "isa",
-    "library_path",
-    "messages",
-    "most_warps",
-    "pointer",
-    "recode",
-    "recode_rows",
-    "seeded",
-    "select_isa",
-    "set_threads",
-    "thc_rms",
-    "two_shot",
-    "two_shot_bytes",
-    "workspace_for",
-]
+from ..base.libraries import MAX_PLANES, SEEDS, Messages, Peers, Spec, cpu, cuda
 
 CAST, INT, SPARSE, BLOCK, ZIP, THC, TAHQUANT, DYNAMIQ, RANS, CHUNKED, DELTA, ONEBIT, QSDP = range(13)
 INT_HADAMARD, INT_STOCHASTIC, INT_FULL = 1, 2, 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionlayer import codecs, native
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec
 from tests.cores import all_cores
@@ -90,20 +90,20 @@ def test_threads_that_begin_within_a_message_end_with_it(name: str) -> None:
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    before = native.isa()
+    before = libraries.isa()
     with pytest.raises(ConfigError, match="'avx1024'.*avx512, avx2, baseline or auto"):
-        native.select_isa("avx1024")
-    assert native.isa() == before
+        libraries.select_isa("avx1024")
+    assert libraries.isa() == before
     with pytest.raises(ConfigError, match="threads=0"):
-        native.set_threads(0)
+        libraries.set_threads(0)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("given, expected", [("baseline", "baseline"), ("sparc", "FUSIONLAYER_ISA='sparc' cannot")])
 def test_the_environment_chooses_the_instruction_set(given: str, expected: str) -> None:
     code = (
-        "from fusionlayer import native\nfrom fusionlayer.base.errors import ConfigError\n"
-        "try: print(native.isa())\nexcept ConfigError as error: print(error)"
+        "from fusionlayer.base import libraries\nfrom fusionlayer.base.errors import ConfigError\n"
+        "try: print(libraries.isa())\nexcept ConfigError as error: print(error)"
     )
     environment = {**os.environ, "FUSIONLAYER_ISA": given}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.native import selection
 
 INFINITE = 0x7F800000
@@ -123,7 +123,7 @@ def stage_ratios(ratio: float, stages: int) -> list[float]:
     return [0.25] + [(ratio / 0.25) ** (1 / (stages - 1))] * (stages - 1)
 
 
-def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> list[float]:
+def estimates(how: libraries.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> list[float]:
     given = list(how.given[: how.count])
     if how.estimator == selection.GIVEN:
         return given
@@ -156,7 +156,7 @@ def estimates(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor |
     return [threshold]
 
 
-def adapt(how: native.Chooser, count: int, memory: Tensor) -> None:
+def adapt(how: libraries.Chooser, count: int, memory: Tensor) -> None:
     """Let the number of stages adapt to what an estimate would send."""
     memory[3:] += torch.tensor([1.0, count / how.k], dtype=torch.float64)
     if memory[3] == WINDOW:
@@ -166,7 +166,7 @@ def adapt(how: native.Chooser, count: int, memory: Tensor) -> None:
         memory[3:] = 0
 
 
-def settled(how: native.Chooser, counts: Sequence[int]) -> int:
+def settled(how: libraries.Chooser, counts: Sequence[int]) -> int:
     """Return the index of the estimate where the search as published ends; ``counts`` are of the estimates."""
     if len(counts) == 1 or how.estimator == selection.GIVEN:
         return 0
@@ -175,7 +175,7 @@ def settled(how: native.Chooser, counts: Sequence[int]) -> int:
     return {selection.NORMAL: refine, selection.BISECTED: bisect, selection.TRIMMED: trim}[how.estimator](counts, how.k)
 
 
-def choose(how: native.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> Tensor:
+def choose(how: libraries.Chooser, acc: Tensor, memory: Tensor, sample: Tensor | None) -> Tensor:
     n = acc.numel()
     if how.reuse > 1 and 1 <= memory[1] < how.reuse:
         kept = bits_of(float(memory[0]))

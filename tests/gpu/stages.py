@@ -37,6 +37,7 @@ import torch
 from benchmarks import driver
 from benchmarks.report import Environment, write
 from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import FusionLayerError
 from tests.gpu.conftest import LOG, UNTIL
 
@@ -60,7 +61,7 @@ def _no_device() -> str | None:
 
 
 def _no_library() -> str | None:
-    if not native.library_path("cuda").exists():
+    if not libraries.library_path("cuda").exists():
         return "the CUDA library: run the stage gpu-build, or `python setup.py build_ext --inplace`"
     try:
         native.cpu(), native.cuda()

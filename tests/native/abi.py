@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,13 +31,13 @@ def itemsize(dtype: int) -> int:
 
 
 def _usable() -> Iterator[str]:
-    for name in native.build_info("").isas:
+    for name in libraries.build_info("").isas:
         try:
-            native.select_isa(name)
+            libraries.select_isa(name)
         except ConfigError:
             continue
         yield name
-    native.select_isa("auto")
+    libraries.select_isa("auto")
 
 
 ISAS = tuple(_usable())
@@ -48,21 +49,21 @@ def each_isa() -> Iterator[str]:
     assert "baseline" in ISAS
     try:
         for name in ISAS:
-            native.select_isa(name)
-            assert native.isa() == name
+            libraries.select_isa(name)
+            assert libraries.isa() == name
             yield name
     finally:
-        native.select_isa("auto")
+        libraries.select_isa("auto")
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Let the core use so many threads."""
-    native.set_threads(count)
+    libraries.set_threads(count)
     try:
         yield
     finally:
-        native.set_threads(max(1, min(torch.get_num_threads(), 8)))
+        libraries.set_threads(max(1, min(torch.get_num_threads(), 8)))
 
 
 def in_child(body: Callable[[], None]) -> int:

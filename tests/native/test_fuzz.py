@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import ConfigError
 from tests.native.conftest import CSRC, sanitized
 from tests.tiers import exhaustive, long
@@ -25,11 +25,11 @@ def usable() -> list[str]:
     found = []
     for name in ("baseline", "avx512"):
         try:
-            native.select_isa(name)
+            libraries.select_isa(name)
         except ConfigError:
             continue
         found.append(name)
-    native.select_isa("auto")
+    libraries.select_isa("auto")
     return found
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import ConfigError
 from tests.native.conftest import CSRC, find_compiler
 from tests.native.test_fuzz import MARCH
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.medium
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
 def test_quotients_that_lie_near_the_middle_of_two_floats_are_rounded_right(isa: str, tmp_path: Path) -> None:
     try:
-        native.select_isa(isa)
+        libraries.select_isa(isa)
     except ConfigError:
         pytest.skip(f"this CPU has no {isa}")
     finally:
-        native.select_isa("auto")
+        libraries.select_isa("auto")
     program, source = tmp_path / "quotients", Path(__file__).with_name("quotients.cpp")
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *MARCH[isa], f"-DFL_ISA={isa}"]
     includes = [f"-I{CSRC / part}" for part in ("include", "core", "cpu")]

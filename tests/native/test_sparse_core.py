@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fusionlayer import native
+from fusionlayer.base import libraries
 from fusionlayer.base.errors import FusionLayerError, WireError
 from fusionlayer.native import selection
 from tests.codecs import threshold_oracle as formulas
@@ -61,9 +62,9 @@ def library(request: pytest.FixtureRequest, host_kernels: Callable[[str], ctypes
     if request.param in HOST_KERNELS:
         yield host_kernels(HOST_KERNELS[request.param])
         return
-    native.select_isa(request.param)
+    libraries.select_isa(request.param)
     yield native.cpu()
-    native.select_isa("auto")
+    libraries.select_isa("auto")
 
 
 @dataclass(frozen=True)
@@ -486,12 +487,12 @@ CHOOSERS = {  # estimator: what else it needs
 }
 
 
-def chooser(name: str, numel: int, k: int, reuse: int = 1) -> native.Chooser:
+def chooser(name: str, numel: int, k: int, reuse: int = 1) -> libraries.Chooser:
     estimator, more = CHOOSERS[name]
     sampled = numel // 3 + 1
     given = {"estimator": estimator, "reuse": reuse, "k": k, "capacity": min(numel, k + k // 2), "stages": 1}
     sample = {"sampled": sampled, "sample_k": max(1, k * sampled // numel)} if estimator == selection.SAMPLED else {}
-    return native.Chooser(**{**given, "most_stages": 1, **sample, **more})
+    return libraries.Chooser(**{**given, "most_stages": 1, **sample, **more})
 
 
 @looped("name", tiered(CHOOSERS, lambda name: name in ("sampled", "normal, as published", "bisected", "pareto")))

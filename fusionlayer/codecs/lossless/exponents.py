@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import native
 from ...base.errors import WireError
+from ...base.libraries import Spec
 from ...native.wire import Plane, WireFormat
 from ..base import Codec
 from ..capabilities import ZippedCodec
@@ -136,6 +137,6 @@ def rounded(x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
     return out
 
 
-def copying(form: WireFormat, dtype: torch.dtype) -> native.Spec:
-    """Return the core's spec for raw elements, rows of ``ROW_ALIGNMENT``, which become ``dtype``."""
+def copying(form: WireFormat, dtype: torch.dtype) -> Spec:
+    """Return the core's spec for elements as they are, rows of ``ROW_ALIGNMENT``, which become ``dtype``."""
     return native.CodecParams(native.CAST, (native.DTYPES[form.dtype],)).spec(form.numel, dtype)

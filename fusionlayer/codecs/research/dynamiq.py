@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import native
 from ...base.errors import ConfigError
+from ...base.libraries import Spec
 from ...native.wire import Plane, WireFormat
 from ..arrangement import Arrangement
 from ..base import Codec
@@ -177,7 +178,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
             Plane("codes", self._lines(groups) * _LINE, torch.uint8),
         ]
 
-    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
+    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> Spec:
         rank, ranks = self.place
         epsilons = [round(value / _UNIT) * self.nonuniform for value in (self.epsilon4, self.epsilon8)]
         lines = self._lines(-(-numel // SUPER_GROUP))
@@ -185,7 +186,7 @@ class DynamiQ(AgreeingCodec, NativeCodec, name="dynamiq"):
         param = (flags, lines, rank | ranks << 16, epsilons[0] | epsilons[1] << 16)
         return native.CodecParams(native.DYNAMIQ, param).spec(numel, dtype)
 
-    def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> native.Spec:
+    def _seeded(self, form: WireFormat, dtype: torch.dtype, how: Encoding) -> Spec:
         if self.place[1] > 1 and self.shared is not None:
             how = how._replace(seed=self.shared)
         return super()._seeded(form, dtype, how)

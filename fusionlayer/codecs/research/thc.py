@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import native
 from ...base.errors import ConfigError
+from ...base.libraries import Spec
 from ...base.seeds import derive_seed
 from ...native.wire import Plane, WireFormat
 from ..base import Codec
@@ -133,7 +134,7 @@ class THC(HomomorphicCodec, NativeCodec, name="thc"):
         flags |= native.THC_GIVEN * (self.rms is not None)
         return native.CodecParams(native.THC, (flags, self.block_size, 0, self.signs))
 
-    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> native.Spec:
+    def _spec(self, numel: int, encoded: torch.dtype, dtype: torch.dtype) -> Spec:
         spec = super()._spec(numel, encoded, dtype)
         # Half steps of the levels in one root mean square. The rotation is not normalised, hence the square root.
         steps = self.largest / (self.clip * math.sqrt(self._rotated(numel)))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import native
 from ...base.errors import ConfigError
+from ...base.libraries import Chooser
 from ...native import selection
 from ...native.wire import WireFormat
 from ..base import Codec
@@ -113,7 +113,7 @@ class DGC(ThresholdSparsifier, name="dgc"):
             )
         super()._encode_rows(x, bodies, form, how)
 
-    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, Tensor]:
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[Chooser, Tensor]:
         # Rows of a matrix often have a power of two elements: an odd stride does not sample the same columns always.
         stride = max(1, min(round(1 / self.sampling), k // _RANK)) | 1
         sample = wanted[seed % stride :: stride].contiguous()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ... import native
+from ...base.libraries import Chooser
 from ...native import selection
 from ..state import TensorState
 from .sparsifier import ThresholdSparsifier, check_guarded
@@ -35,5 +35,5 @@ class GaussianK(ThresholdSparsifier, name="gaussiank"):
         super().__post_init__()
         check_guarded(self.name, self.guarded)
 
-    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, None]:
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[Chooser, None]:
         return self._how(selection.NORMAL, wanted, k, published=not self.guarded), None

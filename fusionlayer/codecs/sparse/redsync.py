@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ... import native
+from ...base.libraries import Chooser
 from ...native import selection
 from ..state import TensorState
 from .sparsifier import ThresholdSparsifier, check_guarded
@@ -37,7 +37,7 @@ class RedSync(ThresholdSparsifier, name="redsync"):
         super().__post_init__()
         check_guarded(self.name, self.guarded)
 
-    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, None]:
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[Chooser, None]:
         return self._how(self._estimator, wanted, k, published=not self.guarded), None
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ... import native
 from ...base.errors import ConfigError
+from ...base.libraries import Chooser
 from ...native import selection
 from ..state import TensorState
 from .sparsifier import MEMORY, ThresholdSparsifier
@@ -67,7 +67,7 @@ class SIDCo(ThresholdSparsifier, name="sidco"):
         """With a gamma distribution: for the mean and its like, of each tensor."""
         return self.distribution == "gamma"
 
-    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, None]:
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[Chooser, None]:
         estimator = selection.EXPONENTIAL if self.distribution == "exponential" else selection.PARETO
         most = min(_MOST_STAGES, max(1, math.ceil(-math.log2(self.density))))
         first = self._estimate(wanted, k, state, seed)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import native
 from ...base.errors import ConfigError, WireError
+from ...base.libraries import Chooser
 from ...base.seeds import derive_seed
 from ...native import selection
 from ...native.wire import Plane, WireFormat, aligned
@@ -259,7 +260,7 @@ class ThresholdSparsifier(Sparsifier):
         """
         return []
 
-    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[native.Chooser, Tensor | None]:
+    def _chooser(self, wanted: Tensor, k: int, state: TensorState, seed: int) -> tuple[Chooser, Tensor | None]:
         """Return how the core finds a threshold that sends ``k`` of ``wanted`` (n,), and the sample that it needs."""
         return self._how(selection.GIVEN, wanted, k, self._estimate(wanted, k, state, seed)), None
 
@@ -273,9 +274,9 @@ class ThresholdSparsifier(Sparsifier):
         stages: int = 1,
         most: int = 1,
         published: bool = False,
-    ) -> native.Chooser:
+    ) -> Chooser:
         room, reuse = self.capacity(wanted.numel()), min(self.reuse, _MOST_REUSE)
-        return native.Chooser(estimator, reuse, k, room, 0, 0, stages, most, len(given), published, tuple(given))
+        return Chooser(estimator, reuse, k, room, 0, 0, stages, most, len(given), published, tuple(given))
 
     def _encode_sum(
         self, x: Tensor, scale: float, wanted: Tensor, body: Tensor, state: TensorState, seed: int, offset: int
