@@ -20,7 +20,7 @@ import torch
 from torch import device as Device  # noqa: N812 - in the class below `torch` is a field
 
 import fusionlayer
-from fusionlayer.planning.profiler import cpu_name
+from fusionlayer.planning.profiler.machine import cpu_name
 
 __all__ = ["Environment", "misplaced", "result_path", "table", "write"]
 

@@ -30,7 +30,7 @@ from ..codecs.base import registry as codecs_known
 from ..collectives._base import gathers as gathers_known
 from ..collectives._base import registry as collectives_known
 from ..functional import Sum, all_reduce
-from ..planning.profiler import describe_machine
+from ..planning.profiler.machine import describe_machine
 from ..process.interfaces import addresses
 from ..scheduler.planners._base import registry as planners_known
 from ..transport import local

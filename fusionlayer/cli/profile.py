@@ -11,7 +11,8 @@ import torch.distributed as dist
 from .. import __version__, codecs, context
 from ..codecs import Codec
 from ..planning.cost_model import parse_rate
-from ..planning.profiler import describe_machine, device_name, file_name, measure_profile
+from ..planning.profiler.job import measure_profile
+from ..planning.profiler.machine import describe_machine, device_name, file_name
 from ..planning.sizes import Sizes
 from ..process.clock import clock_of
 from ..transport import Transport, local

@@ -35,7 +35,7 @@ class Row:
 
 
 def _as_json(rows: Sequence[Row], columns: Sequence[str] | None, width: int | None) -> str:
-    from ..planning.profiler import describe_machine  # needs torch, and ``--help`` needs this module
+    from ..planning.profiler.machine import describe_machine  # needs torch, and ``--help`` needs this module
 
     environment = {**describe_machine(), "fusionlayer": __version__}
     return json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"

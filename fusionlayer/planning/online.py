@@ -23,7 +23,8 @@ from .collective_phases import ALGORITHMS
 from .plans import make_plan
 from .prediction import predict_plan
 from .profile import Profile
-from .profiler import average, profile_training
+from .profiler.averages import average
+from .profiler.training import profile_training
 from .selection import select
 from .simulation import SimulatedStep
 

@@ -170,7 +170,7 @@ class TestMistakes:
         self.run = run
 
     def test_of_a_subcommand(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fusionlayer.planning.profiler.measure_step", no_start)
+        monkeypatch.setattr("fusionlayer.planning.profiler.job.measure_step", no_start)
         monkeypatch.setattr("fusionlayer.cli.bench.run_on_ranks", no_start)
         assert {self.run(main, line) for line in LINES} == {2}
 

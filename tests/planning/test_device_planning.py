@@ -14,7 +14,7 @@ from fusionlayer.planning.bucket_costs import BucketCosts
 from fusionlayer.planning.cluster import Cluster
 from fusionlayer.planning.collective_phases import ALGORITHMS
 from fusionlayer.planning.cost_model import FREE, AlphaBeta, CodecCost, LinkCost
-from fusionlayer.planning.profiler import busy_seconds
+from fusionlayer.planning.profiler.codecs import busy_seconds
 from fusionlayer.process.clock import DeviceClock
 from fusionlayer.scheduler import StepSeconds
 from fusionlayer.transport import Transport

@@ -14,20 +14,15 @@ from fusionlayer.base.errors import ConfigError
 from fusionlayer.base.plan import TensorInfo
 from fusionlayer.planning.cost_model import Curve
 from fusionlayer.planning.profile import Profile
-from fusionlayer.planning.profiler import (
-    Sizes,
-    as_model,
-    costs,
-    describe_machine,
-    link,
-    load_model,
-    measure_codecs,
-    measure_collectives,
-    measure_profile,
-    measure_step,
-    profile_training,
-    training,
-)
+from fusionlayer.planning.profiler import costs, link, training
+from fusionlayer.planning.profiler.codecs import measure_codecs
+from fusionlayer.planning.profiler.job import measure_profile
+from fusionlayer.planning.profiler.link import measure_collectives
+from fusionlayer.planning.profiler.machine import describe_machine
+from fusionlayer.planning.profiler.models import load_model
+from fusionlayer.planning.profiler.step import as_model, measure_step
+from fusionlayer.planning.profiler.training import profile_training
+from fusionlayer.planning.sizes import Sizes
 from fusionlayer.scheduler.plan_controller import StepSeconds
 from fusionlayer.transport import local
 from tests.loops import looped
