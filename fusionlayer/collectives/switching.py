@@ -196,8 +196,7 @@ class Switcher:
         """Fill ``out`` with the sum over ranks of this rank's part of ``x``: see ``zipped.reduce_scatter``.
 
         Args:
-            x: as there.
-            out: as there.
+            x, out: as there.
             native: fills ``out`` by a library's own reduce-scatter, which zipping has to beat then (equation 6). It may
                 add in another order, so the last bits depend on measurements. None: rows are sent uncompressed and
                 summed in rank order, to the bits of the zipped form.

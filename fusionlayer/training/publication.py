@@ -159,8 +159,7 @@ class Publisher:
 
         Raises:
             ConfigError: as for ``step``, or the number is not larger.
-            FusionLayerError: as for ``step``.
-            UsageError: as for ``step``.
+            FusionLayerError, UsageError: as for ``step``.
         """
         if self._closed:
             raise UsageError("the publisher was closed; publish anew")
