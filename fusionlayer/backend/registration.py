@@ -91,16 +91,7 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
 def create_alone(
     store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device, **policy: Any
 ) -> dist.ProcessGroup:
-    """Make a group without torch's record of it; ``torch.distributed._dist2`` calls it.
-
-    Args:
-        store: the store of this group alone.
-        rank: this process.
-        size: number of processes.
-        timeout: the longest time that a call may wait.
-        device: the device of the tensors; tensors of other devices are sent too.
-        policy: attributes of a ``CallPolicy``; without any, the policy that any new group has.
-    """
+    """Make a group of which torch keeps no record; ``torch.distributed._dist2`` calls it."""
     from .group import CompressingGroup
 
     return CompressingGroup(store, rank, range(size), timeout, _policy_of(policy or None), alone=True)

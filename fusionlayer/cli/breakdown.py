@@ -110,17 +110,7 @@ class Breakdown:
 def break_down(
     spans: Sequence[Span], skip: int, source: str, latest: Mapping[tuple[int, int, int], float] | None = None
 ) -> Breakdown:
-    """Return the mean step of ``spans``, complete events of one rank with times in microseconds.
-
-    Args:
-        spans: the spans of all threads, in any order.
-        skip: number of first steps to leave out.
-        source: name of the file, for error messages.
-        latest: when the last rank came to the exchange (step, bucket, number), by this rank's clock; None: unknown.
-
-    Raises:
-        ConfigError: too few steps, or spans of something other than an optimizer's training.
-    """
+    """Return the mean step of ``spans``, complete events of one rank with times in microseconds."""
     training = [span for span in spans if span["name"] == "BACKWARD"]
     begins = _begins(spans, "FORWARD", "BACKWARD")  # not every timeline has the forward
     kept = sorted(step for step in begins if step >= skip)

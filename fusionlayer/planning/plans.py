@@ -29,19 +29,7 @@ def make_plan(
 ) -> FusionPlan:
     """Return the planner's plan for the profile's model.
 
-    Args:
-        profile: the costs, and the model to plan for.
-        planner: cuts the gradients into buckets; those of different codecs never share one.
-        codec: the codec of all gradients, or of each by its name.
-        scenario: the cluster.
-        workers: number of ranks.
-        algorithm: collective of all gradients, or of each by its name; None chooses.
-        ahead: encode gradients one by one as they arrive; None: the codec's default.
-        measured: see ``costs_of``.
-        tensors: with the user's groups, which a profile does not have.
-
-    Raises:
-        ConfigError: the profile lacks costs, or the collective contradicts ``ahead``.
+    Other arguments are those of ``fuse`` and ``costs_of``; ``tensors`` have the user's groups, which a profile lacks.
     """
 
     def costs(each: Codec, collective: str) -> StepCosts:

@@ -13,9 +13,8 @@ from ..base.seeds import derive_seed
 from ..codecs import Codec, TensorState
 from ..collectives import Gather, MessageSpan
 from ..native.wire import aligned
-from ..observe.timeline import Timeline
 from ..transport import Transport
-from .buffers import PACKING, Buffer
+from .buffers import PACKING, Buffer, BufferSettings
 
 
 @dataclass
@@ -45,11 +44,7 @@ class AheadBuffer(Buffer):
         self,
         bucket: Bucket,
         codec: Codec,
-        prescale: float,
-        postscale: float,
-        device: torch.device,
-        timeline: Timeline,
-        in_place: bool = True,
+        settings: BufferSettings,
         *,
         index: int,
         gather: Gather,
@@ -57,7 +52,7 @@ class AheadBuffer(Buffer):
         rank: int,
         size: int,
     ) -> None:
-        super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
+        super().__init__(bucket, codec, settings)
         self._index = index
         self._gather = gather
         self._rank = rank
@@ -68,7 +63,7 @@ class AheadBuffer(Buffer):
         for slot in bucket.slots:
             start, end = end, end + codec.wire(slot.numel, self._dtype).capacity
             self._messages.append(MessageSpan(slot.numel, self._dtype, start, end))
-        self._payload = torch.zeros(aligned(end), dtype=torch.uint8, device=device)
+        self._payload = torch.zeros(aligned(end), dtype=torch.uint8, device=self._device)
         self._places = {
             slot.name: _MessagePlace(
                 message,
@@ -76,7 +71,7 @@ class AheadBuffer(Buffer):
                 states[slot.name],
                 derive_seed(*slot.name.encode()),
                 # Here and not in ``run``: it belongs to the stream of the thread that takes the results.
-                result=None if in_place else torch.empty(slot.numel, dtype=self._dtype, device=device),
+                result=None if self._in_place else torch.empty(slot.numel, dtype=self._dtype, device=self._device),
             )
             for slot, message in zip(bucket.slots, self._messages, strict=True)
         }

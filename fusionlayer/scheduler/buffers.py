@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,24 @@ PACKING = 8
 """Makes the seed that rounds a residual differ from the seed that rounds values."""
 
 
+class BufferSettings(NamedTuple):
+    """The settings that all buffers of an engine share.
+
+    Attributes:
+        prescale: factor on every gradient before the sum.
+        postscale: factor on the sum.
+        device: the device of the gradients.
+        timeline: record of the buffers' work.
+        in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
+    """
+
+    prescale: float
+    postscale: float
+    device: torch.device
+    timeline: Timeline
+    in_place: bool = True
+
+
 class Buffer(ABC):
     """Holds the gradients of a bucket from their arrival until their results are taken.
 
@@ -39,11 +58,7 @@ class Buffer(ABC):
     Args:
         bucket: the tensors of the buffer, and their slots.
         codec: the bucket's codec, with its settings for the present steps.
-        prescale: factor on every gradient before the sum.
-        postscale: factor on the sum.
-        device: the device of the gradients.
-        timeline: record of the buffer's work.
-        in_place: results replace the gradients; otherwise gradients stay unchanged and ``run`` releases them.
+        settings: those of the engine.
 
     Attributes:
         remember: called with names of tensors before encoding changes their kept state; None: nothing is kept.
@@ -57,24 +72,11 @@ class Buffer(ABC):
         probe: measures the codec's loss; None: nothing does.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        codec: Codec,
-        prescale: float,
-        postscale: float,
-        device: torch.device,
-        timeline: Timeline,
-        in_place: bool = True,
-    ) -> None:
+    def __init__(self, bucket: Bucket, codec: Codec, settings: BufferSettings) -> None:
         self.bucket = bucket
         self.nbytes = bucket.nbytes
         self.codec = codec
-        self._prescale = prescale
-        self._postscale = postscale
-        self._device = device
-        self._timeline = timeline
-        self._in_place = in_place
+        self._prescale, self._postscale, self._device, self._timeline, self._in_place = settings
         self.remember: Callable[[Iterable[str]], None] | None = None
         self.full = False
         self.seed: int | None = None
@@ -88,7 +90,7 @@ class Buffer(ABC):
         # On CUDA: the last event of each stream on which gradients have arrived; the streams that own the memory of the
         # buffer and of the gradients in the last ``run``; the end of the last work on all this.
         self._arrivals: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-        self._owners = [torch.cuda.current_stream(device)] if device.type == "cuda" else []
+        self._owners = [torch.cuda.current_stream(self._device)] if self._device.type == "cuda" else []
         self._done: torch.cuda.Event | None = None
 
     def put(self, name: str, gradient: Tensor, step: int) -> None:
@@ -175,7 +177,7 @@ class FlatBuffer(Buffer):
     caller has fused.
 
     Args:
-        bucket, codec, prescale, postscale, device, timeline, in_place: as in ``Buffer``.
+        bucket, codec, settings: as in ``Buffer``.
         all_reduce: the bucket's collective.
         residual: (bucket.numel,) f32 error feedback, the same in 8 bits, or None.
         encloses: the collective can carry ``enclosed``.
@@ -185,26 +187,22 @@ class FlatBuffer(Buffer):
         self,
         bucket: Bucket,
         codec: Codec,
-        prescale: float,
-        postscale: float,
-        device: torch.device,
-        timeline: Timeline,
-        in_place: bool = True,
+        settings: BufferSettings,
         *,
         all_reduce: AllReduce,
         residual: Tensor | PackedResidual | None,
         encloses: bool,
     ) -> None:
-        super().__init__(bucket, codec, prescale, postscale, device, timeline, in_place)
+        super().__init__(bucket, codec, settings)
         self._dtype: torch.dtype = getattr(torch, bucket.dtype)
         self._all_reduce = all_reduce if self._dtype in DTYPE_CODES else _plain_sum
         self.encloses = encloses and self._dtype in DTYPE_CODES
         self._packed = residual if isinstance(residual, PackedResidual) else None
         self._residual = None if isinstance(residual, PackedResidual) else residual
-        self._may_stay = in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
+        self._may_stay = self._in_place and len(bucket.slots) == 1 and bucket.slots[0].numel == bucket.numel
         self._flat: Tensor | None = None
         self._between_slots = _between_slots(bucket)
-        if not in_place:
+        if not self._in_place:
             self._make_flat()  # here and not in ``run``: it belongs to the stream of the thread that takes the results
         self._note_work()
 

@@ -20,7 +20,7 @@ from ..process.clock import Clock
 from ..transport import Transport
 from .agreement import Agreement
 from .ahead import AheadBuffer
-from .buffers import Buffer, FlatBuffer
+from .buffers import Buffer, BufferSettings, FlatBuffer
 from .compression_error import ErrorProbe
 from .fusing import check_pairs
 from .lanes import Job, Lanes
@@ -263,33 +263,28 @@ class BufferMaker:
         return codec
 
     def make(self, index: int, bucket: Bucket, codec: Codec, tensors: Mapping[str, TensorInfo]) -> Buffer:
-        """Return a buffer that takes over the error feedback of its tensors.
-
-        Args:
-            index: number of the bucket in its plan.
-            bucket: its slots and its collective.
-            codec: the bucket's, with its settings for the present step.
-            tensors: by name, for their shapes.
-        """
+        """Return a buffer that takes over the error feedback of its tensors."""
         memory, device = self.memory, self.device
         feedback = codec.feedback_pays if self.error_feedback is None else self.error_feedback
         feedback = feedback and not codec.lossless
         if not bucket.ahead and isinstance(codec, PartsCodec):
             codec = codec.for_parts(memory.parts(bucket, [_shape(tensors[name]) for name in bucket.names]))
-        common = (bucket, codec, self.scaling.before, self.scaling.after, device, self.timeline, self.in_place)
+        settings = BufferSettings(self.scaling.before, self.scaling.after, device, self.timeline, self.in_place)
         buffer: Buffer
         if bucket.ahead:
             slots = bucket.slots
             states = {slot.name: memory.state(slot.name, slot.numel, device, feedback=feedback) for slot in slots}
             gather = collectives.get_gather(bucket.algorithm)
-            buffer = AheadBuffer(*common, index=index, gather=gather, states=states, rank=self.rank, size=self.size)
+            buffer = AheadBuffer(
+                bucket, codec, settings, index=index, gather=gather, states=states, rank=self.rank, size=self.size
+            )
         else:
             memory.attach(bucket.names, codec)
             residual = memory.flat(bucket, device) if feedback else None
             all_reduce = collectives.by_shares(bucket.algorithm, bucket.shares)
             # On a device a message of its own is only queued there, and costs no time.
             enclosing = device.type == "cpu" and not bucket.shares and encloses(bucket.algorithm)
-            buffer = FlatBuffer(*common, all_reduce=all_reduce, residual=residual, encloses=enclosing)
+            buffer = FlatBuffer(bucket, codec, settings, all_reduce=all_reduce, residual=residual, encloses=enclosing)
             if not codec.lossless and getattr(torch, bucket.dtype) in DTYPE_CODES:
                 buffer.probe = ErrorProbe(index, bucket, codec, self.rank)
         if self.undoable:

@@ -14,7 +14,7 @@ from fusionlayer.codecs import TensorState
 from fusionlayer.collectives import get, halves
 from fusionlayer.observe.timeline import Timeline
 from fusionlayer.scheduler.ahead import AheadBuffer
-from fusionlayer.scheduler.buffers import FlatBuffer
+from fusionlayer.scheduler.buffers import BufferSettings, FlatBuffer
 from fusionlayer.transport import Transport
 from tests.loops import looped
 from tests.ranks import over_threads
@@ -57,7 +57,14 @@ def bucket_of(numels: Sequence[int], gap: int, dtype: str = "float32", codec: st
 
 def flat_buffer(bucket: Bucket, device: torch.device, all_reduce: Callable[..., None]) -> FlatBuffer:
     codec = codecs.get("raw", header=False)
-    return FlatBuffer(bucket, codec, 1 / 3, 1.0, device, TIMELINE, all_reduce=all_reduce, residual=None, encloses=False)
+    return FlatBuffer(
+        bucket,
+        codec,
+        BufferSettings(1 / 3, 1.0, device, TIMELINE),
+        all_reduce=all_reduce,
+        residual=None,
+        encloses=False,
+    )
 
 
 def run(buffer: FlatBuffer | AheadBuffer, gradients: Sequence[Tensor], transport: Transport) -> None:
@@ -142,7 +149,7 @@ def test_a_sparse_step_waits_for_nothing(
     def body(transport: Transport) -> None:
         codec = codecs.get(name, header=False, **options)
         buffer = AheadBuffer(
-            *(bucket_of(numels, 0, codec=name), codec, 1 / 2, 1.0, DEVICE, TIMELINE),
+            *(bucket_of(numels, 0, codec=name), codec, BufferSettings(1 / 2, 1.0, DEVICE, TIMELINE)),
             index=0,
             gather=lambda *_: called.append("gather"),
             states={f"w{i}": TensorState(torch.empty(numel, device=DEVICE)) for i, numel in enumerate(numels)},
