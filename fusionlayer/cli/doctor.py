@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import __version__, codecs, launch
+from .. import __version__, codecs, context, launch
 from ..base import config, libraries
 from ..base.errors import FusionLayerError
 from ..base.registry import Registry
@@ -42,7 +42,7 @@ from .tables import Column, Table, print_text, show
 
 _PACKAGES = ("numpy", "scipy", "PyYAML", "mpi4py", "deepspeed", "matplotlib", "rich")
 _NEEDED = ("numpy", "scipy", "PyYAML")
-_PROBE = ["-c", "from fusionlayer.cli.probes import sum_over_ranks; sum_over_ranks()"]
+_PROBE = ["-c", "from fusionlayer.cli.doctor import sum_over_ranks; sum_over_ranks()"]
 _PATIENCE = 120.0
 _ELEMENTS = 5000
 
@@ -274,6 +274,19 @@ def _try_mpi(mpirun: str) -> str:
     oversubscribe = ["--oversubscribe"] if any("Open MPI" in line for line in version) else []
     done = _finish([mpirun, "-n", "2", *oversubscribe, sys.executable, *_PROBE], "mpi", **root)
     return f"{version[0] if version else mpirun}: {done}"
+
+
+def sum_over_ranks() -> None:
+    """Sum with and without a codec, in a process of its own, as a library may abort; rank 0 prints the transport."""
+    context.init(timeout=60)
+    rank, size = context.rank(), context.size()
+    for codec in ("raw", "int8"):
+        x = torch.full((5000,), float(rank + 1), device="cpu")
+        all_reduce(x, codec=codec, op=Sum)
+        torch.testing.assert_close(x, torch.full((5000,), size * (size + 1) / 2, device="cpu"), rtol=0.01, atol=0)
+    if rank == 0:
+        print(f"{size} processes, {type(context.transport()).__name__}", flush=True)
+    context.shutdown()
 
 
 def _finish(command: list[str], transport: str, **variables: str) -> str:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from .. import codecs
 from ..base.plan import FusionPlan
 from ..collectives import choice
 from ..planning.bucket_costs import BucketCosts, codec_cost, codec_of, costs_of, short_name
 from ..planning.cluster import Scenario
-from ..planning.prediction import plan_costs, predict_plan
+from ..planning.prediction import backward_seconds, plan_costs, predict_plan
 from ..planning.profile import Profile
 from ..planning.simulation import SimulatedStep
 from ..scheduler.fusing import check_pairs
 from . import ratio
 from .arguments import check_file
 from .outputs import keep
-from .predicted_step import write_trace
 from .resolve import scenario_of
 from .tables import Column, Table, print_text, show
 from .units import BYTES, SECONDS, in_one_unit, in_words
+
+_BACKWARD, _ENCODING, _NETWORK = range(3)  # rows
+Bar = tuple[int, str, float, float]
+"""Row, name, start and length in seconds."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -51,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
         f"between buckets.{profile.machine.assumed}"
     )
     if options.timeline:
-        keep(options.timeline, lambda path: write_trace(path, title, profile, plan, costs, found), "--timeline")
+        keep(options.timeline, lambda path: _write_trace(path, title, profile, plan, costs, found), "--timeline")
 
 
 def _sent_by_node(profile: Profile, plan: FusionPlan, scenario: Scenario) -> str:
@@ -151,3 +157,40 @@ def _alone(profile: Profile, scenario: Scenario, workers: int, measured: bool) -
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
+
+
+# ---- a trace for Perfetto: backward, encoding, communication and waiting --------------------------------------------
+
+
+def _write_trace(
+    path: Path, title: str, profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: SimulatedStep
+) -> None:
+    """Write the step in Chrome's trace format; times count from the start of backward."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}]
+    for row, name in enumerate(("backward", "encoding", "network")):
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
+    for row, name, start, seconds in _bars(profile, plan, costs, found):
+        events.append({"ph": "X", "name": name, "pid": 0, "tid": row, "ts": start * 1e6, "dur": seconds * 1e6})
+    path.write_text(json.dumps(events))
+
+
+def _bars(profile: Profile, plan: FusionPlan, costs: Sequence[BucketCosts], found: SimulatedStep) -> Iterator[Bar]:
+    bucket_of = {name: i for i, bucket in enumerate(plan.buckets) for name in bucket.names}
+    computing = backward_seconds(profile.model.tensors)
+    now = 0.0
+    for tensor in profile.model.tensors:
+        cost = costs[bucket_of[tensor.name]]
+        yield _BACKWARD, tensor.name, now, computing[tensor.name]
+        now += computing[tensor.name]
+        if cost.ahead:
+            yield _ENCODING, tensor.name, now, cost.encode(tensor.numel)
+            now += cost.encode(tensor.numel)
+    if found.waiting:
+        yield _BACKWARD, "waits", found.alone, found.waiting
+    for index, (bucket, cost, span) in enumerate(zip(plan.buckets, costs, found.spans, strict=True)):
+        before = 0.0 if cost.ahead else cost.encode(sum(slot.numel for slot in bucket.slots))
+        if span.idle:
+            yield _NETWORK, "idle", span.start - span.idle, span.idle
+        if before:
+            yield _ENCODING, f"bucket {index}", span.start, before
+        yield _NETWORK, f"bucket {index}", span.start + before, span.end - span.start - before
