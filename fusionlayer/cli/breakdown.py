@@ -52,7 +52,6 @@ class BucketTimes:
         end: when it was done.
         waited: how long the training thread waited for it.
         phases: the phases of the communication thread, by ``KINDS``; they add up to ``end - start``.
-        exchanged: how long it had the network. While n buckets use it, each of them gets 1 / n of the time.
         sent: bytes that this rank sent.
         elements: the elements of the bucket; 0 where the timeline does not say, as for gradients that were encoded
             ahead.
@@ -66,7 +65,6 @@ class BucketTimes:
     end: float
     waited: float
     phases: Mapping[str, float]
-    exchanged: float
     sent: float
     elements: int
     codec: str
@@ -87,7 +85,6 @@ class Breakdown:
         exposed_by_bucket: the same by the bucket that they worked for.
         communication: how long at least one bucket was in flight, hidden or not.
         lanes: number of communication threads.
-        overlaps_forward: whether the next forward runs while buckets are in flight.
         buckets: in the order of their numbers.
     """
 
@@ -99,7 +96,6 @@ class Breakdown:
     exposed_by_bucket: Mapping[int, Mapping[str, float]]
     communication: float
     lanes: int
-    overlaps_forward: bool
     buckets: tuple[BucketTimes, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,7 +129,6 @@ def break_down(
     work = _work(spans, jobs, threads, latest or {})
     waits = [span for span in own if span["name"] == "WAIT"]
     by_bucket = _exposed(waits, jobs, work)
-    forwards = [span for span in own if span["name"] == "FORWARD"]
     return Breakdown(
         rank=int(training[0]["pid"]),
         steps=count,
@@ -145,7 +140,6 @@ def break_down(
         },
         communication=_union([span for span in own if span["name"] == _BUCKET]) / count,
         lanes=len({span["tid"] for span in jobs.values()}),
-        overlaps_forward=any(f["ts"] <= w["ts"] < f["ts"] + f["dur"] for w in waits for f in forwards[:3]),
         buckets=tuple(_buckets(jobs, work, spans, _begins(training, "BACKWARD"), set(kept[:-1]))),
     )
 
@@ -271,21 +265,6 @@ def _exposed(
     return found
 
 
-def _shares(work: Mapping[Job, list[Piece]]) -> Mapping[Job, float]:
-    """Return the seconds of network time of each bucket: while n buckets use the network, each gets 1 / n."""
-    used = [(start, end, job) for job, pieces in work.items() for start, end, kind in pieces if kind == NETWORK]
-    changes = sorted((at, job) for start, end, job in used for at in (start, end))
-    found: dict[Job, float] = defaultdict(float)
-    using: set[Job] = set()
-    last = 0.0
-    for at, job in changes:
-        for each in using:
-            found[each] += (at - last) / 1e6 / len(using)
-        last = at
-        using ^= {job}
-    return found
-
-
 def _buckets(
     jobs: Mapping[Job, Span],
     work: Mapping[Job, list[Piece]],
@@ -294,7 +273,6 @@ def _buckets(
     steps: set[int],
 ) -> list[BucketTimes]:
     times: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    shares = _shares(work)
     sent: Counter[Job] = Counter()
     facts: dict[int, tuple[int, str, str]] = {}
     ready = {job: span["ts"] for job, span in jobs.items()}
@@ -316,7 +294,6 @@ def _buckets(
             found[name].append((at - backward[step]) / 1e6)
         for kind in KINDS:
             found[kind].append(sum(end - start for start, end, each in work[step, index] if each == kind) / 1e6)
-        found["exchanged"].append(shares.get((step, index), 0.0))
         found["sent"].append(sent[step, index])
     return [
         _bucket(index, found, *facts.get(index, (0, "", "")))
@@ -333,7 +310,6 @@ def _bucket(index: int, found: Mapping[str, list[float]], elements: int, codec: 
         end=statistics.median(found["end"]),
         waited=statistics.median(found["waited"] or [0.0]),
         phases={kind: statistics.median(found[kind]) for kind in KINDS},
-        exchanged=statistics.median(found["exchanged"]),
         sent=statistics.median(found["sent"]),
         elements=elements,
         codec=codec,

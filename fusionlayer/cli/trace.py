@@ -6,7 +6,6 @@ import argparse
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from ..base.errors import ConfigError, printable
 from . import timelines
@@ -14,7 +13,7 @@ from .arguments import check_file
 from .breakdown import CODEC, KINDS, LATE, NETWORK, OTHER, PACKING, Breakdown, break_down
 from .tables import print_table
 from .timelines import Recording
-from .verdict import predicted, told, verdict
+from .verdict import verdict
 
 _WIDTH = 80
 
@@ -26,14 +25,11 @@ def run(options: argparse.Namespace) -> None:
     recordings = timelines.read(timelines.files(options.timelines))
     latest = timelines.latest_exchanges(recordings)
     ranks = [_break_down(recording, options.skip, latest) for recording in recordings]
-    found = predicted(ranks[0], recordings[0].ranks, recordings[0].device)
     if options.json:
-        forecast = found if isinstance(found, str) else [asdict(each) for each in found]
-        whole = {"verdict": verdict(ranks), "prediction": forecast, "ranks": [rank.as_dict() for rank in ranks]}
+        whole = {"verdict": verdict(ranks), "ranks": [rank.as_dict() for rank in ranks]}
         print(json.dumps(whole, indent=1))
     else:
         _say(verdict(ranks))
-        _say(told(found, ranks[0].step))
         for note in _notes(recordings):
             _say(note)
         print()

@@ -10,8 +10,7 @@ import torch
 import fusionlayer as fl
 from fusionlayer.cli import main
 from fusionlayer.cli.breakdown import break_down
-from fusionlayer.cli.verdict import told, verdict
-from fusionlayer.planning.recorded import RecordedBucket, RecordedStep, forecast
+from fusionlayer.cli.verdict import verdict
 from tests.integrations.training import make_model, train
 from tests.loops import looped
 
@@ -44,13 +43,6 @@ def step_spans(step: int, begin: float) -> list[dict[str, Any]]:
 
 def whole_steps(steps: int) -> list[dict[str, Any]]:
     return [event for step in range(steps) for event in step_spans(step, 1000.0 * step)]
-
-
-def seconds_for_a_million(codecs: Mapping[str, Any], sizes: Sequence[int], *_: Any) -> dict[str, dict[str, Any]]:
-    """Stands for ``measure_codecs``: every function of every codec takes a second for a million elements."""
-    curves = dict.fromkeys(("encode", "decode", "sum", "recode"), [[size, 1e-6 * size] for size in sizes])
-    bits = {name: 8 * codec.bare.wire(1 << 20).capacity / (1 << 20) for name, codec in codecs.items()}
-    return {name: {"bits": bits[name], "lossless": codec.lossless, **curves} for name, codec in codecs.items()}
 
 
 def microseconds(found: Mapping[Any, float]) -> dict[Any, int]:
@@ -138,13 +130,11 @@ def test_a_run_with_a_timeline_is_broken_down(
         optimizer.close()
 
     fl.transport.local.run(body, 2)
-    monkeypatch.setattr("fusionlayer.planning.recorded.measure_codecs", seconds_for_a_million)
     more = ["--merge", str(tmp_path / "both.json")]
     assert main(["trace", str(tmp_path / "trace"), "--skip", "2", "--json", *more]) == 0
     printed = json.loads(capsys.readouterr().out)
     ranks = printed["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]
-    assert ("overlap_forward" in printed["prediction"]) == overlap
     for rank in ranks:
         assert rank["steps"] == 5, "the forward without gradients is none"
         assert [bucket["index"] for bucket in rank["buckets"]] == [0, 1, 2, 3]
@@ -160,7 +150,7 @@ def test_a_run_with_a_timeline_is_broken_down(
     assert "1 of 2 ranks" in printed and max(map(len, printed.splitlines())) <= 80
 
 
-# ---- verdict and prediction -----------------------------------------------------------------------------------------
+# ---- verdict --------------------------------------------------------------------------------------------------------
 
 
 def test_the_verdict_names_what_is_waited_for_and_where() -> None:
@@ -171,26 +161,6 @@ def test_the_verdict_names_what_is_waited_for_and_where() -> None:
     )
     hidden = [event for event in whole_steps(5) if event["name"] != "WAIT"]
     assert verdict([break_down(hidden, 1, "t")]).startswith("Communication is hidden: 0% of a step")
-
-
-@pytest.mark.parametrize("rate, best", [(1e6, "int4"), (1e12, "raw")])
-def test_fewer_bytes_are_predicted_to_pay_where_the_network_is_slow(
-    rate: float, best: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second for a million elements, on a network that sends a byte in a microsecond or in no time."""
-
-    monkeypatch.setattr("fusionlayer.planning.recorded.measure_codecs", seconds_for_a_million)
-    int8, numel = fl.codecs.get("int8", header=False), 1 << 20
-    sent = int8.wire(numel).capacity
-    bucket = RecordedBucket(numel, int8, "one_shot", 1.0, 0.0, 3e-6 * numel, sent / rate, sent)
-    step = RecordedStep(1.0 + 3e-6 * numel + sent / rate, 0.0, 1.0, 0.0, 2, 1, [bucket])
-    first, *others = forecast(step, ("raw", "int8", "int4"))
-    assert first.codec == best and [other.codec for other in others] == [{"raw": "int4", "int4": "raw"}[best]]
-    assert first.modelled == pytest.approx(step.seconds, rel=0.01), "the model knows the recorded step"
-    int4 = fl.codecs.get("int4", header=False).wire(numel).capacity
-    expected = (sent - int4) / rate if best == "int4" else 3e-6 * numel
-    assert first.saved == pytest.approx(expected, rel=0.02)
-    assert f"codec {best} saves" in told([first, *others], step.seconds)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
