@@ -56,15 +56,15 @@ def init(
 ) -> None:
     """Join the job in which torchrun, mpirun, horovodrun, srun or Ray Train has started this process. Call it first.
 
-    If torch has a default process group already, it is used as it is. Otherwise one is made, with gloo for CPU tensors
-    and, where available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer
-    makes connections of its own next to it. With "mpi" in the settings no group is made or used,
-    and MPI determines the ranks. Without a launcher the job is this process alone. A second call does
-    nothing. Within ``transport.local.run`` the call does nothing either.
+    An existing default process group of torch is used. Otherwise one is made, with gloo for CPU tensors and, where
+    available, NCCL for CUDA tensors. With ``transport`` "sockets" or "auto" in the settings fusionlayer makes
+    connections of its own next to it. With "mpi" or "horovod" in the settings no group is made or used, and that
+    library determines the ranks. Without a launcher the job is this process alone. A second call does nothing. Within
+    ``transport.local.run`` the call does nothing either.
 
     Args:
         timeout: seconds that a collective waits for its peers; overrides the configuration.
-        transport: what moves bytes, "c10d", "sockets", "auto" or "mpi"; overrides the configuration.
+        transport: "c10d", "sockets", "auto", "mpi" or "horovod"; overrides the configuration.
         settings: used instead of the settings from file and environment.
         elastic: ranks may fail, and others may join, while the job continues (docs/elastic.md). No process group of
             torch is made then. A process that joins later has FUSIONLAYER_JOIN in its environment.

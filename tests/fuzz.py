@@ -507,7 +507,16 @@ def _codec_messages() -> Iterator[tuple[str, Parser]]:
 
 def parsers(place: Path) -> dict[str, Parser]:
     """Return all parsers; those of files keep them in the folder ``place``."""
-    makers = (_updates(), _folders(place), _stores(), _member_stores(), _messages(), _texts(), _codec_messages())
+    makers = (
+        _updates(),
+        _folders(place),
+        _stores(),
+        _member_stores(),
+        _messages(),
+        _texts(),
+        _lists(place),
+        _codec_messages(),
+    )
     return {name: parser for maker in makers for name, parser in maker}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+from benchmarks import drawing
 from benchmarks.pages.found import SCOREBOARD, Record, rows, scored, the
-from fusionlayer.cli import drawing
 
 __all__ = ["bytes_by_method", "gain", "ranks", "workers"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..base.errors import TransportError
 from ..launch.stores import EndingStore
 
-# Seconds that ranks wait for each other before they part, and for which rank 0 may then end its server.
+# Seconds that ranks wait for each other at the end, and that rank 0 then keeps its server.
 _PATIENCE, _HEAD_START = 2.0, 0.3
 
 

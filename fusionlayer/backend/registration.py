@@ -91,7 +91,7 @@ def create(options: Any, given: Any) -> dist.ProcessGroup:
 def create_alone(
     store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device, **policy: Any
 ) -> dist.ProcessGroup:
-    """Make a group of which torch keeps no record; ``torch.distributed._dist2`` calls it."""
+    """Make a group without torch's record of it; ``torch.distributed._dist2`` calls it."""
     from .group import CompressingGroup
 
     return CompressingGroup(store, rank, range(size), timeout, _policy_of(policy or None), alone=True)

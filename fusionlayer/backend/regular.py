@@ -17,8 +17,8 @@ from .passing import explained
 class Copies:
     """The contiguous copies of one call's arguments.
 
-    A tensor is irregular if it is strided or lazily conjugated or negated. Other tensors are passed on as they are, and
-    so are sparse ones. Arguments are tensors and lists of tensors, nested in any way.
+    A tensor is irregular if it is strided or lazily conjugated or negated. Other tensors, sparse ones included, are
+    passed on unchanged. Arguments are tensors and lists of tensors, nested in any way.
     """
 
     def __init__(self, what: str) -> None:

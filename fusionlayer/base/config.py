@@ -74,9 +74,8 @@ class Config:
         None,
     )
     transport: str = _setting(
-        "what moves bytes between processes: `c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), "
-        "`auto` (`sockets` instead of gloo where a measurement at the start finds them faster) or `mpi` (mpi4py; start "
-        "by mpirun)",
+        "`c10d` (gloo and NCCL), `sockets` (several TCP connections to each rank), `auto` (the faster of gloo and "
+        "`sockets`, measured at the start) or `mpi` (mpi4py, under mpirun)",
         "c10d",
     )
     connections: int = _setting("TCP connections of `sockets` to each rank, over all interfaces together", 4)
@@ -149,11 +148,11 @@ class Config:
 
 _OTHERS: Mapping[str, str] = {
     "FUSIONLAYER_CONFIG": "file with settings",
-    "FUSIONLAYER_ELASTIC_DIR": "folder for the commits of elastic jobs; without it one in shared memory",
-    "FUSIONLAYER_JOB_KEY": "secret that only the job's processes have, of at least 16 bytes; `fusionrun` makes one",
-    "FUSIONLAYER_JOB_KEY_FILE": "file with it, which other users cannot read",
-    "FUSIONLAYER_JOIN": "of a process that joins an elastic job: host:port of a member, or the file that lists members",
-    "FUSIONLAYER_MEMBERS": "of an elastic job: file in which newcomers find its members",
+    "FUSIONLAYER_ELASTIC_DIR": "folder for commits of elastic jobs (default: in shared memory)",
+    "FUSIONLAYER_JOB_KEY": "job key: a secret of the job's processes, at least 16 bytes; `fusionrun` makes one",
+    "FUSIONLAYER_JOB_KEY_FILE": "file with the job key, which other users cannot read",
+    "FUSIONLAYER_JOIN": "for a process that joins an elastic job: host:port of a member, or the file of members",
+    "FUSIONLAYER_MEMBERS": "for an elastic job: file in which joining processes find its members",
     "FUSIONLAYER_PUBLISH_SECRET_FILE": "file with the secret of `fl.publish` and `fl.subscribe`",
     "FUSIONLAYER_ISA": "instruction set of the CPU core: avx512, avx2, baseline, auto (default)",
     "FUSIONLAYER_CUDA": "when building: auto (default: for the GPUs present), 1 (fail without nvcc), 0",

@@ -83,7 +83,7 @@ def kind_of(value: object) -> str:
 def printable(text: str, *, lines: bool = False) -> str:
     """Return a text of a file or a peer for a terminal, with escapes for characters that cannot be printed.
 
-    Else it could move the cursor, change colours or titles, or look like another line.
+    Otherwise the text could move the cursor, change colours or titles, or imitate another line.
     """
     if lines:
         return "\n".join(map(printable, text.split("\n")))

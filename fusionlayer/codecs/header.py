@@ -29,7 +29,7 @@ def seal(codec: Sender, payload: Tensor, form: WireFormat) -> None:
 
 
 def verify(codec: Sender, payload: Tensor, form: WireFormat) -> None:
-    """Raise ``WireError`` unless ``payload`` (capacity,) has the header that ``codec`` expects, and its checksum."""
+    """Compare the header of ``payload`` (capacity,) with the one of ``codec``, and its checksum with the body."""
     body = payload[form.body : form.capacity]
     given = Header.unpack(payload[: form.body].cpu().numpy().tobytes())
     facts = codec.name, codec.options_crc, form.dtype, form.numel, body.numel()

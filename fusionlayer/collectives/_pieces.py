@@ -14,8 +14,8 @@ from ..observe.timeline import carried
 from ..transport import Transport
 from ..transport.base import URGENT
 
-# One piece of a tensor on its way through a collective. The calling thread resumes it; it computes until messages must
-# be sent, and yields the call that exchanges them. It is resumed only after that call has returned.
+# One piece of a tensor in a collective. The calling thread resumes it; it computes until messages must be sent, and
+# yields the call that exchanges them. It is resumed only after that call has returned.
 Piece = Iterator[Callable[[], None]]
 
 # Pieces in flight. While the oldest one computes, the other one has the network. More would only take more memory.

@@ -67,8 +67,8 @@ def two_shot_by_shares(
     share almost 2 M. But it sends before and receives after the sum. Hence the tensor is sent in pieces, and the sums
     of one piece are sent in the same exchange as the summands of the next one: both directions of each link are busy.
 
-    Blocks stay the same, so with codecs that quantise by blocks and round to nearest the result is that of
-    ``two_shot``. The arguments are those of ``AllReduce``.
+    Blocks stay the same, so codecs that quantise by blocks and round to nearest give the result of ``two_shot``. The
+    arguments are those of ``AllReduce``.
     """
     if not x.numel():
         return

@@ -141,7 +141,9 @@ def decode_member(text: bytes | str) -> Member:
 
 
 def _member(given: Mapping[str, Any]) -> Member:
-    return Member(str(given["id"]), _address(given["address"]), str(given["identity"]))
+    if not _ID.fullmatch(given["id"]):
+        raise ValueError(f"{given['id']!r:.50} is no id of a member")
+    return Member(given["id"], _address(given["address"]), str(given["identity"]))
 
 
 def _address(given: Mapping[str, Any]) -> MemberAddress:

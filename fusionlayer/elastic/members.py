@@ -43,8 +43,8 @@ class Members:
         written: file for the addresses of the members; None: none is written.
 
     Attributes:
-        generation: number of changes of membership so far, failed ones included. rank, size: of this member; before a
-            process has joined, those of the prospective member.
+        generation: number of changes of membership so far, failed ones included.
+        rank, size: of this member; before a process has joined, those of the prospective member.
         step: number of steps of the job whose results count: the same on all members between two steps.
         has_joined: whether this process takes part; a newcomer does from its first ``step`` on.
         change_due: whether the members have agreed to change after the present step, because others wait to join.

@@ -18,8 +18,6 @@ from ..codecs import Codec
 from ..native.wire import digest
 from ..transport import Transport
 
-__all__ = ["AUTO", "Average", "Group", "ReduceOp", "Sum", "check_op", "make_codec", "negotiate", "refuse_unknown"]
-
 Group = dist.ProcessGroup | Transport | None
 
 
@@ -38,11 +36,7 @@ Sum = ReduceOp.SUM
 
 
 def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
-    """Return the codec that a user's ``codec`` and options name; without a name, the configured one.
-
-    Raises:
-        ConfigError: the name or an option is unknown, or ``codec`` is a ``Codec`` and options are given with it.
-    """
+    """Return the codec that a user's ``codec`` and options name; without a name, the configured one."""
     if isinstance(codec, Codec):
         if options:
             raise ConfigError(f"got the codec {codec} and the options {dict(options)}; give the codec's name with them")
@@ -59,17 +53,7 @@ def make_codec(codec: str | Codec | None, options: Mapping[str, Any]) -> Codec:
 def refuse_unknown(
     front: Callable[..., Any], codec: str | Codec | None, options: Mapping[str, Any], more: Iterable[str] = ()
 ) -> None:
-    """Refuse a misspelt argument, which a function that takes a codec's options as keywords would take for an option.
-
-    Args:
-        front: the function or class that a user has called.
-        codec: the codec that the user gave; None is the configured one.
-        options: the keywords that are no arguments of ``front``.
-        more: keywords that ``front`` understands without naming them.
-
-    Raises:
-        ConfigError: the codec has no such option. It names the nearest argument or option.
-    """
+    """Refuse a misspelt argument, which a function with a codec's options as keywords would take for an option."""
     for option in options:
         if option in config.REMOVED:
             raise ConfigError(f"{front.__name__}({option}=...): it was removed: {config.REMOVED[option]}; leave it out")

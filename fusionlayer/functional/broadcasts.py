@@ -17,8 +17,6 @@ from ..transport import Transport
 from ..transport._announced import pass_on, take_in
 from .arguments import Group, negotiate
 
-__all__ = ["broadcast_bytes", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "pickled"]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from .operators import operator
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "switcher"]
-
 
 def _seed(transport: Transport) -> int:
     return derive_seed(transport.sequence)

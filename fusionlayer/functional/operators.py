@@ -20,22 +20,13 @@ from ..base.errors import ConfigError
 from ..codecs import Codec
 from .arguments import ReduceOp
 
-__all__ = ["operator"]
-
 F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def operator(
     shape: Callable[..., Sequence[int]] | None, gradient: Callable[..., Tensor] | None = None
 ) -> Callable[[F], F]:
-    """Return a decorator: compiled programs call the function as the operator ``fusionlayer::<its name>``.
-
-    Args:
-        shape: returns the shape of the result, from the function's arguments alone. None: the function writes its
-            result into its tensor.
-        gradient: returns the gradient of the tensor, from that of the result, the tensor's shape and the function's
-            other arguments. None: the result has none.
-    """
+    """Return a decorator: compiled programs call the function as the operator ``fusionlayer::<its name>``."""
 
     def decorate(function: F) -> F:
         name = function.__name__

@@ -55,7 +55,7 @@ def _open(
 
 
 def follow(store: dist.Store | None, rank: int, size: int, settings: config.Config) -> None:
-    """Watch the members of an elastic job as they are now, if this process is watched or its settings ask for it."""
+    """Watch the present members of an elastic job, if this process is watched or its settings ask for it."""
     global _members
     _members = store, rank, size
     if _current is not None and not _current.is_closed:

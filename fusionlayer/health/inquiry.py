@@ -15,7 +15,7 @@ from .processes import Processes
 from .state import ChannelState, Finding, RankState, StateRequest, decode_finding, encode
 from .store import StatusKeys
 
-# Seconds between two steps of an inquiry: at first, and at most. What has lasted for long is looked at more seldom.
+# Seconds between two steps of an inquiry: at first, and at most. Long waits are checked more seldom.
 POLL = 0.1
 _MOST_POLL, _POLL_SHARE = 1.0, 0.25
 # Intervals within which a rank has to answer: it checks once in each whether it was asked.
@@ -152,9 +152,13 @@ class Inquiry:
 
     Attributes:
         position: where this rank is.
-        request: what all ranks were asked, by this rank or by another one.
-        evidence: what was found so far.
-        finding: what follows, once the inquiry is over; None if nothing speaks against any rank.
+        request: the question to all ranks, from this rank or another one.
+        interval: seconds within which each rank looks whether it was asked.
+
+    Attributes:
+        position, request: as given.
+        evidence: the findings so far.
+        finding: the conclusion, once the inquiry is over; None if nothing speaks against any rank.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class Inquiry:
         return self.waited > self._patience + _MOST_POLL
 
     def step(self, otherwise: Finding, outcome: str | None = None) -> bool:
-        """Read what is new; return whether the inquiry is over. Does not wait: the monitor has other transports."""
+        """Read new answers; return whether the inquiry is over. Does not wait: the monitor has other transports."""
         is_over = self._collect(otherwise) if self.is_own else self._follow(otherwise, outcome)
         if self.is_own and not any(each.kind == "conflict" for each in self.evidence):
             unfit = self._unfit()

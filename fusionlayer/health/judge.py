@@ -11,8 +11,8 @@ from typing import TypeVar
 from .calls import Call
 from .state import BLOCK, ChannelState, Finding, RankState
 
-# What can be wrong with a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
-# one. What a rank states itself comes first: it left after it had found that out.
+# The possible defects of a rank. Earlier kinds come first, because a later kind may be the consequence of an earlier
+# one. A rank's own statement comes first: it has left after finding that out.
 _CAUSES_FIRST = ("failed", "gone", "conflict", "stopped", "ended", "silent", "late", "disconnected")
 # With one of these the cause is certain, so there is no need to wait for the answers of other ranks.
 EVIDENT = _CAUSES_FIRST[:4]
@@ -137,7 +137,7 @@ def overdue(stalls: Sequence[Stall], limit: float) -> Finding | None:
 
 
 def judge(states: Mapping[int, RankState], trouble: Mapping[int, str]) -> list[Finding]:
-    """Return what is wrong, the causes first; empty while the job is well."""
+    """Return the defects, the causes first; empty while the job is healthy."""
     # A wrong shape or type makes torch raise, on this rank or on another one: the calls show which is odd.
     failed = [
         Finding("failed", (rank,), f"rank {rank} failed: {state.error}{' at ' if state.where else ''}{state.where}")

@@ -12,7 +12,8 @@ from .processes import Processes
 from .state import Finding
 from .store import StatusKeys
 
-# Seconds until a rank that waits looks which ranks have come, and whether one has failed; at most between two looks.
+# Seconds until a waiting rank checks which ranks have come, and whether one has failed; and the longest interval of
+# these checks.
 _FIRST_LOOK, _LAST_LOOK = 0.1, 1.0
 # Seconds after the deadline until which the store may answer.
 _PATIENCE = 1.0

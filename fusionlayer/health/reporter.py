@@ -40,7 +40,7 @@ _Key = tuple[str, tuple[int, ...]]
 
 
 class Reporter:
-    """This rank's knowledge of the others. One thread uses it; any thread may read the properties."""
+    """This rank's knowledge of the other ranks. One thread uses it; any thread may read the properties."""
 
     def __init__(self, rank: int, size: int, process: Identity, path: Path) -> None:
         self._rank, self._size, self._process, self._path = rank, size, process, path

@@ -79,8 +79,8 @@ VARIABLES = {
 def find_place(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
-    srun and Ray may have started another launcher, whose variables say more. So their own count only where there are
-    no others.
+    srun and Ray may have started another launcher, whose variables say more. So their own variables count only if there
+    are no others.
     """
     places, halves = [], []
     for launcher, names in VARIABLES.items():
@@ -222,7 +222,7 @@ def _keys(kept: Store, place: RankInfo) -> StatusKeys:
 
 
 def _await_all(kept: Store, place: RankInfo, timeout: float, deadline: float) -> None:
-    """Return when all ranks have come and know that of each other's processes."""
+    """Return when all ranks have come and each knows the others' processes."""
     keys, processes = _keys(kept, place), Processes(place.rank, place.size, {})
     try:
         _agree_on_size(SealedStore(kept, "meeting"), place)

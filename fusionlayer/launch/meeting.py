@@ -67,7 +67,7 @@ class Board(ABC):
         """Return the text, or None if it is not there yet."""
 
     def read(self) -> tuple[str, int]:
-        """Return host and port of rank 0 as soon as they are there."""
+        """Return host and port of rank 0 as soon as they are published."""
         end = time.monotonic() + self._timeout
         while time.monotonic() < end:
             text = self.look()

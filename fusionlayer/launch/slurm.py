@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..base.errors import ConfigError
 
-# What srun alone sets, and what a batch script has as well.
+# Variables that srun alone sets, and those that a batch script has as well.
 _OF_A_STEP = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
 _OF_A_JOB = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE"}
 

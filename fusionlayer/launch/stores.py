@@ -27,8 +27,8 @@ _BACKLOG = 1024
 class WrappedStore(dist.Store):
     """A store whose values are another store's; subclasses implement writing and reading.
 
-    torch sees only the methods that are written here, and C++ does not keep the Python part of a store: keep it as long
-    as a library has it.
+    torch sees only the methods written here, and C++ does not keep the Python part of a store: keep it as long as a
+    library has it.
     """
 
     def __init__(self, store: dist.Store) -> None:

@@ -51,7 +51,6 @@ class OnlinePlanner(PlanController):
         nodes: number of ranks of each node.
         algorithm: collective; None chooses. With rules it is ignored: each codec has its own.
         ahead: encode gradients one by one as they arrive; None: as the codec does by default.
-        local_size: ranks of this host, which share its cores.
         clock: the clock of the gradients' device.
         warm_up: steps that do not count, after the first step.
         measured: steps whose medians are the costs of backward.
@@ -73,7 +72,6 @@ class OnlinePlanner(PlanController):
         *,
         algorithm: str | None = None,
         ahead: bool | None = None,
-        local_size: int = 1,
         clock: Clock = HOST,
         warm_up: int = 2,
         measured: int = 5,
@@ -90,7 +88,6 @@ class OnlinePlanner(PlanController):
         self._nodes = tuple(nodes)
         self._algorithm = algorithm
         self._ahead = ahead
-        self._local_size = local_size
         self._clock = clock
         self._warm_up, self._measured = warm_up, measured
         # The fields below need no lock. The thread that submits writes them in ``note_step``, a communication thread in

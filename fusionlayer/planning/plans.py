@@ -27,10 +27,7 @@ def make_plan(
     measured: bool = False,
     tensors: Iterable[TensorInfo] = (),
 ) -> FusionPlan:
-    """Return the planner's plan for the profile's model.
-
-    Other arguments are those of ``fuse`` and ``costs_of``; ``tensors`` have the user's groups, which a profile lacks.
-    """
+    """Return the planner's plan for the profile's model."""
 
     def costs(each: Codec, collective: str) -> StepCosts:
         return costs_of(profile, each, collective, scenario, workers, measured).for_planner(backward)

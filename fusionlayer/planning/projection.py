@@ -66,9 +66,9 @@ class Method:
         """Return the method that benchmarks know by ``name``.
 
         ``ddp`` is DistributedDataParallel with its defaults, ``ddp-tuned`` has buckets of 4 MiB, ``ddp-ring`` and
-        ``ddp-tree`` sum so and not as is fastest, ``ddp-fp16`` and ``ddp-bf16`` have its compression hooks. Any other
-        name is a codec of the profile; with ``+overlap`` at its end the next forward overlaps. ``algorithm`` and
-        ``planner`` are for these codecs; None: the configured defaults.
+        ``ddp-tree`` use this sum instead of the fastest one, ``ddp-fp16`` and ``ddp-bf16`` have its compression hooks.
+        Any other name is a codec of the profile; with ``+overlap`` at its end the next forward overlaps. ``algorithm``
+        and ``planner`` are for these codecs; None: the configured defaults.
         """
         if name == BASELINE or name.startswith(f"{BASELINE}-"):
             kind = name.removeprefix(BASELINE)

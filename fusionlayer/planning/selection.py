@@ -147,8 +147,8 @@ def select(
 
     A codec is compared with each collective that may send its messages. The fastest way for each tensor alone can lose
     to one for all: tensors of different codecs or collectives share no bucket and pay more startups. So this compares
-    the plan with the fastest way for each tensor with the plans in which all "auto" tensors have the same allowed one.
-    What loses nothing is preferred to what saves less than 2 % of the step.
+    the plan with the fastest way for each tensor with the plans that give all "auto" tensors the same permitted one. A
+    lossless way is preferred to one that saves less than 2 % of the step.
     """
     alone, found = ways(profile, policy, planner, scenario, workers, measured, tensors)
     if not found:

@@ -228,9 +228,9 @@ def run_local_steps(
     """Return the mean step of a period of local steps, in which each bucket is sent once or more; it has no spans.
 
     The computing thread takes whole steps without waiting. At the end of a step it makes that step's buckets ready,
-    which takes ``ready`` seconds each. It waits for their results at the end of the step that is ``delay`` steps later,
-    so they are sent while those steps compute. The last of some equal periods counts, but no step is shorter than the
-    work of a lane or of a link: it may take long until buckets have queued up for as long as they can wait.
+    which takes ``ready`` seconds each. It waits for their results at the end of the step ``delay`` steps later, so they
+    are sent while those steps compute. The last of some equal periods counts, but no step is shorter than the
+    work of a lane or of a link: queues of buckets may take long to reach their final length.
     """
     cores, threads, lanes = resources.cores, resources.threads, resources.lanes
     periods = 2 + 2 * -(-delay // len(leaving))

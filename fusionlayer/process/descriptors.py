@@ -19,7 +19,7 @@ _TRANSPORTS = 3
 
 
 def reserve(size: int, *, keeps_store: bool, connections: int = 0) -> None:
-    """Raise the soft limit of open files, once, to what ``size`` ranks need, or raise ``ConfigError``."""
+    """Raise the soft limit of open files, once, to the need of a job of this many ranks; log it."""
     each = _LEAST + _TRANSPORTS * connections + _CLIENTS * keeps_store
     least, wanted = size * each + _OTHERS // 4, size * (each + _SUMS) + _OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

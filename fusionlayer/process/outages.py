@@ -8,7 +8,7 @@ import resource
 import socket
 from typing import NamedTuple
 
-# A connection of gloo takes a few descriptors at a time. With fewer than these left, some call has failed for want of
+# A connection of gloo takes a few descriptors at a time. With fewer descriptors left, some call has failed for lack of
 # them, though others may have been freed since.
 _FEW_FILES = 6
 _PROBE_SECONDS = 2.0
@@ -27,7 +27,7 @@ class Outage(NamedTuple):
 
 
 def explain(error: BaseException, host: str | None = None, port: int | None = None) -> Outage:
-    """Return what an error of torch, gloo or the system means."""
+    """Return the meaning of an error of torch, gloo or the system."""
     text = first_line(error)
     if _few_files_left(text):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -237,7 +237,7 @@ class Engine(Lifecycle):
     def unused(self) -> frozenset[str]:
         """Return the tensors of the last step that no rank has used, with ``finds_unused``.
 
-        Their results mean nothing. Once those are taken, ``memory.restore`` gives them their error feedback back.
+        Their results mean nothing. Once those are taken, ``memory.restore`` restores their error feedback.
         """
         usage = self._usage
         if usage is None:

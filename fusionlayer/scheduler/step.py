@@ -48,7 +48,7 @@ class Step:
         self.buckets: Sequence[int] = ()
 
     def settle(self, plan: FusionPlan | None, tensors: Mapping[str, TensorInfo]) -> None:
-        """Find out what is due in the step, before its first gradient."""
+        """Determine the due buckets of the step, before its first gradient."""
         self.due = tensors
         self.skips = plan is not None and plan.skips
         if plan is not None and self.skips:

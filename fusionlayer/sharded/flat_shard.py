@@ -19,8 +19,6 @@ from ..training.weights import Weights
 from ..transport import Transport
 from .layout import Layout
 
-__all__ = ["FlatShard", "check_parameters", "copy_options", "put_back", "stepped_once"]
-
 
 class FlatShard:
     """The parameters of one group as one flat tensor, and this rank's part of it in f32.

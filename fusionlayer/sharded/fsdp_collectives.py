@@ -28,8 +28,6 @@ from ..transport import Transport
 from .fsdp_shards import Shards
 from .replica import Replica
 
-__all__ = ["AllGather", "Direction", "ReduceScatter", "ReplicaGather"]
-
 _RAW = codecs.get("raw").bare
 _SAMPLE = 4096
 _RATIO = 0.5  # of bf16 to f32: s of ZipCCL's equation 7, where values of f32 are sent zipped as bf16

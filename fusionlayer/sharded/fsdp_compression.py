@@ -15,8 +15,6 @@ from .fsdp_collectives import AllGather, Direction, ReduceScatter, ReplicaGather
 from .fsdp_replicas import ReplicaGroup
 from .fsdp_shards import Shards
 
-__all__ = ["FSDPCompression", "Module"]
-
 
 @dataclass(frozen=True)
 class Module:

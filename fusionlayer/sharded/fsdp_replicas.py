@@ -28,8 +28,6 @@ from ..transport import Transport
 from .fsdp_collectives import Direction
 from .fsdp_shards import Shards, local, sharded_like
 
-__all__ = ["ReplicaGroup"]
-
 # torch's stubs give some methods narrower types than torch calls them with.
 _ProcessGroup: Any = dist.ProcessGroup
 _RAW = codecs.get("raw").bare

@@ -15,8 +15,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..base.errors import ConfigError, UsageError
 
-__all__ = ["Shards", "local", "sharded_like"]
-
 _all: weakref.WeakSet[Shards] = weakref.WeakSet()
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 
-__all__ = ["Layout", "state_for"]
-
 _KEY = re.compile(r"rank (\d+) of (\d+)")
 
 

@@ -20,8 +20,6 @@ from .muon_replicas import MuonOfReplicas
 if TYPE_CHECKING:
     from .muon_fsdp import MuonOfShards
 
-__all__ = ["Muon"]
-
 _APART = ("head", "lm_head", "output", "classifier", "wte", "wpe")
 
 

@@ -17,8 +17,6 @@ from ..codecs import AgreeingCodec, Codec, TwoLevelCodec
 from .layout import Layout
 from .muon_replicas import known
 
-__all__ = ["MuonOfShards"]
-
 
 class MuonOfShards(Optimizer):
     """The result of ``Muon`` for a model under FSDP2.

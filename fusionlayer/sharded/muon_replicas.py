@@ -18,8 +18,6 @@ from .flat_shard import FlatShard
 from .layout import Layout
 from .sharded import ShardedOptimizer
 
-__all__ = ["MuonOfReplicas", "known"]
-
 
 class MuonOfReplicas(ShardedOptimizer):
     """The result of ``Muon`` for replicas.

@@ -11,8 +11,6 @@ from ..codecs import Codec
 from ..collectives import halves
 from ..transport import Transport
 
-__all__ = ["Replica"]
-
 
 class Replica:
     """A copy of all weights, the same bits on every rank (SDP4Bit, section 3.1 and Algorithm 2).

@@ -30,8 +30,6 @@ from ..transport import Transport
 from .flat_shard import FlatShard, check_parameters, copy_options, put_back, stepped_once
 from .layout import Layout, state_for
 
-__all__ = ["ShardedOptimizer"]
-
 _UNSCALE = GradScaler._unscale_grads_.__name__
 _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers of torch whose update of an element depends on other elements."""

@@ -25,7 +25,7 @@ class CodecOrAuto:
 
     @classmethod
     def of(cls, codec: str | Codec | None, options: Mapping[str, Any]) -> CodecOrAuto:
-        """Return what a user's ``codec`` and options name; without a name, what is configured."""
+        """Return the codec that a user's ``codec`` and options name; without a name, the configured one."""
         auto = codec == AUTO
         chosen = codecs.get("zip", **options) if auto else make_codec(codec, options)
         return cls(chosen.bare, auto)

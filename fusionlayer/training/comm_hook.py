@@ -29,7 +29,7 @@ from .snapshots import Snapshot, is_still, snapshot
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-# The hook of each model, and the arguments with which it was registered.
+# The hook of each model, and the arguments of its registration.
 registered: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[object, ...], CommHook]] = (
     weakref.WeakKeyDictionary()
 )

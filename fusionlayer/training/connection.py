@@ -30,7 +30,7 @@ class Connection:
         options: how to fuse and encode.
         policy: may change the options and the values that are sent.
         enrolment: the parameters.
-        replicas: what all ranks hold alike.
+        replicas: the tensors that must be equal on all ranks.
         op, predivide: how gradients are scaled.
         groups: buckets that the user gives.
         group: process group or transport; None: all ranks.

@@ -209,7 +209,6 @@ def make_planning(
             nodes,
             algorithm=algorithm,
             ahead=ahead,
-            local_size=context.local_size(),
             clock=clock_of(device),
         )
         profile = options.planning.profile if options.planning.profile is not None else settings.planning.profile

@@ -49,7 +49,7 @@ class Reducer:
     Attributes:
         optimizer: returns the optimizer.
         base: its class, whose methods ``Distributed`` overrides.
-        connection, policy, enrolment, replicas, names: as given, or those of the connection.
+        connection, policy, enrolment, replicas, names: the given ones, or the connection's.
         engine: sums gradients; None in a job of one rank, and after ``close``.
         timeline: record of phases and updates.
         state: the progress of the step.

@@ -82,8 +82,7 @@ class Replicas:
     def unite(self, transport: Transport, *, rejoining: bool = False) -> None:
         """Compare names, shapes and options with the other ranks, then give all of them rank 0's values.
 
-        ``PlanMismatch`` names the first that differs. Only values that differ are sent, none where ``rejoining`` (this
-        rank had a part in an earlier job) is set on any rank.
+        Only what differs is sent. They are not, if ``rejoining`` is set on any rank.
         """
         tensors, lines = {**self.named, **self.buffers}, self.lines
         value = digest_of(tensors.values()) if self.broadcast and not rejoining else 0
@@ -182,8 +181,8 @@ class ReplicaCheck:
     def settle(self) -> None:
         """Wait for a comparison that ``begin`` has begun, if there is one; raise ``ReplicaMismatch`` on all ranks.
 
-        Of parameters on a GPU the next ``begin`` does so: the GPU has not come so far yet, and a wait for it would hold
-        up the step.
+        For parameters on a GPU the next ``begin`` does so: the GPU has not come so far yet, and waiting would delay the
+        step.
         """
         if self.waiting is not None and not self._on_gpu:
             self._judge(self.waiting)

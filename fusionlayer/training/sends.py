@@ -83,7 +83,7 @@ class FollowsSyncs(Protocol):
 
 
 def sent_by(optimizer: Optimizer) -> Sent | None:
-    """Return what an optimizer says that it sends; None: it says nothing, so gradients are sent as they are."""
+    """Return what an optimizer says that it sends; None: gradients are sent uncompressed."""
     if not isinstance(optimizer, SendsItsOwn):
         return None
     sent: object = optimizer.sends()

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ..base import files
 from ..base.errors import WireError
 
-__all__ = ["Entries", "entries_of", "read"]
-
 Entries = Mapping[tuple[str, ...], str]
 """Names of entries by their place below a key."""
 
@@ -69,11 +67,7 @@ class _TensorPlanner(DefaultLoadPlanner):
 
 
 def entries_of(folder: Path, key: re.Pattern[str]) -> dict[str, Entries]:
-    """Return the entries of a checkpoint for each ``key`` in their places.
-
-    Raises:
-        WireError: torch has not written the folder's description.
-    """
+    """Return the entries of a checkpoint for each ``key`` in their places."""
     found: dict[str, dict[tuple[str, ...], str]] = {}
     for entry, path in (_CheckpointReader(folder).read_metadata().planner_data or {}).items():
         for i, part in enumerate(path):

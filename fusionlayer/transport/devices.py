@@ -12,7 +12,7 @@ from ..base.errors import ConfigError, PlanMismatch
 from ..process.processes import node_name
 from .settings import gather_settings
 
-# The compute capability that the CUDA kernels need: that of an A100.
+# The compute capability that the CUDA kernels need: A100's.
 _LEAST = (8, 0)
 
 
@@ -84,11 +84,7 @@ def refuse_rocm() -> None:
 
 
 def refuse_torchcomms() -> None:
-    """Refuse TorchComms, with which torch does not make the groups that were registered with it.
-
-    Raises:
-        ConfigError: the program, or TORCH_DISTRIBUTED_USE_TORCHCOMMS, has asked torch for it.
-    """
+    """Refuse TorchComms, with which torch does not make the groups that were registered with it."""
     if getattr(getattr(dist, "config", None), "use_torchcomms", False):
         raise ConfigError(
             "torch.distributed.config.use_torchcomms is set, and fusionlayer is no backend of TorchComms: unset "

@@ -276,7 +276,7 @@ class LinkedTransport(Transport):
         return link
 
     def _fail_call(self, call: Call, error: BaseException) -> None:
-        """Close the transport after an error in a call; raise ``TransportError``, with the cause, if a link failed."""
+        """Close the transport after an error in a call."""
         if isinstance(error, LinkError):
             # If close() ended the call, that is the reason, and there is no cause to look for.
             self._check_open()

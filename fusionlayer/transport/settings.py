@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..base.errors import PlanMismatch, TransportError
 from ..launch.stores import gather
 
-# What to do about facts that no setting decides.
+# Actions for facts that no setting decides.
 _REMEDIES = {"sees_cuda": "make GPUs visible to every rank or to none: CUDA_VISIBLE_DEVICES, and the driver, decide"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import drawing, driver, plots, publish, publish_guard, report
+from benchmarks import drawing, driver, publish, publish_guard, report, strangers
 from benchmarks.collective import __main__ as command
 from benchmarks.collective.cell import Cell
 from benchmarks.faults import __main__ as faults

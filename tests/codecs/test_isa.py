@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusionlayer import codecs
 from fusionlayer.base import libraries
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.codecs import Codec

@@ -242,7 +242,7 @@ def form(formers: list[Former], first: Generation, between: bool = True) -> Gene
     return found[0]  # type: ignore[no-any-return]
 
 
-def test_strangers_at_a_desk_neither_join_nor_stop_the_members(key: str | None) -> None:
+def test_strangers_at_a_member_neither_join_nor_stop_the_members(key: str | None) -> None:
     formers, _, first, strangers = begun()
     guest, where = open_store(True, PATIENCE)
     wild = Member("stranger", where, Identity(0, "elsewhere", "", "").encode())
@@ -255,6 +255,9 @@ def test_strangers_at_a_desk_neither_join_nor_stop_the_members(key: str | None) 
     for names in ([], ["a\0" + "b" * 99], ["x"] * 1000):
         address = {"node": "", "names": names, "port": 7, "token": ""}
         knocks.append(json.dumps({"id": "x", "identity": "", "address": address}).encode())
+    nowhere = {"node": "", "names": ["127.0.0.1"], "port": free_port(), "token": ""}
+    for name, identity in (("\ud800", ""), ("x", "\ud800"), ("../x", ""), (7, ""), ("x" * 99, "")):
+        knocks.append(json.dumps({"id": name, "identity": identity, "address": nowhere}).encode())
     for value in knocks:
         strangers[0].set(f"knock/{strangers[0].add(TICKETS, 1)}", value)
         strangers[0].add(KNOCKS, 1)

@@ -19,7 +19,7 @@ from .block import BlockCodec
 if TYPE_CHECKING:
     from ...transport import Transport
 
-# As in FP8-LM: the headroom doubles if more than 0.001 % of the sums have the format's largest value. Otherwise it
+# As in FP8-LM, the headroom doubles if more than 0.001 % of the sums have the format's largest value. Otherwise it
 # shrinks, to half within a thousand sums.
 _OVERFLOW = 1e-5
 _SHRINK = 2 ** (-1 / 1000)

@@ -16,7 +16,7 @@ Points = list[list[float]]
 def average(found: Any, transport: Transport, measured_by: int | None = None) -> Any:
     """Return ``found`` with each float replaced by its mean over ranks.
 
-    Other values, such as integer sizes, stay as they are on this rank. All ranks call it together.
+    Other values, such as integer sizes, stay unchanged on this rank. All ranks call it together.
     """
     numbers = torch.tensor(list(_floats(found)), dtype=torch.float64, device="cpu")
     if transport.size > 1:

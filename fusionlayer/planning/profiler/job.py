@@ -29,7 +29,6 @@ def measure_profile(
     transport: Transport,
     *,
     pair: Transport | None = None,
-    local_size: int = 1,
     rate: str | None = None,
     sizes: Sizes = _WHOLE,
     environment: Mapping[str, str],
@@ -38,8 +37,8 @@ def measure_profile(
 ) -> Profile:
     """Return the profile of this job: means over ranks of each rank's medians. All ranks call it together.
 
-    One rank alone measures the model, codecs and copies; two or more also a link and collectives, and several nodes of
-    several ranks the links inside and between nodes.
+    One rank alone measures the model, codecs and copies; two or more also measure a link and collectives, several nodes
+    of several ranks also the links inside and between nodes.
     """
     module, batch = load_model(model)
     module.to(clock.device)
@@ -60,7 +59,7 @@ def measure_profile(
     if transport.size > 1:
         measured = _measured_by(pair, transport, sizes, HOST if staged else clock)
         if clock.lags:  # what the host does for a transfer takes nothing from the device
-            found["call"]["cpu"] = measured["cpu"] = measured["cpu_per_byte"] = 0.0
+            found["call"]["cpu"] = measured["cpu"] = measured["cpu_per_byte"] = measured["sum_per_byte"] = 0.0
         more = transport.size - 2
         link = as_link(measured, max(0.0, found["call"]["cpu"] - measured["cpu"]) / more if more else measured["cpu"])
     name = model.rpartition(":")[2]
@@ -71,16 +70,16 @@ def measure_profile(
         transport,
         link=link,
         rate=rate,
-        local_size=local_size,
         clock=clock,
         environment=environment,
     )
 
 
 def _measured_by(pair: Transport | None, transport: Transport, sizes: Sizes, clock: Clock) -> dict[str, Any]:
-    """Return on all ranks the link's costs: the mean of what the two ranks of ``pair`` have measured."""
+    """Return on all ranks the link's costs: the mean of the measurements of the two ranks of ``pair``."""
     empty = [[size, 0.0] for size in sizes.nbytes]
-    link: dict[str, Any] = {"latency": 0.0, "cpu": 0.0, "cpu_per_byte": 0.0, "exchange": empty, "all_reduce": empty}
+    link: dict[str, Any] = dict.fromkeys(("latency", "cpu", "cpu_per_byte", "sum_per_byte"), 0.0)
+    link |= {"exchange": empty, "all_reduce": empty}
     if pair is not None:
         measured = measure_link(pair, sizes.nbytes, sizes.repeats, clock)
         link = {key: measured[key] for key in link}

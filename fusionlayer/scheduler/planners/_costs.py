@@ -51,7 +51,7 @@ class Pipeline:
     """The costs of runs of consecutive tensors: ``[i:j]`` of them in one bucket.
 
     Planners search with it. It is the model of ``planning.simulation`` with one lane and a core for each thread.
-    Nothing is shared then, so a recurrence replaces the simulated events. Tests hold the two equal.
+    Threads and links are not shared then, so a recurrence replaces the simulated events. Tests hold the two equal.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], costs: StepCosts) -> None:
@@ -100,8 +100,8 @@ class Pipeline:
         """Return the score of a partition; a smaller one is better.
 
         The score is the time of the last result, to the nanosecond, and then the seconds of communication. It equals
-        the score of the step that ``planning.prediction`` simulates, because with one lane and a core for each thread a
-        bucket starts when it is ready and the one before it has ended.
+        the score of the step that ``planning.prediction`` simulates: with one lane and a core for each thread, a bucket
+        starts when it is ready and the previous one has ended.
         """
         free = seconds = 0.0
         for n, (i, j) in enumerate(zip([0, *ends], ends, strict=False)):

@@ -75,12 +75,13 @@ class ElasticLocalStepPolicy(ElasticStepPolicy, LocalStepPolicy):
         local.count, local.moved = 0, False
 
     def more(self) -> dict[str, Any]:
-        """Return the outer momentum, for a newcomer."""
-        return {"momentum": self.local.state_dict(self.reducer.enrolment.names)["momentum"]}
+        """Return the outer momentum and the measured noise, for a newcomer."""
+        state = self.local.state_dict(self.reducer.enrolment.names)
+        return {key: state[key] for key in ("momentum", "noise")}
 
     def begin_with(self, more: Mapping[str, Any]) -> None:
-        """Begin a round with the members' outer momentum."""
-        self.local.load_state_dict(beginning(more["momentum"]), self.reducer.enrolment.by_name())
+        """Begin a round with the members' outer momentum and noise."""
+        self.local.load_state_dict(beginning(**more), self.reducer.enrolment.by_name())
 
     def _connect_anew(self) -> None:
         super()._connect_anew()

@@ -167,7 +167,7 @@ def send_bytes(data: bytes, transport: Transport, to: int) -> None:
 
 
 def receive_bytes(transport: Transport, source: int) -> bytes:
-    """Return what rank ``source`` sends."""
+    """Return the message of rank ``source``."""
     nbytes, crc = _receive_numbers(2, transport, source)
     if not 0 <= nbytes <= _MOST_BYTES:
         raise WireError(f"a message of {nbytes} bytes of a newcomer's state: it was damaged")

@@ -12,7 +12,6 @@ from ...planning.local_steps import EveryRules, EveryState
 from ...process.clock import Clock, Stamp
 from .gradient_noise import NOTHING
 
-_NOTHING = -1.0
 _logger = logging.getLogger("fusionlayer")
 
 

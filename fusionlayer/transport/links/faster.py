@@ -28,8 +28,8 @@ def is_faster(
 ) -> bool:
     """Return whether ``link`` moves bytes faster than ``other``. All ranks call it together, and get one answer.
 
-    A short exchange with the neighbours says how long the messages are that are timed, so on a fast network this takes
-    milliseconds; on a long link it takes a dozen round trips. What counts is the sum of all ranks' times.
+    A short exchange with the neighbours determines the length of the timed messages, so on a fast network this takes
+    milliseconds; on a long link it takes a dozen round trips. The sum of all ranks' times counts.
     """
     links = (link, other)
     first = torch.tensor([_time(link, rank, size, _FIRST_BYTES, 1)], dtype=torch.float64, device=link.device)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["EXHAUSTED_SECONDS", "Gate", "Refusals"]
-
 _logger = logging.getLogger("fusionlayer")
 
 _LINE_SECONDS = 1.0
@@ -25,9 +23,6 @@ _NO_CREDIT_SECONDS = 0.05
 
 class Refusals:
     """Logs refused callers: at most one line a second, with the number of those without a line.
-
-    Args:
-        place: what they called, for the log.
 
     Attributes:
         count: number of refused callers.
@@ -53,13 +48,7 @@ class Refusals:
 
 
 class Gate:
-    """Accepts callers at some listeners: so many at once, then so many a second. The others wait in the kernel.
-
-    Args:
-        listeners: where callers come.
-        most: callers that are accepted at once.
-        per_second: callers a second after that.
-    """
+    """Accepts callers at some listeners: so many at once, then so many a second. The others wait in the kernel."""
 
     def __init__(self, listeners: Sequence[socket.socket], most: int, per_second: float) -> None:
         self._listeners = listeners
@@ -89,11 +78,7 @@ class Gate:
         return max(left, 0.0)
 
     def accept(self, listener: socket.socket) -> tuple[socket.socket, Any] | None:
-        """Return a caller and its address; None if there is none, or it has to wait.
-
-        Raises:
-            OSError: there is no descriptor for it.
-        """
+        """Return a caller and its address; None if there is none, or it has to wait."""
         now = time.monotonic()
         self._credit = min(self._credit + (now - self._counted) * self._per_second, self._most)
         self._counted = now

@@ -81,8 +81,7 @@ class Counters:
 
     They are in memory of the host, where devices write and wait, and processes read. Each rank has a page of those for
     which its own device waits. A counter has 64 bits. The device that counts writes the lower half of it. The upper one
-    belongs to the process whose page it is: with a bit there, nothing that waits for a number waits any longer,
-    whatever is counted afterwards.
+    belongs to the process that owns the page: a bit there ends all waits for a number, regardless of later counts.
     """
 
     MOST = (1 << 32) - 1

@@ -225,8 +225,8 @@ def _address(token: bytes) -> str:
 
 def map_memory(pid: int, file: int, token: bytes, nbytes: int) -> Tensor:
     """Return memory of a process of this host, which it has as ``file`` and which begins with ``token``, as uint8."""
-    # The pid may be that of an unrelated process, and the file anything that it has open. So open() must not wait for
-    # it, and the token is compared.
+    # The pid may be that of an unrelated process, and the file any of its open files. So open() must not wait for it,
+    # and the token is compared.
     path = f"/proc/{pid}/fd/{file}"
     own = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -127,11 +127,7 @@ def _one_of_each_family(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def listeners(told: Sequence[Sequence[Sequence[Any]]]) -> Told:
-    """Return the listeners of a rank, as it has announced them.
-
-    Raises:
-        TypeError, ValueError: another program has announced something else.
-    """
+    """Return the listeners of a rank, as it has announced them."""
     found = [[(str(ipaddress.ip_address(host)), range(1 << 16)[port]) for host, port in place] for place in told]
     if not found or not all(found):
         raise ValueError("a rank has no listener")

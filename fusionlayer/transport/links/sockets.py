@@ -30,8 +30,10 @@ from .introduction import ConnectionKeys
 from .reconnecting import Keeper
 from .socket_options import SocketOptions, listeners, places
 
-# Bytes to each peer that may be in flight, or wait there for the call that wants them: the product of rate and round
-# trip of a link of 2.5 Gbit/s and 100 ms.
+T = TypeVar("T")
+
+# Bytes to each peer that may be in flight, or wait there for the receiving call: the product of rate and round trip of
+# a link of 2.5 Gbit/s and 100 ms.
 WINDOW_BYTES = 32 << 20
 # Seconds after which ranks continue without connections that cannot be made, if each pair has one.
 _ENOUGH = 5.0
@@ -193,11 +195,7 @@ def _node_and_nonce(told: Any) -> tuple[str, bytes]:
 
 
 def _parsed(texts: Sequence[bytes], parse: Callable[[Any], T]) -> list[T]:
-    """Return what each rank has written into the store.
-
-    Raises:
-        LinkError: something else stands there.
-    """
+    """Return what each rank has written into the store."""
     found = []
     for peer, text in enumerate(texts):
         try:
