@@ -191,7 +191,7 @@ def _updates() -> Iterator[tuple[str, Parser]]:
 
     def sealed(data: bytes) -> bytes:
         found = _json_in(data[12:])
-        end = 12 + found[2] if found else len(data)
+        end = 12 + found[2] if found else max(12, len(data))
         return update._FRONT.pack(b"FLV1", end - 12, native.crc32c(data[12:end])) + data[12:]
 
     def parse(data: bytes) -> object:
