@@ -13,7 +13,7 @@ from tests.tiers import engine, long, needs
 
 from .places import EXAMPLES
 
-pytestmark = [pytest.mark.medium, engine, needs("torchtitan")]
+pytestmark = [pytest.mark.medium, engine, needs("torchtitan", "triton")]
 
 SMALL = {"training.steps": 4, "training.seq_len": 128, "training.local_batch_size": 2, "debug.seed": 1}
 STEP = re.compile(r"step: +(\d+).{0,14}?loss: +([\d.]+)")
