@@ -32,7 +32,7 @@ from .messages import PointToPoint
 from .native import Native
 from .passing import PassedWork, explained
 from .policy import CallPolicy
-from .regular import Copies, in_place, into
+from .regular import Copies, eager, in_place, into
 from .work import JoinedWork
 
 NAME = "fusionlayer"
@@ -306,6 +306,7 @@ class CompressingGroup(_ProcessGroup):  # type: ignore[misc]
             output, input, output_split_sizes, input_split_sizes, *args, **kwargs
         )
 
+    @eager
     @in_place
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Give all ranks the root's tensor."""

@@ -560,13 +560,20 @@ def in_changing_groups(rank: int) -> None:
         assert x.tolist() == [3.0 if len(ranks) == 2 else rank + 1] * 3
 
 
+def compiled(rank: int) -> None:
+    """DDP broadcasts within the second compiled forward, when it lays its buckets out again."""
+    model: Any = torch.compile(DistributedDataParallel(Layers(in_turn)), backend="eager")
+    for step in range(2):
+        (model(batch(rank, step)) ** 2).mean().backward()
+
+
 def with_the_backend(rank: int, world: int, folder: str) -> None:
     """Also https://github.com/pytorch/pytorch/issues/55967: a program may begin again with the same store."""
     store = dist.FileStore(f"{folder}/store", world)
     for policy in (None, {"min_bytes": 0, "rules": [{"codec": "zip"}]}):
         dist.init_process_group("fusionlayer", store=store, rank=rank, world_size=world, pg_options=policy)
         jobs = (scattered, strided_calls, sent_transposed, gathered, gathered_with_a_gradient)
-        for job in (*jobs, of_types, in_changing_groups):
+        for job in (*jobs, of_types, in_changing_groups, compiled):
             print(job.__name__, policy)
             job(rank)
         dist.destroy_process_group()
