@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import math
 import resource
+import selectors
 import socket
 from dataclasses import dataclass
 
@@ -52,6 +54,7 @@ class Door(gate.Gate):
 
     Args:
         place: a host's name stands for all of its addresses, and "::" includes those of IPv4.
+        selector: see ``Gate``.
 
     Attributes:
         place: the same, with the port that the system has chosen.
@@ -61,8 +64,8 @@ class Door(gate.Gate):
         ConfigError: listening there is impossible.
     """
 
-    def __init__(self, place: Endpoint) -> None:
-        super().__init__(_listen(place), _MOST_STRANGERS, _STRANGERS_PER_SECOND)
+    def __init__(self, place: Endpoint, selector: selectors.BaseSelector) -> None:
+        super().__init__(_listen(place), selector, _MOST_STRANGERS, _STRANGERS_PER_SECOND)
         self.place = Endpoint(None, place.host, self._listeners[0].getsockname()[1])
         hosts = [str(end.getsockname()[0]).partition("%")[0] for end in self._listeners]
         self.is_near = all(ipaddress.ip_address(host).is_loopback for host in hosts)
@@ -84,7 +87,7 @@ class Door(gate.Gate):
 
     def close(self) -> None:
         """Listen no longer; a second call does nothing."""
-        self.forget()
+        self.rest(math.inf)
         for end in self._listeners:
             end.close()
 

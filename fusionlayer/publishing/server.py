@@ -69,7 +69,8 @@ class TcpOutlet(Outlet):
             keyring.read()
         self._guarded = bool(keyring or (tls and tls.authorities))
         self._tls = tls.for_publisher(keyring) if tls else None
-        self._door = Door(place)
+        self._selector = selectors.DefaultSelector()
+        self._door = Door(place, self._selector)
         super().__init__(self._door.place)
         if not self._guarded and not self._door.is_near:
             _logger.warning("%s: without secret=... every caller that can connect gets the weights", self.place)
@@ -89,12 +90,10 @@ class TcpOutlet(Outlet):
         self._relays = Relays()
         self._ending: float | None = None
         self._farewell = False
-        self._selector = selectors.DefaultSelector()
         self._waker, self._woken = (guard(end) for end in socket.socketpair())
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._door.watch(self._selector)
         self._start(publisher=self._serve, encoder=self._make)
         counts.register(self)
 

@@ -104,8 +104,8 @@ def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyP
     """Its listener would stay readable, and a core busy."""
     monkeypatch.setattr(gate, "EXHAUSTED_SECONDS", 3600.0)
     for left in (0, 1):  # none at all; one of those that are the training's
-        entrance, selector = Door(parse("tcp://:0")), selectors.DefaultSelector()
-        entrance.watch(selector)
+        selector = selectors.DefaultSelector()
+        entrance = Door(parse("tcp://:0"), selector)
         with socket.create_connection(("127.0.0.1", entrance.place.port), 5) as caller:
             ((key, _),) = selector.select(LONG)
             with socket.socket() as probe:

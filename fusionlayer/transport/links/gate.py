@@ -48,30 +48,34 @@ class Refusals:
 
 
 class Gate:
-    """Accepts callers at some listeners: so many at once, then so many a second. The others wait in the kernel."""
+    """Accepts callers at some listeners: so many at once, then so many a second. The others wait in the kernel.
 
-    def __init__(self, listeners: Sequence[socket.socket], most: int, per_second: float) -> None:
-        self._listeners = listeners
+    Args:
+        listeners: where callers come.
+        selector: the listeners are registered there, except during a rest.
+        most: callers that are accepted at once.
+        per_second: callers a second after that.
+    """
+
+    def __init__(
+        self, listeners: Sequence[socket.socket], selector: selectors.BaseSelector, most: int, per_second: float
+    ) -> None:
+        self._listeners, self._selector = listeners, selector
         self._most, self._per_second = float(most), per_second
         self._credit, self._counted = self._most, time.monotonic()
-        self._selector: selectors.BaseSelector | None = None
         self._is_open = False
         self._rests_until = 0.0
         for end in listeners:
             end.setblocking(False)
+        self.look()
 
     def __contains__(self, end: object) -> bool:
         return end in self._listeners
 
-    def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the listeners, now and after each rest."""
-        self._selector = selector
-        self.look()
-
     def look(self) -> float:
         """Open the gate if its rest is over; return the seconds until then, 0 if it is open."""
         left = self._rests_until - time.monotonic()
-        if left <= 0 and not self._is_open and self._selector:
+        if left <= 0 and not self._is_open:
             for end in self._listeners:
                 self._selector.register(end, selectors.EVENT_READ)
             self._is_open = True
@@ -102,12 +106,7 @@ class Gate:
     def rest(self, seconds: float) -> None:
         """Accept no caller for a while."""
         self._rests_until = time.monotonic() + seconds
-        if self._is_open and self._selector:
+        if self._is_open:
             for end in self._listeners:
                 self._selector.unregister(end)
         self._is_open = False
-
-    def forget(self) -> None:
-        """Accept no caller any more. The listeners stay as they are."""
-        self.rest(0.0)
-        self._selector = None

@@ -87,8 +87,7 @@ class Reception:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._gate = Gate(listeners, self._most, _STRANGERS_PER_SECOND)
-        self._gate.watch(self._selector)
+        self._gate = Gate(listeners, self._selector, self._most, _STRANGERS_PER_SECOND)
 
     def admit(self, patience: float) -> list[tuple[int, socket.socket, ConnectionKeys]]:
         """Wait for ``patience`` seconds at most; return callers' numbers, connections that are the job's, and keys."""
