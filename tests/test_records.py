@@ -100,6 +100,16 @@ def test_aliases_cannot_stand_for_more_than_memory_holds(text: str, tmp_path: Pa
         FusionPlan.from_yaml(path)
 
 
+@looped("text", ["5", "text", "[1]", "2.5"])
+@looped("reader", READERS)
+def test_a_file_without_keys_is_refused(reader: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises((ConfigError, argparse.ArgumentTypeError)):
+        READERS[reader](path)
+        raise ConfigError("the value of an option may have none")
+
+
 @looped("text", ["9" * 5000, "1:" * 40 + "1", "2001-99-99", "!!bool x"])
 def test_a_number_that_is_none_is_told_with_its_place(text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"

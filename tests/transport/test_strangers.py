@@ -21,7 +21,7 @@ from fusionlayer import context, launch
 from fusionlayer.base.errors import TransportError
 from fusionlayer.elastic import forming
 from fusionlayer.elastic.forming import KNOCKS, NEWEST, PATIENCE, TICKETS, Former
-from fusionlayer.elastic.generation import Generation, Member, MemberReport, encode_member
+from fusionlayer.elastic.generation import Generation, Member, MemberReport, decode_member, encode_member
 from fusionlayer.elastic.member_store import open_store, reach, sealed
 from fusionlayer.launch import RankInfo, meeting, stores
 from fusionlayer.process.processes import Identity
@@ -258,6 +258,9 @@ def test_strangers_at_a_member_neither_join_nor_stop_the_members(key: str | None
     nowhere = {"node": "", "names": ["127.0.0.1"], "port": free_port(), "token": ""}
     for name, identity in (("\ud800", ""), ("x", "\ud800"), ("../x", ""), (7, ""), ("x" * 99, "")):
         knocks.append(json.dumps({"id": name, "identity": identity, "address": nowhere}).encode())
+        if not identity:
+            with pytest.raises(TransportError, match="makes no sense"):
+                decode_member(knocks[-1])
     for value in knocks:
         strangers[0].set(f"knock/{strangers[0].add(TICKETS, 1)}", value)
         strangers[0].add(KNOCKS, 1)
