@@ -13,7 +13,7 @@ import fusionlayer as fl
 from benchmarks.strangers import flood
 from fusionlayer.observe import metrics
 from fusionlayer.publishing.address import parse
-from fusionlayer.publishing.door import Door, share
+from fusionlayer.publishing.door import ConnectionLimits, Door, share
 from fusionlayer.publishing.frames import HAVE, frame
 from fusionlayer.transport.links import gate, introduction
 from fusionlayer.transport.links.gate import Refusals
@@ -98,6 +98,22 @@ def test_a_follower_that_says_nothing_more_is_sent_away_without_a_secret_too(mon
         until(lambda: trainer.publisher.follower_names == ["idle"])
         trainer.publish(plain_state(0))
         until(lambda: not trainer.publisher.followers)
+
+
+def test_a_quarter_of_the_places_is_for_those_that_have_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a secret any caller may download; followers that come back find a place."""
+    monkeypatch.setattr("fusionlayer.publishing.server.share", lambda: ConnectionLimits(4, 8, 1 << 20))
+    with Trainer() as trainer, ExitStack() as stack:
+        trainer.publish(plain_state(0))
+        for _ in range(3):
+            assert stack.enter_context(fl.subscribe(trainer.publisher.address)).wait(LONG) == 0
+        until(lambda: all(peer.has for peer in [*trainer.outlet._peers.values()]))
+        assert trainer.publisher.digest is not None
+        for digest, outcome in ((b"", (1, 3)), (trainer.publisher.digest.encode(), (1, 4))):
+            caller = stack.enter_context(socket.create_connection(("127.0.0.1", trainer.port), 5))
+            said = bytes(16) + b"caller".ljust(64, b"\0") + bytes(32) + frame(HAVE, len(digest), None) + digest
+            caller.sendall(said)
+            until(lambda outcome=outcome: (trainer.publisher.refused, trainer.publisher.followers) == outcome)
 
 
 def test_a_door_rests_where_there_are_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
