@@ -1,12 +1,8 @@
 """The site: pages made from code are current, nothing public is left out, and all of it builds without a warning."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ from docs.site import pages
 from fusionlayer.base import config, errors
 from tests.loops import looped
 from tests.pages import DOCS, ROOT
+from tests.site import site
 from tests.tiers import exhaustive
 
 PUBLIC = {
@@ -108,15 +105,12 @@ def _exports(module: str) -> list[str]:
 
 
 @pytest.mark.medium
+@pytest.mark.xdist_group("site")
 @exhaustive(guarded_by="tests/test_documents.py::test_links_lead_somewhere")
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning() -> None:
     """MkDocs warns of links and headings that lead nowhere."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "SITE_URL": "", "REPOSITORY_URL": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {f"{page.stem}.html" for page in DOCS.glob("*.md")} <= {page.name for page in tmp_path.glob("docs/*.html")}
+    assert {f"{page.stem}.html" for page in DOCS.glob("*.md")} <= {page.name for page in site().glob("docs/*.html")}
 
 
 class _Tagless(yaml.SafeLoader):
