@@ -277,6 +277,7 @@ def test_what_is_to_be_installed_exists() -> None:
         "nvidia-cuda-nvcc",
         "https://download.pytorch.org/whl/cpu",
         "ray",
+        "s3fs",
         *(bare(line) for lines in extras.values() for line in lines),
     }
     named: set[str] = set()
