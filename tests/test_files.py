@@ -29,8 +29,8 @@ ME = Identity.own()
 
 def publish(folder: Path) -> Path:
     with fl.publish({"w": torch.ones(3)}, folder) as publisher, mock.patch.object(publisher, "run", "0" * 16):
-        for name in GUESSED:  # what was there before is removed when it begins
-            if (victim := folder.parent / "victim").exists():
+        for name in GUESSED:  # files that were there before are removed when it begins
+            if (victim := folder.parent / "victim").exists() and not (folder / name).is_symlink():
                 (folder / name).symlink_to(victim)
         publisher.step()
         assert publisher.flush(180)
