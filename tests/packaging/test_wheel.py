@@ -63,7 +63,7 @@ def test_wheel_requires_torch_numpy_scipy_and_yaml_alone(wheel: Path) -> None:
 def test_installed_wheel_opens_its_library(wheel: Path, run: Run, tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "pip", "install", "-q", "--no-deps", "--target", "site", wheel)
     assert done.returncode == 0, done.stderr
-    program = "import fusionlayer, fusionlayer.native as native; print(fusionlayer.__file__, libraries.isa())"
+    program = "import fusionlayer; from fusionlayer.base import libraries; print(fusionlayer.__file__, libraries.isa())"
     done = run(tmp_path, "-c", program, PYTHONPATH=str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
     file, isa = done.stdout.split()

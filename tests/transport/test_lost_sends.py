@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fusionlayer.transport import C10dTransport
-from fusionlayer.transport.links.gloo import GlooLink
+from fusionlayer.transport.links.gloo import GlooLink, wait
 from fusionlayer.transport.links.gloo_waits import LOOK, SendWaits, _Turn
 from tests.harness import outcomes_of
 from tests.losses import lose, stop_here
@@ -105,7 +105,7 @@ def test_a_rank_that_has_all_it_wants_may_leave_while_a_straggler_is_waited_for(
 
 def test_looks_at_connections_become_rare() -> None:
     """gloo keeps something of each look for ever, and on a slow link each message is waited for long enough for one."""
-    asked, waits = [], SendWaits()
+    asked, waits = [], SendWaits(wait)
     group = SimpleNamespace(recv=lambda *arguments: asked.append(arguments))
     slow: Any = SimpleNamespace(wait=lambda *_: time.sleep(1.5 * LOOK) is None)
     for _ in range(30):

@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
@@ -27,7 +28,7 @@ from .base import DamagedMessage, LinkError, LinkMessage
 from .checksums import compare, room, seal
 from .exchange import ExchangeLink
 from .gloo_mesh import GlooMesh, connect_over
-from .gloo_waits import SendWaits, Works, wait
+from .gloo_waits import SendWaits, Works
 from .shared_memory import Invitation, SharedMemory
 
 # When a connection is lost, gloo fails all waits for messages from there, except the one for a message that is being
@@ -114,7 +115,7 @@ class GlooLink(ExchangeLink):
         self._lock = threading.Lock()
         # Whether a call is in flight, or has failed. Its messages may be in flight then.
         self._is_busy = False
-        self._sends = SendWaits()
+        self._sends = SendWaits(wait)
         mesh.join()
         self._mesh = mesh
         self._salt = zlib.crc32(name.encode())
@@ -345,6 +346,16 @@ class GlooLink(ExchangeLink):
         if group is None:
             raise LinkError(self._rank, "the connections are closed")
         return group
+
+
+def wait(works: Works, deadline: float) -> None:
+    """Wait for the messages in the order given; raise ``LinkError`` for the first that fails."""
+    for peer, work in works:
+        try:
+            if not work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))):
+                raise LinkError(peer, "the wait was aborted")
+        except RuntimeError as error:
+            raise LinkError(peer, str(error)) from None
 
 
 @lru_cache(maxsize=256)  # most messages of one exchange have the same length, and a few links exchange at once

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from ...process.bounded import Aside, Overdue
 from .base import LinkError
 from .gloo_mesh import NEVER_SENT
 
-__all__ = ["LOOK", "SendWaits", "wait"]
+__all__ = ["LOOK", "SendWaits", "Wait", "Works"]
 
 LOOK = 0.05
 """Seconds between two looks, at first, for failed connections over which something was sent."""
@@ -30,16 +29,8 @@ _GRACE = 1.0  # seconds after a connection was closed within which what its peer
 
 Works = Sequence[tuple[int, dist.Work]]
 """Messages in flight, with the peers."""
-
-
-def wait(works: Works, deadline: float) -> None:
-    """Wait for the messages in the order given; raise ``LinkError`` for the first that fails."""
-    for peer, work in works:
-        try:
-            if not work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))):
-                raise LinkError(peer, "the wait was aborted")
-        except RuntimeError as error:
-            raise LinkError(peer, str(error)) from None
+Wait = Callable[[Works, float], None]
+"""Waits for messages in the order given until a deadline; raises ``LinkError`` for the first that fails."""
 
 
 class SendWaits:
@@ -49,11 +40,15 @@ class SendWaits:
     written between the peer's end and its discovery. A peer may go right after it has asked for it. Nothing ends
     such a wait, not even ``close``. So another thread makes it, where it can be abandoned.
 
+    Args:
+        wait: how.
+
     Attributes:
         aside: makes the waits, and may make other calls that block between them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
         self.aside = Aside("wait for what was sent")
         self._next_look, self._pause = 0.0, LOOK
 
@@ -61,7 +56,7 @@ class SendWaits:
         """Wait for ``works``; ``open_group`` returns the gloo group, or raises ``LinkError`` if it is closed."""
         if not works:
             return
-        turn = _Turn(works, deadline)
+        turn = _Turn(works, deadline, self._wait)
         try:
             self.aside.run(turn.wait, deadline + _LAST_WORD, partial(self._look, turn, open_group))
         except Overdue as error:
@@ -87,8 +82,8 @@ class _Turn:
     So a closed connection is an error only if a message for that peer was not sent.
     """
 
-    def __init__(self, works: Works, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self, works: Works, deadline: float, wait: Wait) -> None:
+        self._deadline, self._wait = deadline, wait
         # Both threads take works from it: each is waited for once, since gloo counts the waits.
         self._left = deque(works)
         self._present, self._since = works[0][0], time.monotonic()
@@ -105,7 +100,7 @@ class _Turn:
             with suppress(IndexError):  # the other thread has taken the last one meanwhile
                 peer, work = self._left.popleft()
                 self._present, self._since = peer, time.monotonic()
-                wait([(peer, work)], self._deadline)
+                self._wait([(peer, work)], self._deadline)
 
     def closed(self, peer: int, why: str) -> None:
         """Note that the connection to a peer is closed; raise ``LinkError`` if a message for it was not sent."""
@@ -118,6 +113,6 @@ class _Turn:
             with suppress(ValueError):  # the other thread has taken it meanwhile
                 self._left.remove(each)
                 try:
-                    wait([each], now)
+                    self._wait([each], now)
                 except LinkError:
                     raise LinkError(peer, why) from None
