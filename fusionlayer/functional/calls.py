@@ -145,6 +145,8 @@ def _gather_gradient(
 ) -> Tensor:
     rows = shape[0] if len(shape) else 1
     lengths = _rows_of_all(grad, [rows], group)
+    if not grad.numel():  # on all ranks
+        return grad.new_zeros(shape)
     if any(length != [rows] for length in lengths):
         splits = [length for (length,) in lengths]
         return all_to_all(grad, splits, codec, group, **options).view(len(lengths), rows, *grad.shape[1:]).sum(0)
@@ -263,7 +265,7 @@ def reduce_scatter(
     negotiate(transport, "reduce_scatter", facts)
     out = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     with torch.no_grad():
-        rows = tensor.detach().contiguous().view(size, -1)
+        rows = tensor.detach().contiguous().view(size, tensor.numel() // size)
         scaling = Scaling.of(tensor.dtype, size, average=average)
         if chooser is not None:
             chooser.reduce_scatter(scaling.scaled(rows).view(-1), out.view(-1))
@@ -287,9 +289,10 @@ def _exchange_gradient(
     group: Group = None,
     **options: Any,
 ) -> Tensor:
-    if splits is not None:
-        rank = context.transport(group).rank
-        splits = [theirs[rank] for theirs in _rows_of_all(grad, splits, group)]
+    if not torch.compiler.is_compiling():  # there all ranks have as many rows
+        transport = context.transport(group)
+        given = [shape[0] // transport.size] * transport.size if splits is None else splits
+        splits = [theirs[transport.rank] for theirs in _rows_of_all(grad, given, group)]
     return all_to_all(grad, splits, codec, group, **options)
 
 

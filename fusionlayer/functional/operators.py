@@ -110,14 +110,18 @@ def _item(call: str, value: Any) -> str:
     raise ConfigError(f"{call} in a compiled program got {type(value).__name__}; give a process group of torch")
 
 
-@functools.lru_cache(1024)
+_parsed = functools.lru_cache(1024)(ast.literal_eval)
+
+
 def _read(call: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments that ``_written`` has written."""
-    args, keywords = ast.literal_eval(call)
+    """Return the arguments that ``_written`` has written. A name means the group that has it now."""
+    args, keywords = _parsed(call)
     return [_object(each) for each in args], {key: _object(each) for key, each in keywords.items()}
 
 
 def _object(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_object(each) for each in item]
     if not isinstance(item, tuple):
         return item
     kind, what = item

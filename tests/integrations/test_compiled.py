@@ -97,6 +97,13 @@ def test_gradients_of_single_calls(rank: int, world: int) -> None:
     x = torch.ones(sum(splits), 2, requires_grad=True)
     (fl.all_to_all(x, splits) * (rank + 1)).sum().backward()
     assert x.grad is not None and x.grad[:, 0].tolist() == [1.0] * splits[0] + [2.0] * splits[1]
+    x = torch.ones(4 if rank == 0 else 2, 2, requires_grad=True)  # without splits, each rank cuts its own rows evenly
+    (fl.all_to_all(x) * (rank + 1)).sum().backward()
+    half = len(x) // 2
+    assert x.grad is not None and x.grad[:, 0].tolist() == [1.0] * half + [2.0] * half
+    empty = torch.ones(0, 3, requires_grad=True)
+    (fl.all_gather(empty).sum() + fl.reduce_scatter(empty).sum()).backward()
+    assert empty.grad is not None and empty.grad.shape == (0, 3)
     scalar = torch.tensor(1.0 + rank, requires_grad=True)
     fl.all_gather(scalar).sum().backward()
     assert scalar.grad is not None and scalar.grad.item() == 2.0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Adafactor, Muon, Optimizer
 
+from ...base.errors import UsageError
 from ...planning.local_steps import divergence
 
 __all__ = ["NOTHING", "GradientNoise", "norm_of"]
@@ -19,6 +21,8 @@ NOTHING = -1.0
 """Reported instead of a number by a rank that has none."""
 
 _MEMORY = 0.9
+_MOMENTS = {"exp_avg_sq", "exp_inf", "state2"}
+"""States with second moments: of torch's and torchao's optimizers, Adamax, and bitsandbytes'."""
 
 
 class GradientNoise:
@@ -42,28 +46,33 @@ class GradientNoise:
         """Forget all measurements: the factor is 1 until there are new ones."""
         self.local_steps = 0
         self._own = self._shared = 0.0  # decayed sums of squared norms: of one rank's differences, and of the average
-        self._measured: tuple[Tensor | float, Tensor | float] | None = None
+        self._measured: list[Callable[[], float]] | None = None
 
     def report(self, joined: bool) -> list[float]:
         """Return this rank's numbers for the next sync; ``joined``: this rank makes no more steps."""
         measured, self._measured = self._measured, None
-        return [NOTHING] * 2 if measured is None or joined else [*map(float, measured)]
+        return [NOTHING] * 2 if measured is None or joined else [norm() for norm in measured]
 
-    def arrive(self, own: Tensor | float, averages: Iterable[Tensor], reports: Sequence[Sequence[float]]) -> float:
+    def arrive(
+        self, own: Tensor | float | None, averages: Iterable[Tensor], reports: Sequence[Sequence[float]]
+    ) -> float:
         """Note a sync that has arrived; return the divergence in the reports.
 
         Args:
-            own: norm of this rank's differences.
+            own: norm of this rank's differences; None: nothing needs it.
             averages: over ranks.
             reports: what each rank reported, by rank.
 
         Returns:
             See ``divergence``; NaN where a rank had nothing to report.
         """
-        self._measured = own, norm_of(averages)
+        if own is None or not reports:
+            self._measured = None
+            return math.nan
+        self._measured = [_read_later(own), _read_later(norm_of(averages))]
         norms = [norm for norm, *_ in reports]
         # The average has the same bits on all ranks, but its norm need not: the first rank's value counts.
-        shared = reports[0][1] if reports else math.nan
+        shared = reports[0][1]
         if NOTHING in norms or not math.isfinite(shared + sum(norms)):
             return math.nan
         self._own = _MEMORY * self._own + statistics.fmean(norm * norm for norm in norms)
@@ -94,40 +103,79 @@ class GradientNoise:
 
     @contextmanager
     def scaled(
-        self, groups: Iterable[dict[str, Any]], fixed: float | None, ranks: int, every: int, averaged: int
+        self,
+        optimizer: Optimizer,
+        groups: Iterable[dict[str, Any]],
+        fixed: float | None,
+        ranks: int,
+        every: int,
+        averaged: int,
     ) -> Iterator[None]:
         """Scale the learning rates of groups within the block; decoupled weight decay stays.
 
         Args:
-            groups: of the wrapped optimizer.
-            fixed: factor of all groups; None: ``factor`` where a group has ``betas``, else 1.
+            optimizer: the wrapped one.
+            groups: its groups.
+            fixed: factor of all groups; None: ``factor`` where second moments divide a group's updates, else 1.
             ranks, every, averaged: see ``factor``.
+
+        Raises:
+            UsageError: the block has changed a scaled learning rate.
         """
-        kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        kept: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         for group in groups:
             factor = fixed
             if factor is None:
-                factor = self.factor(ranks, every, group["betas"], averaged) if "betas" in group else 1.0
+                scales = _divides_by_moments(optimizer, group)
+                factor = self.factor(ranks, every, group["betas"], averaged) if scales else 1.0
             if factor != 1 and "lr" in group:
-                kept.append((group, {key: group[key] for key in ("lr", "weight_decay") if key in group}))
+                values: dict[str, Any] = {key: group[key] for key in ("lr", "weight_decay") if key in group}
                 group["lr"] = group["lr"] * factor
-                if group.get("decoupled_weight_decay"):
+                if group.get("decoupled_weight_decay", isinstance(optimizer, (Adafactor, Muon))):
                     group["weight_decay"] = group["weight_decay"] / factor
+                kept.append((group, values, {key: group[key] for key in values}))
         try:
             yield
+            if any(group[key] is not value for group, _, scaled in kept for key, value in scaled.items()):
+                raise UsageError(
+                    "a hook of the optimizer changed the learning rate or weight decay during step(), where local "
+                    "steps scale it; call the scheduler after step(), or set inner_lr_scale=1.0"
+                )
         finally:
-            for group, values in kept:
+            for group, values, _ in kept:
                 group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next factors depend on."""
-        measured = None if self._measured is None else [*map(float, self._measured)]
+        measured = None if self._measured is None else [norm() for norm in self._measured]
         return {"local_steps": self.local_steps, "own": self._own, "shared": self._shared, "measured": measured}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue with what ``state_dict`` returned."""
         self.local_steps, self._own, self._shared = saved["local_steps"], saved["own"], saved["shared"]
-        self._measured = None if saved["measured"] is None else (saved["measured"][0], saved["measured"][1])
+        self._measured = None if saved["measured"] is None else [*map(_read_later, saved["measured"])]
+
+
+def _divides_by_moments(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer divides a group's updates by roots of second moments, as Adam and its kin do."""
+    states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
+    return len(group.get("betas", ())) > 1 and any(not _MOMENTS.isdisjoint(state) for state in states)
+
+
+def _read_later(norm: Tensor | float) -> Callable[[], float]:
+    """Return a function that returns the norm, and waits for no work of a device that comes after it."""
+    if not isinstance(norm, Tensor) or not norm.is_cuda:
+        value = float(norm)
+        return lambda: value
+    host = torch.empty((), dtype=norm.dtype, device="cpu", pin_memory=True).copy_(norm, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(norm.device))
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host)
+
+    return read
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:

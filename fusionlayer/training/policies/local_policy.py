@@ -19,7 +19,6 @@ from ..reducer import Reducer
 from ..sends import FollowsSyncs
 from ..step_policy import StepPolicy
 from ..step_state import StepState
-from .gradient_noise import norm_of
 from .local import state_tensors
 from .local_plan import planned_syncs
 from .local_steps import Flight, LocalSteps, compare, due_states
@@ -296,7 +295,7 @@ class LocalStepPolicy(StepPolicy):
             engine.memory.decay(local.sync.feedback_decay, parameters)
         before = engine.untaken
         differences = local.differences([*parameters.values()])
-        norm, numbers = norm_of(differences), local.noise.report(joined)
+        norm, numbers = local.norm(reducer.optimizer(), differences), local.noise.report(joined)
         if local.pace is not None:
             numbers.append(local.pace.report(joined))
         for name, tensor in (*zip(parameters, differences, strict=True), *states.items()):
@@ -381,6 +380,7 @@ class LocalStepPolicy(StepPolicy):
             return
         self._land_all()
         self._land(self._send(engine, joined=True), exactly=True)
+        self.local.noise.report(joined=True)  # forget that sync, in which this rank has made no steps
         self.local.count, self.local.moved = 0, False
 
 

@@ -17,7 +17,7 @@ from ...process.clock import HOST, Clock
 from ...transport import Transport
 from ..parameters import local_part
 from ..sends import FollowsSyncs
-from .gradient_noise import GradientNoise
+from .gradient_noise import GradientNoise, norm_of
 from .local import Local, state_name
 from .pace import Pace
 
@@ -32,7 +32,7 @@ class Flight:
         take: waits for the averaged differences, and returns them by name; states too.
         states: the states of the wrapped optimizer that sync too, by name; averages replace them.
         left_with: values of the parameters, by name, when the fragment was sent; None: no rank asks for them.
-        norm: 2-norm of this rank's differences.
+        norm: 2-norm of this rank's differences; None: nothing needs it.
         reports: what each rank reported, by rank; filled by ``take``.
     """
 
@@ -41,7 +41,7 @@ class Flight:
     take: Callable[[], Mapping[str, Tensor]]
     states: dict[str, Tensor] = field(default_factory=dict)
     left_with: dict[str, Tensor] | None = None
-    norm: Tensor | float = 0.0
+    norm: Tensor | float | None = None
     reports: list[list[float]] = field(default_factory=list)
 
     @property
@@ -95,11 +95,16 @@ class LocalSteps:
     ) -> AbstractContextManager[None]:
         """Scale the learning rates of the ``optimizer``'s groups within the block, as ``inner_lr_scale`` says."""
         scale = self.sync.inner_lr_scale
+        fixed = None if self._follows_noise(optimizer) else 1.0 if ranks < 2 or scale == "auto" else scale
+        return self.noise.scaled(optimizer, groups, fixed, ranks, self.every, self.sync.after or 0)
+
+    def norm(self, optimizer: Optimizer, differences: Iterable[Tensor]) -> Tensor | None:
+        """Return the norm of this rank's differences; None if neither a factor nor a period follows from it."""
+        return norm_of(differences) if self.pace is not None or self._follows_noise(optimizer) else None
+
+    def _follows_noise(self, optimizer: Optimizer) -> bool:
         # Outer momentum makes up for small updates by itself; the other's variance is that of averages.
-        if ranks < 2 or scale == "auto" and (self.sync.momentum or isinstance(optimizer, FollowsSyncs)):
-            scale = 1.0
-        fixed = None if scale == "auto" else scale
-        return self.noise.scaled(groups, fixed, ranks, self.every, self.sync.after or 0)
+        return self.sync.inner_lr_scale == "auto" and not self.sync.momentum and not isinstance(optimizer, FollowsSyncs)
 
     def begin_anew(self) -> None:
         """Forget all: the next local step notes its parameters as the anchors, and outer momentum begins at zero."""
@@ -172,7 +177,7 @@ class LocalSteps:
             flight.take = lambda taken=taken: taken  # type: ignore[misc]
             sent = {name: x.clone() for name, x in (flight.left_with or {}).items()}
             averages = {name: x.clone() for name, x in taken.items()}
-            measured = {"norm": float(flight.norm), "reports": flight.reports}
+            measured = {"norm": None if flight.norm is None else float(flight.norm), "reports": flight.reports}
             flights.append({"left": flight.left, "averages": averages, "left_with": sent, **measured})
         return {
             "count": self.count,
@@ -210,7 +215,7 @@ class LocalSteps:
             parameters = {name: named[name] for name in each["averages"] if name in named}
             averages = {name: _like(p, each["averages"][name]) for name, p in parameters.items()}
             flight = Flight(parameters, each["left"], lambda averages=averages: averages)  # type: ignore[misc]
-            flight.norm, flight.reports = each.get("norm", 0.0), each.get("reports", [])
+            flight.norm, flight.reports = each.get("norm"), each.get("reports", [])
             sent = each.get("left_with")
             flight.left_with = {name: _like(p, sent[name]) for name, p in parameters.items()} if sent else None
             self.flights.append(flight)
