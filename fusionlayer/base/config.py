@@ -199,7 +199,8 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
         raise ConfigError(f"FUSIONLAYER_CONFIG={path}: {error}") from None
     for key, why in REMOVED.items():
         source = f"FUSIONLAYER_{key.upper()}"
-        if environ.get(source) or (isinstance(given, Mapping) and key in given):
+        keys = {*given, *(given.get("planning") or ())} if isinstance(given, Mapping) else ()
+        if environ.get(source) or key in keys:
             where = source if environ.get(source) else f"FUSIONLAYER_CONFIG={path}: {key}"
             raise ConfigError(f"{where}: this setting was removed: {why}; leave it out")
     settings = records.build(Config, _nested(given, f"config {path}"), f"config {path}")

@@ -18,7 +18,10 @@ from torch import Tensor
 from .. import codecs
 from ..base.errors import ConfigError
 from ..codecs import Codec
+from ..transport import Transport
 from .arguments import ReduceOp
+
+_OUTSIDE = "an all_to_all with splits, or over a group that is no process group of torch, has no operator"
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 
@@ -62,8 +65,15 @@ def operator(
                 kept(tensor.detach(), call)
             return tensor
 
+        def eagerly(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
+            return front(tensor, *args, **keywords)
+
+        outside: Callable[..., Tensor] = torch.compiler.disable(eagerly, reason=f"fusionlayer: {_OUTSIDE}")
+
         @functools.wraps(function)
         def front(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
+            if torch.compiler.is_compiling() and _is_outside(args, keywords):
+                return outside(tensor, *args, **keywords)
             if gradient is None or not (isinstance(tensor, Tensor) and tensor.requires_grad):
                 return run(tensor, args, keywords)
             result: Tensor = _Differentiable.apply(tensor, run, gradient, args, keywords)  # type: ignore[no-untyped-call]
@@ -72,6 +82,12 @@ def operator(
         return front  # type: ignore[return-value]
 
     return decorate
+
+
+def _is_outside(args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Return whether ``torch.compile`` must leave a call out of its graph: its shapes or its group are not known."""
+    given = [*args, *keywords.values()]
+    return any(isinstance(each, (list, tuple, Transport)) for each in given)
 
 
 class _Differentiable(torch.autograd.Function):
