@@ -17,13 +17,13 @@ from .boxes import Boxes, text_of
 from .frames import PIECE_BYTES, FrameChannel, guard
 from .greeting import greet
 from .keyring import Keyring, is_name
-from .referral import Referral
+from .referral import Referral, check_serves
 from .snapshot import Snapshot
 from .source import Ended, Source
 from .tls import TLS
 from .update import read
 
-__all__ = ["TcpSource"]
+__all__ = ["TcpSource", "check_boxes"]
 
 _logger = logging.getLogger("fusionlayer")
 
@@ -114,7 +114,7 @@ class TcpSource(Source):
             while (made := relay.next(have, found.version)) is None and time.monotonic() < end:
                 pass
             if made is not None and (made.run, made.version) == found[:2]:
-                if made.digest == found.digest:
+                if made.digest == found.digest and not (made.shards or made.places):
                     relay.rest(made)
                     return made
                 wrong = True
@@ -124,6 +124,8 @@ class TcpSource(Source):
             pass
         if wrong:
             _logger.error("%s: relay %s sends bytes of another digest", self._place, found.place)
+        if self._relay:
+            self._relay.drop()  # what it still sends answers an old question
         channel.say(frames.MISS, json.dumps([found.place, wrong]).encode())
         return None
 
@@ -136,8 +138,7 @@ class TcpSource(Source):
                 self.drop()
 
     def select(self, boxes: Boxes) -> None:
-        if len(text_of(boxes)) > PIECE_BYTES:
-            raise ConfigError(f"select: parts of {len(boxes)} tensors take more than {PIECE_BYTES} bytes to describe")
+        check_boxes(boxes)
         self._boxes = boxes
 
     def close(self) -> None:
@@ -165,6 +166,8 @@ class TcpSource(Source):
                 raise ConnectionError("the follower was closed")
             self._end = end
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.serves:
+            check_serves(parse(self.serves), end.getsockname()[0], end.getpeername()[0])
         name, secret = self._name or _host_name(), None
         if self._keyring:
             name, secret = self._keyring.own(self._name, name)
@@ -200,6 +203,12 @@ class TcpSource(Source):
             if self._end:
                 self._end.close()
             self._end = self._channel = None
+
+
+def check_boxes(boxes: Boxes) -> None:
+    """Raise ``ConfigError`` if boxes take more than a frame can hold."""
+    if len(text_of(boxes)) > PIECE_BYTES:
+        raise ConfigError(f"select: parts of {len(boxes)} tensors take more than {PIECE_BYTES} bytes to describe")
 
 
 def _host_name() -> str:

@@ -117,8 +117,8 @@ class FolderOutlet(Outlet):
             for name in self._store.sizes():
                 if _PARTIAL.fullmatch(name):  # of a publisher that was killed
                     self._store.remove(name)
-        except OSError as error:
-            why = error.strerror or error
+        except Exception as error:  # clients of object stores raise errors of their own
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(f"publish: folder {self._store.place} cannot be used: {why}") from error
         self._start(publisher=self._work)
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 
@@ -339,9 +340,10 @@ class Follower:
                 continue
             pause = _FIRST_PAUSE
             base = new or base
-            if new is not None and self._outlet is not None:
-                self._outlet.offer(new)
             self._tell(new)
+            if new is not None and self._outlet is not None:
+                with suppress(FusionLayerError):  # the outlet has logged it; this follower goes on
+                    self._outlet.offer(new)
 
     def _tell(
         self,

@@ -214,6 +214,8 @@ class Peer:
             return True
         if kind == frames.MISS:
             place, wrong = miss_of(data)
+            if place != self.parent:
+                raise WireError(f"a follower has tried relay {place[:80]!r} in vain, to which it was not sent")
             self.missed.add(place)
             self.wrong = place if wrong else ""
             self.announced, self.assigned, self.finds = _NOTHING, None, False

@@ -6,9 +6,10 @@ import json
 from typing import NamedTuple
 
 from ..base.errors import ConfigError, WireError
+from ..process.interfaces import is_loopback
 from .address import Endpoint, parse
 
-__all__ = ["Referral", "address_of", "miss_of"]
+__all__ = ["Referral", "address_of", "check_serves", "miss_of"]
 
 
 class Referral(NamedTuple):
@@ -54,6 +55,24 @@ def address_of(text: bytes, caller: str) -> str:
     if place.host in ("0.0.0.0", "::"):
         return str(Endpoint(None, caller.rpartition(":")[0].strip("[]"), place.port))
     return str(place)
+
+
+def check_serves(place: Endpoint, own: str, publisher: str) -> None:
+    """Check the place at which a follower serves others before a publisher on another host refers them to it.
+
+    Args:
+        place: where it serves.
+        own: its address on the connection to the publisher.
+        publisher: the publisher's address there.
+
+    Raises:
+        ConfigError: only this host can reach it.
+    """
+    if is_loopback(place.host) and not is_loopback(publisher) and own != publisher:
+        raise ConfigError(
+            f"subscribe: relay {place} can be reached from this host alone, and the publisher is at {publisher}; "
+            f"give relay='tcp://0.0.0.0:PORT'"
+        )
 
 
 def miss_of(text: bytes) -> tuple[str, bool]:

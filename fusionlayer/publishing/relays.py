@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .peers import Peer
 from .snapshot import Snapshot
@@ -37,6 +37,7 @@ class Relays:
         for place, count in self._children.items():
             relay = here.get(place)
             usable = relay is not None and place not in self._wrong and place not in peer.missed
+            usable = usable and relay is not None and not _waits_for(relay, peer, version, here)
             if peer.missed:  # others may wait for this one
                 usable = usable and relay is not None and relay.has == version.digest
             if count < (_OF_RELAY if place else _OF_PUBLISHER) and (usable or not place):
@@ -52,3 +53,14 @@ class Relays:
         if place not in self._wrong:
             self._wrong.add(place)
             _logger.error("relay %s sent %r bytes of another digest: it is not used any more", place, by)
+
+
+def _waits_for(relay: Peer, peer: Peer, version: Snapshot, here: Mapping[str, Peer]) -> bool:
+    """Return whether a relay is ``peer`` itself, or gets a version from it, be it by way of others."""
+    for _ in here:
+        if relay.serves == peer.serves:
+            return True
+        if relay.has == version.digest or relay.assigned is not version or relay.parent not in here:
+            return False
+        relay = here[relay.parent]
+    return True

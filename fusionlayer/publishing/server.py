@@ -88,6 +88,7 @@ class TcpOutlet(Outlet):
         self._made: SimpleQueue[Parcel] = SimpleQueue()
         self._making = False
         self._relays = Relays()
+        self._run: str | None = None  # of the versions that followers have been sent
         self._ending: float | None = None
         self._farewell = False
         self._waker, self._woken = (guard(end) for end in socket.socketpair())
@@ -111,6 +112,8 @@ class TcpOutlet(Outlet):
 
     def offer(self, snapshot: Snapshot) -> None:
         with self._changed:
+            if self._offered and self._offered[-1].run != snapshot.run:  # a relay's publisher has begun again
+                self._offered.clear()
             self._offered.append(snapshot)
         super().offer(snapshot)
 
@@ -152,6 +155,8 @@ class TcpOutlet(Outlet):
                     cuts = {b"": whole}
                 if takes not in cuts:
                     cuts[takes] = cut(whole, boxes_of(takes))
+                while len(cuts) > _MOST_CUTS:  # followers come and go, each with parts of its own
+                    del cuts[next(key for key in cuts if key)]
                 target = cuts[takes]
                 # A publisher restarted from a checkpoint may begin with the version of its followers.
                 self._made.put(Parcel(make(target, target if target.digest == has else base), whole, takes))
@@ -291,16 +296,25 @@ class TcpOutlet(Outlet):
         """Send the updates that are made to the followers that wait for them, and have one more made."""
         with self._changed:
             offered = list(self._offered)
+        if offered and self._run != offered[-1].run:
+            for peer in list(self._peers.values()) if self._run else []:  # numbers may begin again
+                self._lose(peer, "the publisher has begun again")
+            self._run = offered[-1].run
         while not self._made.empty():
             update = self._made.get()
             self._making = False
+            if update.whole.run != self._run:
+                continue
             self._kept[update.target.digest] = update.target
             self._updates[update.whole, update.takes, update.base] = update
             # Also where a newer version is there by now: else a fast training would never send any.
             self._send(update, offered)
         if offered:
             self._refer(offered[-1])
-            self._updates = {key: each for key, each in self._updates.items() if each.whole in offered}
+            taken = {b"", *(peer.takes for peer in self._peers.values())}
+            self._updates = {
+                key: each for key, each in self._updates.items() if each.whole in offered and each.takes in taken
+            }
             for update in self._updates.values():
                 self._send(update, offered)
             self._order(offered)
@@ -324,6 +338,8 @@ class TcpOutlet(Outlet):
             if peer.assigned is not newest:
                 peer.missed = peer.missed if peer.assigned is None else set()
                 peer.parent, peer.assigned = self._relays.parent(newest, peer, peers), newest
+            if peer.parent and not any(each.assigned is newest and not each.parent for each in peers):
+                peer.parent = ""  # the one to which this was sent has gone
             if peer.parent and newest.digest in self._kept:  # this one has sent it to one follower
                 referral = Referral(newest.run, newest.version, newest.digest, peer.parent)
                 peer.refer(referral.text(), newest.version)
@@ -364,7 +380,10 @@ class TcpOutlet(Outlet):
         wanted |= {update.target.digest for update in self._updates.values()}
         for digest in [digest for digest in self._kept if digest not in wanted]:
             del self._kept[digest]
-        for digest in sorted(self._kept, key=lambda digest: self._kept[digest].version)[: -self._keep]:
+        # Of one version there may be many cuts.
+        numbers = sorted({(each.run == self._run, each.version) for each in self._kept.values()})
+        old = set(numbers[: -self._keep])
+        for digest in [key for key, each in self._kept.items() if (each.run == self._run, each.version) in old]:
             del self._kept[digest]
 
 

@@ -112,7 +112,10 @@ class UrlStore(Store):
 
     def sizes(self) -> dict[str, int]:
         self._system.invalidate_cache(self._folder)
-        found: list[dict[str, Any]] = self._system.ls(self._folder, detail=True)
+        try:
+            found: list[dict[str, Any]] = self._system.ls(self._folder, detail=True)
+        except FileNotFoundError:  # an object store has no folder without objects
+            return {}
         return {each["name"].rpartition("/")[2]: int(each["size"]) for each in found if each["type"] == "file"}
 
     def write(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -122,6 +125,7 @@ class UrlStore(Store):
 
     @contextmanager
     def opened(self, name: str) -> Iterator[IO[bytes]]:
+        self._system.invalidate_cache(self._folder)  # a length in it may be that of a replaced file
         with self._system.open(f"{self._folder}/{name}", "rb") as file:
             yield file
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, WireError
-from fusionlayer.publishing.referral import Referral, address_of, miss_of
+from fusionlayer.publishing.address import parse
+from fusionlayer.publishing.referral import Referral, address_of, check_serves, miss_of
 from fusionlayer.publishing.relays import Relays
 from fusionlayer.publishing.snapshot import Snapshot
 from tests.publishing.states import plain_state, until
@@ -70,7 +71,8 @@ def test_the_tree_heals_when_relays_end() -> None:
 def test_a_follower_whose_relay_fails_waits_for_no_one_who_waits_for_it() -> None:
     relays = Relays()
     version = Snapshot("run", 1, {})
-    peers: list[Any] = [SimpleNamespace(serves=f"tcp://h:{i}", has=None, missed=set(), name=str(i)) for i in range(6)]
+    nothing = {"has": None, "parent": "", "assigned": None}
+    peers: list[Any] = [SimpleNamespace(serves=f"tcp://h:{i}", missed=set(), name=str(i), **nothing) for i in range(6)]
     parents = [relays.parent(version, peer, peers) for peer in peers]
     assert parents == ["", *[peer.serves for peer in peers[:2] for _ in "ab"], peers[2].serves]
     peers[1].missed = {peers[0].serves}
@@ -82,6 +84,41 @@ def test_a_follower_whose_relay_fails_waits_for_no_one_who_waits_for_it() -> Non
     peers[3].has = version.digest
     assert relays.parent(version, peers[4], peers) == ""
     assert relays.parent(Snapshot("run", 2, {}), peers[5], peers) == ""
+
+
+def test_a_relay_is_not_sent_to_itself_or_to_one_that_waits_for_it() -> None:
+    version = Snapshot("run", 1, {})
+    nothing = {"has": None, "parent": "", "assigned": None}
+    peers: list[Any] = [SimpleNamespace(serves=f"tcp://h:{i}", missed=set(), name=str(i), **nothing) for i in range(3)]
+    relays = Relays()
+    for peer in peers:
+        peer.parent, peer.assigned = relays.parent(version, peer, peers), version
+    assert [peer.parent for peer in peers] == ["", peers[0].serves, peers[0].serves]
+    peers[2].parent = peers[1].serves
+    peers[0].assigned = None  # it has connected again
+    assert relays.parent(version, peers[0], peers) == ""
+    peers[1].has = version.digest
+    assert relays.parent(version, peers[0], peers) == peers[1].serves
+
+
+def test_relays_follow_a_publisher_that_begins_again_with_lower_numbers() -> None:
+    with Trainer() as trainer, tree(trainer, 3) as followers:
+        for version in (7, 8):
+            trainer.publish(plain_state(version), version)
+            for follower in followers:
+                assert follower.wait(LONG) == version
+        port = trainer.port
+        trainer.publisher.close(0)
+        trainer.begin(port)
+        until(lambda: trainer.publisher.followers == 3)
+        trainer.publish(plain_state(0), 0)
+        until(lambda: all(follower.latest == 0 for follower in followers))
+        for version in range(3):
+            if version:
+                trainer.publish(plain_state(version), version)
+            for follower in followers:
+                assert follower.wait(LONG) == version and trainer.is_its(follower)
+        assert not any(peer.missed for peer in trainer.outlet._peers.values()), "relays send what is asked of them"
 
 
 @pytest.mark.parametrize("lie", ["bytes", "number"])
@@ -123,6 +160,12 @@ def test_arguments_and_messages_are_checked() -> None:
             miss_of(text)
         with pytest.raises(WireError):
             address_of(text, "127.0.0.1:1")
+    near = parse("tcp://127.0.0.1:7")
+    with pytest.raises(ConfigError, match=r"relay='tcp://0\.0\.0\.0:PORT'"):
+        check_serves(near, "10.0.0.3", "10.0.0.4")
+    for own, publisher in (("127.0.0.1", "127.0.0.1"), ("10.0.0.3", "10.0.0.3")):
+        check_serves(near, own, publisher)
+    check_serves(parse("tcp://0.0.0.0:7"), "10.0.0.3", "10.0.0.4")
     assert address_of(b"tcp://0.0.0.0:7", "10.0.0.3:99") == "tcp://10.0.0.3:7"
     assert address_of(b"tcp://[::]:7", "[fd00::3]:99") == "tcp://[fd00::3]:7"
     assert address_of(b"tcp://10.0.0.9:7", "10.0.0.3:99") == "tcp://10.0.0.9:7"

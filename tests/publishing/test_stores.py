@@ -13,7 +13,7 @@ import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError
 from fusionlayer.publishing.address import parse
 from fusionlayer.publishing.folder import files_of, way
-from fusionlayer.publishing.stores import open_store
+from fusionlayer.publishing.stores import UrlStore, open_store
 from tests.publishing.states import bits, odd_state, plain_state, until
 
 LONG = 180.0
@@ -68,6 +68,23 @@ def test_damage_and_long_files_are_noticed(url: str) -> None:
             store.write("newest.json", [memoryview(b" " * 5000)])
             until(lambda: "has more than 4096 bytes" in str(follower.trouble))
             assert follower.version == 1
+
+
+def test_a_missing_folder_has_no_files_and_what_a_store_raises_is_told(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(parse(url))
+    assert store.sizes() == {}
+    looks: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(UrlStore, "prepare", lambda self: self._system.no_such_call())
+        with pytest.raises(ConfigError, match="cannot be used: .*no_such_call"):
+            fl.publish({}, url)
+    store.prepare()
+    store.write("x", [memoryview(b"1")])
+    assert isinstance(store, UrlStore)
+    monkeypatch.setattr(store._system, "invalidate_cache", looks.append)
+    assert store.read("x", 9) == b"1" and looks == [store._folder]
 
 
 def test_what_fsspec_cannot_reach_is_refused() -> None:

@@ -91,7 +91,8 @@ def test_one_who_missed_versions_gets_one_difference() -> None:
 def test_whole_versions_go_where_there_is_no_base_and_few_are_kept() -> None:
     """The book-keeping of an outlet without its thread: one follower has a kept version, one has none of them."""
     outlet: Any = object.__new__(TcpOutlet)
-    versions = {str(number): SimpleNamespace(digest=str(number), version=number) for number in range(5)}
+    versions = {str(i): SimpleNamespace(digest=str(i), version=i, run="run") for i in range(5)}
+    outlet._run = "run"
     outlet._kept, outlet._keep, outlet._missed, outlet._updates, sent = dict(versions), 2, {}, {}, []
     asks = {"since": 1.0, "announced": None, "update": None, "takes": b"", "least": 0, "parent": ""}
     outlet._peers = {
