@@ -13,9 +13,12 @@ from torch import Tensor
 
 import fusionlayer as fl
 from fusionlayer.base.errors import ConfigError, WireError
+from fusionlayer.publishing import frames
 from fusionlayer.publishing.address import parse
+from fusionlayer.publishing.client import TcpSource
 from fusionlayer.publishing.referral import Referral, address_of, check_serves, miss_of
 from fusionlayer.publishing.relays import Relays
+from fusionlayer.publishing.server import TcpOutlet
 from fusionlayer.publishing.snapshot import Snapshot
 from tests.publishing.states import plain_state, until
 from tests.publishing.trainer import LONG, Trainer
@@ -99,6 +102,21 @@ def test_a_relay_is_not_sent_to_itself_or_to_one_that_waits_for_it() -> None:
     assert relays.parent(version, peers[0], peers) == ""
     peers[1].has = version.digest
     assert relays.parent(version, peers[0], peers) == peers[1].serves
+
+
+def test_a_follower_can_only_miss_the_relay_to_which_it_was_sent(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "fusionlayer")
+    outlet = TcpOutlet(parse(ANY_PORT), 2, None, None, 2.0)
+    source = TcpSource(outlet.place, None, None, None, 2.0)
+    assert source.next(None) is None
+    (peer,) = outlet._peers.values()
+    peer.finds, peer.parent = True, "tcp://h:1"
+    assert source._channel is not None
+    source._channel.say(frames.MISS, b'["tcp://h:2", true]')
+    until(lambda: not outlet._peers)
+    assert "relay 'tcp://h:2' in vain, to which it was not sent" in caplog.text and not peer.missed
+    source.close()
+    outlet.close(0)
 
 
 def test_relays_follow_a_publisher_that_begins_again_with_lower_numbers() -> None:
